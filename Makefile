@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -149,6 +149,19 @@ $(VLLM)/.installed: pyproject.toml setup.py
 	@$(STEP) "removing packages for another torch" $(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing sparse-opt" \
 	  $(VLLM)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash datasets pytest
+
+# verl requires an older transformers than .venv has.
+VERL := build/verl
+
+test-verl: $(VERL)/.installed ## training in a real verl on a CPU, which this installs into build/verl (1.9 GB)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(VERL)/bin/python -m pytest tests/verl_engine
+
+$(VERL)/.installed: pyproject.toml setup.py
+	@$(STEP) "creating the environment $(VERL)" $(PYTHON) -m venv $(VERL)
+	@$(STEP) "installing verl" $(VERL)/bin/python -m pip install --disable-pip-version-check \
+	  torch==2.13.0 verl==0.9.1 transformers==5.9.0 uvicorn fastapi cachetools setuptools wheel
+	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing sparse-opt" \
+	  $(VERL)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash hypothesis pytest
 
 test-learning: $(VENV)/.test build ## every loop learns, three seeds each: minutes of training
 	SPARSE_OPT_LEARNING=1 OMP_NUM_THREADS=1 $(PYTEST) tests/trainers/test_learning.py

@@ -1,0 +1,139 @@
+"""SparseFSDPEngine: verl's FSDP2 engine with an optimizer that trains the active elements of a mask."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from ...errors import ConfigError
+from ...optim import SparseOptimizer
+from .checkpoint import SparseCheckpointManager
+from .deltas import ChangedValues
+from .options import STRATEGY, build_optimizer, require_supported, set_strategy
+
+
+@EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cuda", "cpu"])
+class SparseFSDPEngine(FSDPEngineWithLMHead):
+    """verl's `FSDPEngineWithLMHead` under FSDP2, of whose weights the optimizer trains the active elements of a mask.
+
+    Model, batches, losses, sharding and the schedule are verl's. What differs:
+
+    - the optimizer is built from the sharded model with its names, and averages compact gradients over the mesh, in the
+      last micro-batch of a step;
+    - the norm and the clipping are those of the active gradients;
+    - checkpoints hold the optimizer's state for any number of ranks (checkpoint.py);
+    - weight updates of the checkpoint engine delta_sharded send the active values that have changed (deltas.py);
+    - with `model.lora_rank` above 0, with which verl computes the reference in the actor, there are no adapters: the
+      reference is the weights before training, from the optimizer's `base_weights()`.
+
+    Raises:
+        ConfigError: an option is not supported or missing; the message names it.
+    """
+
+    optimizer: SparseOptimizer
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: FSDPEngineConfig,
+        optimizer_config: FSDPOptimizerConfig,
+        checkpoint_config: CheckpointConfig,
+    ) -> None:
+        if not engine_config.forward_only:
+            require_supported(engine_config)
+        if model_config.lora_rank > 0 and not model_config.lora.get("merge", False):
+            raise ConfigError(
+                f"model.lora_rank is {model_config.lora_rank}: with strategy {STRATEGY} it asks for the reference in "
+                "the actor, without adapters; add +model.lora.merge=True, so that the rollout expects whole weights"
+            )
+        engine_config = copy.copy(engine_config)
+        set_strategy(engine_config, "fsdp2")
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._is_lora = False
+        self._changed: ChangedValues | None = None
+
+    def initialize(self) -> None:
+        """Build the model, the optimizer and the schedule."""
+        super().initialize()
+        if self.optimizer is not None:
+            self.checkpoint_manager = SparseCheckpointManager.like(self.checkpoint_manager)
+        self._changed = None
+
+    def _build_optimizer(self, module: nn.Module) -> SparseOptimizer:
+        return build_optimizer(module, self.optimizer_config)
+
+    @contextmanager
+    def _gradient_sync_context(self, *, is_last_micro_batch: bool) -> Iterator[None]:
+        # Compact gradients are added up on each rank, and averaged once; FSDP has no gradients to reduce.
+        if is_last_micro_batch:
+            yield
+        else:
+            with self.optimizer.no_sync():
+                yield
+
+    def optimizer_step(self) -> float:
+        """Clip the active gradients and update the active elements, unless the norm is not finite.
+
+        Returns:
+            The norm of the active gradients of all ranks before clipping.
+        """
+        norm = self.optimizer.clip_grad_norm_(self.optimizer_config.clip_grad)
+        value = norm.item()
+        if norm.isfinite():
+            self.optimizer.step()
+        else:
+            print(f"WARN: grad_norm is not finite: {value}")
+            self.optimizer.zero_grad()
+        return float(value)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """The context in which verl computes the reference in the actor: the weights before training."""
+        return self.optimizer.base_weights()
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the checkpoint of a step to a local folder."""
+        self.checkpoint_manager.save_checkpoint(
+            local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep
+        )
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
+    ) -> None:
+        """Continue from a checkpoint, also of another number of ranks."""
+        self.checkpoint_manager.load_checkpoint(
+            local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
+        )
+
+    def prime_delta_snapshots(self) -> None:
+        """Remember the active values, which the rollout has just received with all weights.
+
+        verl's engine copies all weights to pinned memory here. This keeps one bf16 value per active element.
+        """
+        if self._changed is None:
+            self._changed = ChangedValues(self.optimizer, self.module)
+        self._changed.remember()
+
+    def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
+        """The active elements of this rank that have changed since the last call, for verl's engine delta_sharded.
+
+        Yields `(slots, dtype, counts, positions, values, group)` for each tensor with active elements, as verl's
+        `BaseEngine.get_per_tensor_param_delta_shard` describes.
+        """
+        if self._changed is None:
+            raise RuntimeError("get_per_tensor_param_delta_shard: call prime_delta_snapshots() first")
+        return self._changed.entries(), None

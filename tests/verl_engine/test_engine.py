@@ -1,0 +1,86 @@
+"""The engine against verl's own FSDP2 engine, on two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import launch
+
+pytest.importorskip("verl", reason="needs verl: make test-verl")
+
+STEPS = range(20)
+
+
+def save_mask(model: Path, density: float, pattern: str = "element") -> Path:
+    from transformers import AutoModelForCausalLM
+
+    from sparse_opt import MaskSet
+
+    shapes = AutoModelForCausalLM.from_pretrained(model)
+    return MaskSet.random(shapes, density=density, pattern=pattern, seed=3).save(model.parent / "mask.safetensors")
+
+
+def sparse_run(rank: int, model: str, mask: str, options: dict[str, Any]) -> Any:
+    from verl_lab import engine, train, weights
+
+    ranks = torch.distributed.get_world_size()
+    built = engine(Path(model), "sparse_fsdp2", override={"mask": mask}, **options)
+    return train(built, STEPS, rank, ranks), weights(built)
+
+
+def masked_run(rank: int, model: str, mask: str, options: dict[str, Any]) -> Any:
+    """verl's engine with gradients that are multiplied by the mask before they are clipped."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+    from verl_lab import engine, train, weights
+
+    from sparse_opt import MaskSet
+
+    ranks = torch.distributed.get_world_size()
+    built = engine(Path(model), "fsdp2", **options)
+    active = MaskSet.load(mask)
+    whole_step = built.optimizer_step
+
+    def step() -> float:
+        for name, param in built.module.named_parameters():
+            if param.grad is not None:
+                keep = active.bool(name) if name in active else torch.zeros(param.shape, dtype=torch.bool)
+                keep = keep.to(param.grad.dtype)
+                param.grad.mul_(distribute_tensor(keep, param.device_mesh, param.placements))
+                assert isinstance(param.grad, DTensor)
+        return whole_step()
+
+    built.optimizer_step = step
+    return train(built, STEPS, rank, ranks), weights(built)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for (losses, tensors), (expected_losses, expected_tensors) in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=1e-4, atol=1e-5)
+        assert tensors.keys() == expected_tensors.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(
+                tensor, expected_tensors[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize(("pattern", "tied"), [("element", False), ("tile64", True)], ids=["untied", "tied-tiles"])
+def test_trains_like_verls_engine_with_masked_gradients(pattern: str, tied: bool, tmp_path: Path):
+    from verl_lab import save_model
+
+    model = save_model(tmp_path / "model", tied=tied)
+    mask = save_mask(model, 0.2, pattern)
+    found = launch(sparse_run, 2, str(model), str(mask), {})
+    assert_same(found, launch(masked_run, 2, str(model), str(mask), {}))
+
+
+def test_all_elements_train_like_verls_adamw(tmp_path: Path):
+    from verl_lab import save_model
+
+    model = save_model(tmp_path / "model")
+    mask = save_mask(model, 1.0)
+    options = {"weight_decay": 0.1}
+    found = launch(sparse_run, 2, str(model), str(mask), options)
+    assert_same(found, launch(masked_run, 2, str(model), str(mask), options))

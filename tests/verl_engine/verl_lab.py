@@ -1,0 +1,145 @@
+"""What the tests of the verl engine share: a tiny model, batches as verl's SFT trainer makes them, and engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# verl reads them when it is imported.
+os.environ["VERL_PLATFORM"] = "cpu"
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_platform,sparse_opt.integrations.verl"
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # verl registers its engines for GPUs alone
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import verl  # noqa: F401  # registers the engine
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.utils.losses import sft_loss
+
+VOCABULARY = 64
+BATCH = 8  # sequences in the batch of a step, of all ranks
+
+
+def save_model(folder: Path, *, tied: bool = False) -> Path:
+    """Write a Llama of 140 thousand weights; some matrices have rows that 2 and 3 ranks cannot share equally."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=131,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def engine(
+    model: Path,
+    strategy: str,
+    *,
+    lr: float = 1e-3,
+    weight_decay: float = 0.0,
+    clip_grad: float = 1.0,
+    override: dict[str, Any] | None = None,
+    engine_options: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
+    optimizer_options: dict[str, Any] | None = None,
+    contents: Sequence[str] = ("model", "optimizer", "extra"),
+) -> BaseEngine:
+    """An initialized engine of a saved model, in fp32 and without compilation."""
+    options: dict[str, Any] = {
+        "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "use_torch_compile": False,
+        "use_no_sync_for_gradient_accumulation": True,
+        **(engine_options or {}),
+    }
+    config = FSDPEngineConfig(strategy="fsdp2", **options)
+    object.__setattr__(config, "strategy", strategy)  # as verl's FSDPActorConfig does
+    built = EngineRegistry.new(
+        model_type="language_model",
+        backend=strategy,
+        model_config=HFModelConfig(
+            path=str(model),
+            load_tokenizer=False,
+            enable_gradient_checkpointing=False,
+            use_remove_padding=False,
+            override_config={"attn_implementation": "eager"},
+            **(model_options or {}),
+        ),
+        engine_config=config,
+        optimizer_config=FSDPOptimizerConfig(
+            lr=lr,
+            weight_decay=weight_decay,
+            clip_grad=clip_grad,
+            total_training_steps=100,
+            override_optimizer_config=override,
+            **(optimizer_options or {}),
+        ),
+        checkpoint_config=CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+    )
+    built.initialize()
+    return built
+
+
+def batch(step: int, rank: int, ranks: int, micro_batch_size: int = 2) -> TensorDict:
+    """The rank's part of the batch of a step: sequences of different lengths, in verl's layout without padding."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(5, 12, (BATCH,), generator=generator).tolist()
+    tokens = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
+    own = tokens[rank * BATCH // ranks : (rank + 1) * BATCH // ranks]
+
+    def nested(rows: list[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    tensors = {
+        "input_ids": nested(own),
+        "position_ids": nested([torch.arange(len(row)) for row in own]),
+        "loss_mask": nested([(torch.arange(len(row)) >= 2).long() for row in own]),
+    }
+    return tensordict_utils.get_tensordict(
+        tensor_dict=tensors,
+        non_tensor_dict={
+            "use_remove_padding": False,
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": micro_batch_size,
+            "temperature": 1.0,
+            "global_batch_size": BATCH,
+            "pad_mode": "no_padding",
+            "pad_token_id": 0,
+            "use_fused_kernels": False,
+        },
+    )
+
+
+def loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    """verl's loss of supervised training."""
+    return sft_loss(config=None, model_output=model_output, data=data, dp_group=dp_group)
+
+
+def train(built: BaseEngine, steps: range, rank: int, ranks: int) -> list[tuple[float, float]]:
+    """Train as verl's TrainingWorker does; returns the loss of this rank and the norm of each step."""
+    found = []
+    with built.train_mode():
+        for step in steps:
+            output = built.train_batch(batch(step, rank, ranks), loss)
+            built.lr_scheduler_step()
+            found.append((float(sum(output["loss"])), output["metrics"]["grad_norm"]))
+    return found
+
+
+def weights(built: BaseEngine) -> dict[str, Tensor]:
+    """All weights, as verl exports them to a rollout."""
+    tensors, _ = built.get_per_tensor_param()
+    return {name: tensor.detach().clone() for name, tensor in tensors}
