@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("verl", reason="needs verl: make test-verl")
 
-import verl_lab  # noqa: F401  # registers the engine with verl
+import verl_lab  # noqa: F401  # registers the engine
 from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-# verl reads them when it is imported.
-os.environ["VERL_PLATFORM"] = "cpu"
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_platform,sparse_opt.integrations.verl"
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # verl registers its engines for GPUs alone
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import verl  # noqa: F401  # registers the engine

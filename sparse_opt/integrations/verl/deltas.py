@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,10 @@ class ChangedValues:
     """
 
     def __init__(self, optimizer: SparseOptimizer, model: nn.Module) -> None:
-        named = named_weights(optimizer)
         mask = optimizer.mask
+        named = cast(dict[str, nn.Parameter], named_weights(optimizer))
         self._params = {name: named[name] for name in mask.names if mask[name].numel()}
+        names = {param: name for name, param in self._params.items()}
         if large := [name for name, param in self._params.items() if param.numel() >= 2**31]:
             raise ValueError(f"{large[0]!r} has {self._params[large[0]].numel()} elements, verl sends fewer than 2^31")
         self._sent_names = _sent_names(model)
@@ -47,7 +48,7 @@ class ChangedValues:
         indices: dict[str, Tensor] = {}
         self._positions: dict[str, Tensor] = {}
         for param, shard in sharding.shards_of(self._params, model).items():
-            name = next(n for n, p in self._params.items() if p is param)
+            name = names[param]
             _, contributes, self._groups[name] = derive_dtensor_placement(ShardSpec.from_param(param))
             positions, _ = shard.local_positions(mask[name])
             if contributes and positions.numel():

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from verl.trainer.config import CheckpointConfig
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -39,6 +40,7 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
     """
 
     optimizer: SparseOptimizer
+    checkpoint_manager: FSDPCheckpointManager
 
     def __init__(
         self,
