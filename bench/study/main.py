@@ -30,16 +30,18 @@ from ..common.environment import environment
 from ..common.harness import exit_code, numbers_out_of_range
 from ..common.report import why_unwritable
 from ..common.training import beyond
-from .plan import CLAIMS, FINDING_SEED, TUNING_SEED, Choice, Part, Run, Subject, first_rates, plan
+from .plan import CLAIMS, FINDING_SEED, OF_DENSE, TUNING_SEED, Choice, Part, Run, Subject, first_rates, plan
 from .pool import Pool
 from .report import report
 from .results import Results
-from .runs import Chore, before, chore_of, do, do_chore, is_done
+from .runs import Chore, before, do, do_chore, is_done, needed_by
 from .world import World, make_world
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 # Rates beyond the lowest or highest that tuning tries at most.
 WIDEN = 2
+# Settings that say which runs there are.
+_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "tile")
 # Until a run of its algorithm is finished, a run is taken to last this long in an estimate.
 SECONDS_A_RUN = 150
 
@@ -73,7 +75,8 @@ def runs_left(settings: dict[str, Any], part: Part, results: Results) -> list[Ru
         return runs if tuned_by == subject else []
     rate = results.best_rate(tuned_by)
     assert rate is not None
-    seeds = part.seeds if tuned_by == subject else (TUNING_SEED, *part.seeds)
+    alone = tuned_by == subject or subject.trained in OF_DENSE
+    seeds = part.seeds if alone else (TUNING_SEED, *part.seeds)
     runs = [Run(subject.algorithm, subject.task, subject.trained, rate, seed) for seed in seeds]
     return [run for run in runs if run not in results]
 
@@ -92,7 +95,7 @@ def parts_of(choice: Choice, results: Results, settings: dict[str, Any]) -> list
             scores[subject] = next(row["tune_accuracy"] for row in runs if row["learning_rate"] == rate)
         return max(scores, key=lambda subject: scores[subject])
 
-    return plan(choice.claims, choice.tasks, choice.seeds, chosen)
+    return plan(choice.claims, choice.tasks, choice.seeds, chosen, settings["tile"])
 
 
 class Study:
@@ -114,7 +117,7 @@ class Study:
                 return chore
         for part in parts_of(self.choice, self.results, self.world.settings):
             for run in runs_left(self.world.settings, part, self.results):
-                found = chore_of(self.world, run) or run
+                found = needed_by(self.world, run) or run
                 if found not in running and found not in self.failures:
                     return found
         return None
@@ -124,7 +127,7 @@ class Study:
         if failure is not None:
             self.failures[job] = failure
             print(f"failed: {job.name}: {failure}", file=sys.stderr, flush=True)
-        elif isinstance(job, Run):
+        elif isinstance(job, Run) and job not in self.results:  # else only its weights were needed
             self.results.add(job, {**result, "jobs": self.jobs})
             print(
                 f"{job.name}: {result['accuracy']:.3f} (tune {result['tune_accuracy']:.3f}), {result['seconds']:.0f} s",
@@ -145,7 +148,7 @@ class Study:
                     return False
                 self.ended(job, work(self.world, job), None)
             return True
-        with Pool(work, self.world, self.jobs) as pool:
+        with Pool(work, self.world, self.jobs, self.world.folder / "logs") as pool:
             while True:
                 while not pool.is_full and time.monotonic() < deadline and (job := self.next(pool.running)) is not None:
                     pool.start(job)
@@ -217,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = resolve_device(args.device)
     world = World(args.output_dir.resolve(), settings, str(device))
     # Which runs there are may differ between calls; rows say their task and learning rate.
-    of_runs = {name: value for name, value in settings.items() if name not in ("tasks", "factors", "learning_rates")}
+    of_runs = {name: value for name, value in settings.items() if name not in _OF_PLAN}
     header = {
         "settings": xxhash.xxh3_64_hexdigest(json.dumps(of_runs, sort_keys=True).encode()),
         **environment(device),

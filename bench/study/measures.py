@@ -35,13 +35,11 @@ def measure_update(world: World, run: Run, final: Path) -> dict[str, Any]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32}[world.settings["shared"]["dtype"]]
     first, second = (load_file(folder / "model.safetensors", device=world.device) for folder in (world.start, final))
     of_seed = run.trained == "dense" and run.seed != TUNING_SEED
-    own, rounded, bits = {}, {}, {}
+    own, rounded = {}, {}
     for name, after in second.items():
         before, device = first[name].to(dtype), after.device
         own[name] = count_changes(before, after, (1e-5,), device=device)
         rounded[name] = count_changes(before.bfloat16(), after.bfloat16(), (), device=device)
-        if of_seed:
-            bits[name] = pack(before.bfloat16() != after.bfloat16())
     total = sum_changes(own.values())
     found: dict[str, Any] = {
         "changed": total.share,
@@ -52,8 +50,49 @@ def measure_update(world: World, run: Run, final: Path) -> dict[str, Any]:
     }
     if of_seed:
         found["ranks"] = _ranks({name: second[name].float() - first[name].to(dtype).float() for name in second})
-        found["overlaps"] = overlaps_with(world.folder / "changed", run.name, bits)
+        masks = {name: first[name].bfloat16() != after.bfloat16() for name, after in second.items()}
+        found["overlaps"] = overlaps_with(world.folder / "changed", run.name, masks, first)
     return found
+
+
+def changed_weights(start: Path, final: Path) -> dict[str, Any]:
+    """The weights whose bf16 values differ between a start, a folder, and a file: bool tensors by name."""
+    import torch
+    from safetensors.torch import load_file
+
+    first, second = load_file(start / "model.safetensors"), load_file(final)
+    return {name: first[name].to(torch.bfloat16) != after.to(torch.bfloat16) for name, after in second.items()}
+
+
+def closeness(start: Path, dense: Path, final: Path, device: str) -> dict[str, float]:
+    """How close the weights of a run are to those of a dense run, in relation to how far the dense run went.
+
+    Returns:
+        Shares of the weights that the dense run changed which differ from its values by at most 1e-5 and 1e-4;
+        distance, the norm of the difference of both runs' weights divided by that of the dense run's update; cosine of
+        the two updates.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    model = "model.safetensors"
+    first, second, third = (load_file(file, device=device) for file in (start / model, dense, final / model))
+    sums = torch.zeros(7, dtype=torch.float64, device=device)
+    for name, there in second.items():
+        before = first[name].to(there.dtype).double()
+        a, b = there.double() - before, third[name].double() - before
+        moved, apart = a != 0, (a - b).abs()
+        near = [((apart <= tolerance) & moved).sum() for tolerance in (1e-5, 1e-4)]
+        sums += torch.stack(
+            [moved.sum(), *near, (a * a).sum(), (b * b).sum(), (a * b).sum(), (apart**2).sum()]
+        ).double()
+    n, near_5, near_4, aa, bb, ab, distance = sums.tolist()
+    return {
+        "within_1e-5": near_5 / max(n, 1),
+        "within_1e-4": near_4 / max(n, 1),
+        "distance": (distance / aa) ** 0.5 if aa else 0.0,
+        "cosine": ab / (aa * bb) ** 0.5 if aa * bb else 0.0,
+    }
 
 
 def _ranks(updates: Mapping[str, Any]) -> dict[str, float]:
@@ -75,41 +114,58 @@ def _ranks(updates: Mapping[str, Any]) -> dict[str, float]:
 
 
 def pack(mask: Any) -> Any:
-    """The values of a bool tensor as bits: [ceil(numel / 8)] uint8 on the CPU, the first in the highest bit."""
+    """The values of a bool tensor as bits: [ceil(numel / 8)] uint8, the first in the highest bit."""
     import torch
 
     flat = torch.nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
-    places = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=mask.device)
-    return (flat * places).sum(dim=1, dtype=torch.uint8).cpu()
+    return (flat << _shifts(mask.device)).sum(dim=1, dtype=torch.uint8)
 
 
-def overlaps_with(folder: Path, name: str, bits: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def unpack(bits: Any, numel: int) -> Any:
+    """The bool values [numel] of `pack`."""
+    return ((bits[:, None] >> _shifts(bits.device)) & 1).flatten()[:numel].bool()
+
+
+def _shifts(device: Any) -> Any:
+    import torch
+
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
+
+
+def overlaps_with(folder: Path, name: str, masks: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
     """Keep the changed weights of a run in a folder, and compare them with those kept before.
 
     Of two runs that end at once, at least one finds the other's file, because both write first.
 
+    Args:
+        masks: the changed weights, bool tensors.
+        start: the weights that all runs start from.
+
     Returns:
-        Name of the other run -> n, n_other and n_both, the numbers of changed weights, and expected, the number that
-        two random sets with these shares of each tensor would have in common.
+        Name of the other run -> n, n_other and n_both, the numbers of changed weights; expected, the number that two
+        random sets have in common which have as many weights of each tensor and each exponent (of the start's bf16
+        weights); and expected_by_tensor, of each tensor alone.
     """
-    import numpy as np
+    import torch
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f"{name}.tmp"
-    save_file(dict(bits), aside)
+    save_file({key: pack(mask).cpu() for key, mask in masks.items()}, aside)
     aside.replace(folder / f"{name}.safetensors")
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        if file.stem == name:
-            continue
-        counts = {"n": 0, "n_other": 0, "n_both": 0, "expected": 0.0}
-        for key, other in load_file(file).items():
-            a, b = bits[key].numpy(), other.numpy()
-            n_a, n_b, n_both = (int(np.bitwise_count(x).sum(dtype=np.int64)) for x in (a, b, a & b))
-            counts["n"] += n_a
-            counts["n_other"] += n_b
-            counts["n_both"] += n_both
-            counts["expected"] += n_a * n_b / (8 * a.size)
-        found[file.stem] = counts
-    return found
+    files = {file.stem: file for file in sorted(folder.glob("*.safetensors")) if file.stem != name}
+    sums = {other: [0, 0, 0, 0.0, 0.0] for other in files}
+    contents = {other: load_file(file) for other, file in files.items()}
+    for key, mask in masks.items():
+        ours = mask.flatten()
+        exponents = ((start[key].to(torch.bfloat16).view(torch.int16) >> 7) & 0xFF).flatten().long()
+        of_all, of_ours = (torch.bincount(of, minlength=256).double() for of in (exponents, exponents[ours]))
+        for other, content in contents.items():
+            theirs = unpack(content[key].to(mask.device), ours.numel())
+            of_theirs = torch.bincount(exponents[theirs], minlength=256).double()
+            counts = [int(x.count_nonzero()) for x in (ours, theirs, ours & theirs)]
+            by_exponent = float((of_ours * of_theirs / of_all.clamp(min=1)).sum())
+            added = (*counts, by_exponent, counts[0] * counts[1] / ours.numel())
+            sums[other] = [a + b for a, b in zip(sums[other], added, strict=True)]
+    names = ("n", "n_other", "n_both", "expected", "expected_by_tensor")
+    return {other: dict(zip(names, values, strict=True)) for other, values in sums.items()}

@@ -5,7 +5,10 @@ Several claims share runs, which are done once. What is trained:
 
 | word | |
 |---|---|
-| dense | all weights |
+| dense | all weights, by AdamW |
+| sgd | all weights, by SGD without momentum |
+| again | the same as dense with the same seed, which shows how much of a difference is chance |
+| subnetwork | the weights that the dense run of the seed changed in bf16, alone |
 | lora:8 | adapters of rank 8 on all linear layers |
 | random:2.5:tile64 | a random 2.5 % of the weights in tiles of 64 x 64, another one for every seed |
 | magnitude:2.5 | the 2.5 % of the largest absolute value |
@@ -13,8 +16,7 @@ Several claims share runs, which are done once. What is trained:
 | early5:2.5 | the 2.5 % that changed most in the first 5 % of the steps of a dense run with another seed |
 | found:2.5 | the same after all steps of that run |
 
-Not in the plan yet: the weights that one dense run changed, trained alone (claim 3), SHiRA and Super-Tuning (in claim
-5), and SGD (claim 6).
+Not in the plan yet: SHiRA and Super-Tuning.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from sparse_opt.masks.patterns import PATTERNS
 TUNING_SEED = 1000
 FINDING_SEED = 2000
 EARLY = (1, 2, 5, 10)  # percent of the steps of the dense run
+WHOLE = ("dense", "sgd", "again", "subnetwork")
+# These are compared with the dense run of their seed, so that a run with the tuning seed would say nothing.
+OF_DENSE = ("again", "subnetwork")
 SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}" for percent in EARLY))
 
 
@@ -38,7 +43,7 @@ SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}"
 class Trained:
     """What a run trains: see the module."""
 
-    source: str  # dense, lora, or one of SOURCES
+    source: str  # lora, or one of WHOLE or SOURCES
     amount: float | None = None  # LoRA's rank, or percent of the weights
     pattern: str | None = None
 
@@ -50,14 +55,14 @@ class Trained:
             ConfigError: the word is not valid.
         """
         source, *rest = word.split(":")
-        if source == "dense" and not rest:
+        if source in WHOLE and not rest:
             return cls(source)
         if source == "lora" and len(rest) == 1 and re.fullmatch(r"[1-9]\d*", rest[0]):
             return cls(source, float(rest[0]))
         if source not in SOURCES or len(rest) not in (1, 2) or not re.fullmatch(r"\d+(\.\d+)?", rest[0]):
             raise ConfigError(
-                f"trained {word}: expected dense, lora:RANK, or {', '.join(SOURCES)} with a percentage and, "
-                "optionally, a pattern, as in random:2.5:tile64"
+                f"trained {word}: expected {', '.join(WHOLE)}, lora:RANK, or {', '.join(SOURCES)} with a percentage "
+                "and, optionally, a pattern, as in random:2.5:tile64"
             )
         percent, pattern = float(rest[0]), rest[1] if len(rest) == 2 else "element"
         if not 0 < percent < 100 or pattern not in PATTERNS:
@@ -115,15 +120,15 @@ class Run:
 
 # Claim -> what it says, in the words of the report.
 CLAIMS = {
-    1: "Reinforcement learning changes few weights, supervised learning many",
+    1: "Reinforcement learning changes few weights, by full-rank updates, and supervised learning many",
+    2: "Runs of other seeds, data and algorithms change the same weights more often than chance",
+    3: "Training only the weights that a dense run changes gives its weights and its score",
     4: "A mask that costs little trains as well as all weights",
     5: "A mask trains as well as LoRA with as many trained values",
+    6: "SGD trains as well as AdamW in reinforcement learning",
     7: "The best learning rate rises as the density falls, by the same law for every task",
 }
 DENSITIES = (10, 2.5, 1, 0.1)
-RANKS = (1, 8, 64)
-# Where masks of all sources are compared.
-SWEEPS = ("2.5:tile64", "1")
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,11 @@ class Part:
 
 
 def plan(
-    claims: Iterable[int], tasks: Sequence[str], seeds: Sequence[int], chosen: Callable[[list[Subject]], Subject | None]
+    claims: Iterable[int],
+    tasks: Sequence[str],
+    seeds: Sequence[int],
+    chosen: Callable[[list[Subject]], Subject | None],
+    tile: str = "tile64",
 ) -> list[Part]:
     """The parts of some claims, the most informative first, so that a study can be stopped at any time.
 
@@ -159,6 +168,7 @@ def plan(
 
     Args:
         chosen: the best of some subjects by the questions for tuning, None while one of them is unfinished.
+        tile: pattern of the masks that are not of single elements.
 
     Raises:
         ConfigError: the plan has no such claim.
@@ -189,31 +199,35 @@ def plan(
             )
         return subject
 
-    dense = add((1, 4, 5, 7), "dense", every)
-    add((4, 5, 7), "random:2.5:tile64", every)
+    dense = add(tuple(CLAIMS), "dense", every)
+    add((4, 5, 7), f"random:2.5:{tile}", every)
     add((5,), "lora:8", every)
     for percent in (10, 1, 0.1):
-        add((4, 5, 7), f"random:{percent:g}:tile64", one)
+        add((4, 5, 7), f"random:{percent:g}:{tile}", one)
     best = {}
-    for sweep in SWEEPS:
+    # Where masks of all sources are compared: in tiles, and as single elements.
+    for sweep in (f"2.5:{tile}", "1"):
         random = add((4,), f"random:{sweep}", every)
         found = [add((4,), f"{source}:{sweep}", (), like=random) for source in SOURCES if source != "random"]
         if 4 in claims and (winner := chosen([random, *(s for s in found if s.trained != f"found:{sweep}")])):
             add((4,), winner.trained, every)
             best[sweep] = winner.trained
+    for algorithm in ("sft", "dpo", "rft"):
+        add((1, 2), "dense", every, algorithm=algorithm)
+    add((6,), "sgd", every)
+    add((3,), "again", one, like=dense)
+    add((3,), "subnetwork", every, like=dense)
     for rank in (1, 64):
         add((5,), f"lora:{rank}", every)
-    add((5,), "random:10:tile64", every)
-    add((5,), "random:1:tile64", every)
-    for algorithm in ("sft", "dpo", "rft"):
-        add((1,), "dense", every, algorithm=algorithm)
+    for percent in (10, 1):
+        add((5,), f"random:{percent:g}:{tile}", every)
     for task in tasks[1:]:
-        add((1, 4), "dense", every, task=task, like=dense)
+        add((1, 2, 4), "dense", every, task=task, like=dense)
         for sweep, word in best.items():
             add((4,), word, every, task=task, like=Subject("grpo", first, f"random:{sweep}"))
     for task in tasks[1:]:
         for percent in DENSITIES:
-            add((7,), f"random:{percent:g}:tile64", (), task=task)
+            add((7,), f"random:{percent:g}:{tile}", (), task=task)
     return list(parts.values())
 
 
@@ -221,13 +235,16 @@ def first_rates(settings: dict[str, Any], subject: Subject) -> list[float]:
     """The learning rates that tuning tries first: the same multiples of a rate for every subject.
 
     The rate is the algorithm's dense rate; of adapters, ten times it; of a mask, its square root of 1 / density as
-    much. A rate at the end of those tried is followed by one beyond it, so that the choice matters little.
+    much; of SGD, one of its own. A rate at the end of those tried is followed by one beyond it, so that the choice
+    matters little.
     """
     from ..common.training import rounded
 
     rate = float(settings["learning_rates"][subject.algorithm])
     trained = Trained.parse(subject.trained)
-    if trained.source == "lora":
+    if trained.source == "sgd":
+        rate = float(settings["sgd_rate"])
+    elif trained.source == "lora":
         rate *= 10
     elif trained.amount is not None:
         rate *= math.sqrt(100 / trained.amount)

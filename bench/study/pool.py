@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # A package that is not installed is left out by the server.
@@ -32,13 +32,14 @@ class Pool:
     """Processes that call `work(world, job)`; a context, which ends them on exit.
 
     Args:
-        work: a function of a module, which the processes import.
+        work: a function of a module, which the processes import; jobs are its second argument, and have a name.
         world: its first argument.
         size: processes at once.
+        logs: folder for what the processes print.
     """
 
-    def __init__(self, work: Callable[[Any, Any], Any], world: Any, size: int):
-        self._work, self._world, self.size = work, world, size
+    def __init__(self, work: Callable[[Any, Any], Any], world: Any, size: int, logs: Path):
+        self._work, self._world, self.size, self._logs = work, world, size, logs
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         self._running: dict[Any, tuple[Any, connection.Connection]] = {}
@@ -59,11 +60,15 @@ class Pool:
         """Whether as many jobs run as may."""
         return len(self._running) >= self.size
 
+    def _log(self, job: Any) -> Path:
+        return self._logs / f"{job.name.replace(' ', '_')}.log"
+
     def start(self, job: Any) -> None:
         """Begin a job."""
         receiver, sender = self._context.Pipe(duplex=False)
         threads = max(1, (os.cpu_count() or 1) // self.size)
-        arguments = (self._work, self._world, job, sender, threads)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        arguments = (self._work, self._world, job, self._log(job), sender, threads)
         process = self._context.Process(target=_call, args=arguments, daemon=True)
         process.start()
         sender.close()
@@ -80,7 +85,7 @@ class Pool:
                 result, failure = pipe.recv()
             except EOFError:
                 process.join()
-                result, failure = None, f"its process ended with exit code {process.exitcode}"
+                result, failure = None, f"its process ended with exit code {process.exitcode}, see {self._log(job)}"
             process.join()
             pipe.close()
             found.append(Ended(job, result, failure))
@@ -101,8 +106,8 @@ class Pool:
         return jobs
 
 
-def _call(work: Callable[[Any, Any], Any], world: Any, job: Any, sender: Any, threads: int) -> None:
-    """The main function of a process: send (result, None), or (None, the error)."""
+def _call(work: Callable[[Any, Any], Any], world: Any, job: Any, log: Path, sender: Any, threads: int) -> None:
+    """The main function of a process: send (result, None), or (None, the error); what it prints goes to the log."""
     import torch
 
     from sparse_opt.errors import SparseOptError
@@ -112,7 +117,11 @@ def _call(work: Callable[[Any, Any], Any], world: Any, job: Any, sender: Any, th
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     hide_progress_bars(always=True)
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # the loops' lines of several runs at once
+    # The lines of several runs at once would be mixed.
+    with open(log, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    outcome: tuple[Any, str | None]
     try:
         outcome = work(world, job), None
     except (SparseOptError, OSError) as error:

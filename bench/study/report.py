@@ -1,53 +1,18 @@
-"""The report of the study: a table for each claim, and a verdict by a stated rule.
-
-A subject's score is the mean of its seeds' accuracy on the held-out questions, at the learning rate that tuning chose
-on other questions; its spread is the sample standard deviation over the seeds. The difference d of two subjects with
-spreads s and t over n and m seeds is known up to e = 2 sqrt(s^2 / n + t^2 / m). The first is "not below" the second if
-d - e >= -0.03, it is below if d + e < -0.03, and otherwise nothing is shown; nor is it with one seed.
-"""
+"""The report of the study: a verdict and a table for each claim."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, mean, stdev
-from typing import Any, Literal, NamedTuple
+from statistics import mean
+from typing import Any
 
 from sparse_opt.tables import markdown_table
 
-from .plan import CLAIMS, TUNING_SEED, Choice, Part, Subject, Trained
+from .plan import CLAIMS, TUNING_SEED, Choice, Part, Run, Subject
 from .results import Results
-
-Verdict = Literal["holds", "does not hold", "not shown"]
-MARGIN = 0.03  # of accuracy
-# Claim 1, after the published shares: 5-30 % in reinforcement learning, 85-94 % in supervised fine-tuning.
-FEW, MANY = 0.35, 0.6
-# Claim 7: the largest ratio between two tasks' exponents of the law.
-LAW_RATIO = 2.0
-
-
-class Score(NamedTuple):
-    """The score of a subject over its seeds."""
-
-    mean: float
-    spread: float
-    n: int
-
-
-def score_of(values: Sequence[float]) -> Score:
-    """Mean and sample standard deviation; NaN as the spread of one value."""
-    return Score(mean(values), stdev(values) if len(values) > 1 else math.nan, len(values))
-
-
-def not_below(first: Score, second: Score, n_comparisons: int = 1) -> bool | None:
-    """Whether the first is not below the second, by the rule of the module; None if that is not shown."""
-    difference = first.mean - second.mean
-    # 2 standard errors for one comparison.
-    width = NormalDist().inv_cdf(1 - (1 - NormalDist().cdf(2)) / n_comparisons)
-    error = width * math.sqrt(first.spread**2 / first.n + second.spread**2 / second.n)
-    if difference - error >= -MARGIN:
-        return True
-    return False if difference + error < -MARGIN else None
+from .verdicts import exponent, overlaps, rows_of, score_of, verdict
 
 
 def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapping[str, Mapping[str, float]]) -> str:
@@ -69,6 +34,7 @@ def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapp
             lines.append(f"{n_missing} of {len(of_claim)} rows are not finished.")
         if rows:
             lines.append(markdown_table(_HEADERS, rows, n_words=3))
+            lines += further_tables(claim, results, of_claim, choice.tasks)
     return "\n\n".join(lines) + "\n"
 
 
@@ -76,13 +42,6 @@ _HEADERS = (
     "task", "algorithm", "trained", "learning rate", "before", "tuning", "after", "spread", "seeds", "bf16 changed",
     "s a run",
 )  # fmt: skip
-
-
-def rows_of(results: Results, part: Part) -> list[dict[str, Any]]:
-    """The runs of a part's seeds at its rate; without seeds, or before they are finished, its tuning run there."""
-    rate = results.best_rate(part.tuned_by)
-    found = [row for row in results.of(part.subject, part.seeds) if row["learning_rate"] == rate]
-    return found or [row for row in results.of(part.subject, [TUNING_SEED]) if row["learning_rate"] == rate]
 
 
 def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, float] | None) -> tuple[str, ...]:
@@ -104,100 +63,99 @@ def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, floa
     )
 
 
-def verdict(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> Verdict:
-    """The verdict on a claim from the finished runs of its parts.
-
-    1: holds if on every task GRPO's dense runs change at most 35 % of the bf16 weights, and on the first SFT's at least
-       60 %.
-    4: holds if on every task some chosen mask of at most 2.5 % of the weights is not below dense. A mask is chosen on
-       the questions for tuning, among sources that need at most a tenth of a dense run, so that the comparison on the
-       held-out questions is one for each density and pattern; its errors are widened for their number (Bonferroni).
-    5: holds if for every rank of LoRA the smallest random mask of tiles with at least as many trained values is not
-       below it; ranks that no mask matches are left out.
-    7: holds if on every task the exponent p of rate ~ density^-p, fitted to the best rates of random masks of tiles, is
-       above 0, and the largest is at most twice the smallest. It needs two tasks.
-    """
+def further_tables(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> list[str]:
+    """What a claim needs besides the scores; nothing without its runs."""
+    if claim == 1:
+        return [table for table in (_by_rate(results, parts), _by_component(results, parts)) if table]
+    if claim == 2:
+        return _overlaps(results, parts)
+    if claim == 3:
+        return _closeness(results, parts)
     if claim == 7:
-        exponents = [exponent(results, parts, task) for task in tasks]
-        known = [p for p in exponents if p is not None]
-        if len(known) < max(2, len(tasks)):
-            return "not shown"
-        return "holds" if min(known) > 0 and max(known) <= LAW_RATIO * min(known) else "does not hold"
-    if claim == 5:
-        outcomes = [_beats_lora(results, parts)]
-    else:
-        outcomes = [_OF_CLAIM[claim](results, [part for part in parts if part.subject.task == task]) for task in tasks]
-    if False in outcomes:
-        return "does not hold"
-    return "not shown" if None in outcomes else "holds"
+        laws = {task: exponent(results, parts, task) for task in tasks}
+        return [f"{task}: rate ~ density^-{p:.2f}" for task, p in laws.items() if p is not None]
+    return []
 
 
-def _seeds_of(results: Results, part: Part) -> list[dict[str, Any]]:
-    """The runs of a part's seeds; none unless there are several and all are finished."""
-    found = [row for row in rows_of(results, part) if row["seed"] in part.seeds]
-    return found if len(found) == len(part.seeds) > 1 else []
+def _by_rate(results: Results, parts: Sequence[Part]) -> str:
+    rows = []
+    for part in parts:
+        by_rate = defaultdict(list)
+        for row in results.of(part.subject, (TUNING_SEED, *part.seeds)):
+            by_rate[row["learning_rate"]].append(row)
+        for rate, runs in sorted(by_rate.items()):
+            ranks = [run["ranks"] for run in runs if run.get("ranks")]
+            rows.append(
+                (
+                    part.subject.task,
+                    part.subject.algorithm,
+                    f"{rate:g}",
+                    str(len(runs)),
+                    f"{mean(run['changed_bf16'] for run in runs):.1%}",
+                    f"{mean(run['changed_1e-5'] for run in runs):.1%}",
+                    *(f"{mean(rank[kind] for rank in ranks):.3f}" if ranks else "" for kind in _RANKS),
+                    f"{mean(run['accuracy'] for run in runs):.3f}",
+                )
+            )
+    headers = ("task", "algorithm", "learning rate", "runs", "bf16 changed", "moved by > 1e-5", *_RANKS.values())
+    return markdown_table((*headers, "after"), rows, n_words=2)
 
 
-def _few_weights(results: Results, parts: Sequence[Part]) -> bool | None:
-    shares = {part.subject.algorithm: [run["changed_bf16"] for run in _seeds_of(results, part)] for part in parts}
-    few, many = shares.get("grpo"), shares.get("sft")
-    if not few or many == []:
-        return None
-    return max(few) <= FEW and (many is None or min(many) >= MANY)
+_RANKS = {"numerical": "rank", "numerical_min": "lowest rank", "effective": "effective rank"}
 
 
-def _cheap_mask(results: Results, parts: Sequence[Part]) -> bool | None:
-    scores = _scores(results, parts)
-    dense = scores.get(Trained("dense"))
-    cheap = [
-        score
-        for trained, score in scores.items()
-        if trained.is_mask and trained.source != "found" and (trained.amount or 100) <= 2.5
+def _by_component(results: Results, parts: Sequence[Part]) -> str:
+    found = {part.subject: runs for part in parts if (runs := rows_of(results, part))}
+    names = list(dict.fromkeys(name for runs in found.values() for name in runs[0]["changed_by_component"]))
+    rows = [
+        (
+            subject.task,
+            subject.algorithm,
+            *(f"{mean(row['changed_by_component'].get(name, 0.0) for row in runs):.1%}" for name in names),
+        )
+        for subject, runs in found.items()
     ]
-    if dense is None or not cheap:
-        return None
-    outcomes = [not_below(score, dense, n_comparisons=len(cheap)) for score in cheap]
-    return True if any(outcomes) else None if None in outcomes else False
+    return markdown_table(("task", "algorithm", *names), rows, n_words=2)
 
 
-def _beats_lora(results: Results, parts: Sequence[Part]) -> bool | None:
-    scores = _scores(results, parts)
-    sizes = {Trained.parse(part.subject.trained): run["n_trained"] for part in parts for run in _seeds_of(results, part)
-             if "n_trained" in run}  # fmt: skip
-    outcomes = []
-    for trained, score in scores.items():
-        if trained.source == "lora":
-            larger = [mask for mask, size in sizes.items() if mask.is_mask and size >= sizes[trained]]
-            if larger:
-                nearest = min(larger, key=lambda mask: sizes[mask])
-                outcomes.append(not_below(scores[nearest], score))
-    return False if False in outcomes else None if None in outcomes or not outcomes else True
+def _overlaps(results: Results, parts: Sequence[Part]) -> list[str]:
+    by_kind = defaultdict(list)
+    for first, second, counts in overlaps(results, parts):
+        by_kind[_difference(first, second)].append(counts)
+    rows = []
+    for kind, found in sorted(by_kind.items()):
+        ratios = [counts["n_both"] / max(1.0, counts["expected"]) for counts in found]
+        rows.append(
+            (
+                kind,
+                str(len(found)),
+                f"{mean(c['n_both'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
+                f"{mean(c['expected_by_tensor'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
+                f"{mean(c['expected'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+            )
+        )
+    headers = ("runs differ in", "pairs", "in common", "by chance in tensors", "and exponents", "ratio")
+    return [markdown_table(headers, rows, n_words=1)] if rows else []
 
 
-_OF_CLAIM = {1: _few_weights, 4: _cheap_mask}
+def _difference(first: Run, second: Run) -> str:
+    names = ("algorithm", "task", "seed")
+    return ", ".join(name for name in names if getattr(first, name) != getattr(second, name))
 
 
-def _scores(results: Results, parts: Sequence[Part]) -> dict[Trained, Score]:
-    found = {}
-    for part in parts:
-        if runs := _seeds_of(results, part):
-            found[Trained.parse(part.subject.trained)] = score_of([run["accuracy"] for run in runs])
-    return found
-
-
-def exponent(results: Results, parts: Sequence[Part], task: str) -> float | None:
-    """The exponent p of rate ~ density^-p by least squares; None with fewer than three densities."""
-    points = []
-    for part in parts:
-        trained, rate = Trained.parse(part.subject.trained), results.best_rate(part.subject)
-        if (
-            part.subject.task == task
-            and rate is not None
-            and trained.pattern == "tile64"
-            and trained.amount is not None
-        ):
-            points.append((math.log(trained.amount), math.log(rate)))
-    if len(points) < 3:
-        return None
-    x0, y0 = (mean(axis) for axis in zip(*points, strict=True))
-    return -sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
+def _closeness(results: Results, parts: Sequence[Part]) -> list[str]:
+    rows = [
+        (
+            row["trained"],
+            str(row["seed"]),
+            f"{row['accuracy']:.3f}",
+            *(f"{row['closeness'][name]:.1%}" for name in ("within_1e-5", "within_1e-4")),
+            *(f"{row['closeness'][name]:.3f}" for name in ("distance", "cosine")),
+        )
+        for part in parts
+        for row in rows_of(results, part)
+        if "closeness" in row
+    ]
+    headers = ("trained", "seed", "after", "within 1e-5", "within 1e-4", "distance / update", "cosine of updates")
+    return [markdown_table(headers, rows, n_words=1)] if rows else []

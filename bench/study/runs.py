@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -15,8 +15,8 @@ from typing import Any, Literal
 from sparse_opt.trainers.run.outputs import ADAPTER_FOLDER
 
 from ..common.training import accuracy, finish, metrics
-from .measures import measure_update
-from .plan import EARLY, FINDING_SEED, Run, Trained
+from .measures import changed_weights, closeness, measure_update
+from .plan import EARLY, FINDING_SEED, OF_DENSE, TUNING_SEED, Run, Trained
 from .world import DATA, World, make_answers
 
 # Algorithm -> module of its loop, and its config class.
@@ -42,9 +42,11 @@ class Chore:
         return f"{self.kind} of {self.task}" + (f" by {self.algorithm}" if self.kind == "log" else "")
 
 
-def chore_of(world: World, run: Run) -> Chore | None:
+def needed_by(world: World, run: Run) -> Run | Chore | None:
     """What must be done before a run can be; None if it can begin."""
     trained = Trained.parse(run.trained)
+    if trained.source in OF_DENSE and not world.final(dense_run(run)).is_file():
+        return dense_run(run)
     chores = []
     if run.algorithm != "grpo" or trained.source in ("fisher", "snip"):
         chores.append(Chore("answers", run.task))
@@ -60,6 +62,11 @@ def is_done(world: World, chore: Chore) -> bool:
     if chore.kind == "before":
         return (world.folder / f"before_{chore.task}" / "summary.json").is_file()
     return (world.folder / "runs" / finding_run(world, chore.algorithm, chore.task).name / "summary.json").is_file()
+
+
+def dense_run(run: Run) -> Run:
+    """The dense run of the same settings."""
+    return replace(run, trained="dense")
 
 
 def do_chore(world: World, chore: Chore) -> None:
@@ -100,7 +107,8 @@ def do(world: World, run: Run) -> dict[str, Any]:
     Returns:
         `scores`; seconds of the run, of its training, of its steps and of its optimizer (median); peak_memory_bytes on
         a GPU; optimizer_bytes; n_trained, the number of trained values of a mask or of adapters; rewards, the mean
-        reward of every fifth step (GRPO); and what `measure_update` returns.
+        reward of every fifth step (GRPO); what `measure_update` returns; and closeness, of runs that are compared with
+        the dense run of their seed.
     """
     began = time.perf_counter()
     folder = world.folder / "runs" / run.name
@@ -108,10 +116,10 @@ def do(world: World, run: Run) -> dict[str, Any]:
     if trained.source == "lora":
         assert trained.amount is not None
         options |= {"mode": "lora", "lora_rank": int(trained.amount)}
-    elif trained.is_mask:
+    elif trained.is_mask or trained.source == "subnetwork":
         options |= {"mode": "sparse", "mask": mask_file(world, run)}
     else:
-        options["mode"] = "dense"
+        options |= {"mode": "dense", "optim": "sgd"} if trained.source == "sgd" else {"mode": "dense"}
     module, config = _LOOPS[run.algorithm]
     started = time.perf_counter()
     summary = finish(
@@ -131,12 +139,18 @@ def do(world: World, run: Run) -> dict[str, Any]:
     if run.algorithm == "grpo":
         rows = metrics(summary)
         measured["rewards"] = {row["step"]: round(row["reward"], 4) for row in rows if row["step"] % 5 == 0}
-    if trained.is_mask:
+    if trained.source in OF_DENSE:
+        measured["closeness"] = closeness(world.start, world.final(dense_run(run)), final, world.device)
+    if options["mode"] == "sparse":
         from sparse_opt.masks.mask_set import MaskSet
 
         measured["n_trained"] = MaskSet.load(mask_file(world, run)).nnz
     elif trained.source == "lora":
         measured["n_trained"] = _numel(folder / ADAPTER_FOLDER / "adapter_model.safetensors")
+    if run.trained == "dense" and run.seed != TUNING_SEED:  # for the runs of OF_DENSE
+        kept = world.final(run)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        (final / "model.safetensors").replace(kept)
     shutil.rmtree(final)
     return {**measured, "seconds": time.perf_counter() - began}
 
@@ -153,6 +167,11 @@ def mask_file(world: World, run: Run) -> Path:
     from sparse_opt.trainers.policy.pretrained import load_causal_lm, parameter_shapes
 
     trained = Trained.parse(run.trained)
+    if trained.source == "subnetwork":
+        file = world.folder / "masks" / f"{run.name}.safetensors"
+        if not file.is_file():
+            MaskSet.from_bool(changed_weights(world.start, world.final(dense_run(run)))).save(file)
+        return file
     assert trained.amount is not None and trained.pattern is not None
     name = run.trained.replace(":", "_")
     if trained.source == "random":

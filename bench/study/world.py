@@ -35,6 +35,10 @@ class World:
         """A file of a task: train, tune, test, and made from train: demonstrations (sft), kept (rft), pairs (dpo)."""
         return self.folder / "questions" / task / f"{name}.jsonl"
 
+    def final(self, run: Run) -> Path:
+        """The weights of a dense run of a seed, which are kept."""
+        return self.folder / "finals" / f"{run.name}.safetensors"
+
     def options(self, run: Run) -> dict[str, Any]:
         """Options of the loop's config, without data, folders and mask."""
         shared = {**self.settings["shared"], **self.settings[run.algorithm], "device": self.device}

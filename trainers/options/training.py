@@ -85,9 +85,9 @@ class TrainingOptions(ModelOptions):
     warmup_ratio: float | None = option(
         None, "warm-up as a share of n_steps, if warmup_steps is 0", at_least=0, at_most=1
     )
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = option(
+    optim: Literal["adamw_torch_fused", "adamw_torch", "sgd"] = option(
         "adamw_torch_fused",
-        "AdamW of the modes dense and lora: torch's fused kernel, or its slower default",
+        "AdamW, in the modes dense and lora by torch's fused kernel or its slower default; or SGD without momentum",
     )
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0)
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)

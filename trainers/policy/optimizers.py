@@ -10,10 +10,11 @@ from torch import nn
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.masks.mask_set import MaskSet
 from sparse_opt.masks.parameters import is_mlp_parameter
-from sparse_opt.optim import SparseAdamW
+from sparse_opt.optim import SparseAdamW, SparseSGD
 
 from ..options import TrainingOptions
 from .dense_adamw import DenseAdamW
+from .dense_sgd import DenseSGD
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,46 +37,42 @@ def adapt(config: TrainingOptions, model: nn.Module) -> Any:
 
 def make_optimizer(
     config: TrainingOptions, model: nn.Module, process_group: ProcessGroup | None = None
-) -> SparseAdamW | DenseAdamW:
-    """SparseAdamW under the mask in mode sparse, else DenseAdamW on the trained weights; `mlp_only` selects the MLPs.
+) -> SparseAdamW | SparseSGD | DenseAdamW | DenseSGD:
+    """The optimizer of the option `optim`: of the mask's elements in mode sparse, else of the trained weights.
 
-    Both take the same options and have `grad_norm` and `nbytes()`. SparseAdamW averages its gradients over the process
-    group; those of DenseAdamW are averaged by DDP or FSDP2, see `GradientAveraging`.
+    `mlp_only` selects the MLPs. The optimizers take the same options and have `grad_norm` and `nbytes()`. The sparse
+    ones average their gradients over the process group; those of the others are averaged by DDP or FSDP2, see
+    `GradientAveraging`.
 
     Raises:
         MaskError: the mask cannot be read or is another model's.
         ConfigError, DataError: `mlp_only` leaves nothing to train.
     """
-    betas = (config.adam_beta1, config.adam_beta2)
-    # fp32 weights are their own master copies, also under fp16 autocast.
-    master_weights = config.dtype == "bf16" and config.master_weights is not False
+    adamw: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    shared: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        # fp32 weights are their own master copies, also under fp16 autocast.
+        "master_weights": config.dtype == "bf16" and config.master_weights is not False,
+    }
     if config.mode == "sparse":
-        return SparseAdamW(
-            model.named_parameters(),
-            load_mask(config, model),
-            lr=config.learning_rate,
-            betas=betas,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            master_weights=master_weights,
-            amp_scaling=config.dtype == "fp16",
-            model=model,
-            process_group=process_group,
-            backend=None if config.backend == "auto" else config.backend,
-        )
+        shared |= {
+            "amp_scaling": config.dtype == "fp16",
+            "model": model,
+            "process_group": process_group,
+            "backend": None if config.backend == "auto" else config.backend,
+        }
+        mask = load_mask(config, model)
+        if config.optim == "sgd":
+            return SparseSGD(model.named_parameters(), mask, **shared)
+        return SparseAdamW(model.named_parameters(), mask, **adamw, **shared)
     if config.mlp_only:
         freeze_outside_mlps(model)
-    return DenseAdamW(
-        (parameter for parameter in model.parameters() if parameter.requires_grad),
-        lr=config.learning_rate,
-        betas=betas,
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        master_weights=master_weights,
-        fused=config.optim == "adamw_torch_fused",
-    )
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    if config.optim == "sgd":
+        return DenseSGD(trained, **shared)
+    return DenseAdamW(trained, **adamw, **shared, fused=config.optim == "adamw_torch_fused")
 
 
 def load_mask(config: TrainingOptions, model: nn.Module) -> MaskSet:

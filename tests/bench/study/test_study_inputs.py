@@ -87,8 +87,8 @@ def test_the_answer_in_a_completion(completion, kind, answer):
 
 
 def test_an_unknown_task_and_a_missing_package(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="'sums': expected one of"):
-        tasks.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1)
+    with pytest.raises(ConfigError, match="'none': expected one of"):
+        tasks.make_questions(tmp_path / "q", "none", n_train=1, n_tune=1, n_test=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for call in (
         lambda: tasks.make_questions(tmp_path / "q", next(iter(tasks.TASKS)), n_train=1, n_tune=1, n_test=1),

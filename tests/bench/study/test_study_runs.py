@@ -6,16 +6,20 @@ import json
 import re
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from sparse_opt.bench.study import main as study_main
+from sparse_opt.bench.study.measures import closeness, overlaps_with
 from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
-from sparse_opt.bench.study.report import Score, not_below, report, verdict
+from sparse_opt.bench.study.report import report
 from sparse_opt.bench.study.results import Results
+from sparse_opt.bench.study.verdicts import Score, not_below, verdict
 from sparse_opt.errors import ConfigError
 
 HEADER = {"settings": "digest"}
-SETTINGS = {"learning_rates": {"grpo": 1e-5}, "factors": [0.3, 1, 3]}
+SETTINGS = {"learning_rates": {"grpo": 1e-5}, "factors": [0.3, 1, 3], "tile": "tile64"}
 DENSE = Subject("grpo", "sums", "dense")
 
 
@@ -63,7 +67,17 @@ def results(tmp_path):
 
 
 def measured(accuracy=0.5, **others):
-    return {"accuracy": accuracy, "tune_accuracy": accuracy, "changed_bf16": 0.2, "seconds": 2.0, "jobs": 1, **others}
+    return {
+        "accuracy": accuracy,
+        "tune_accuracy": accuracy,
+        "changed_bf16": 0.2,
+        "changed_1e-5": 0.3,
+        "changed_by_component": {"norms": 0.1},
+        "ranks": {"numerical": 0.99, "numerical_min": 0.9, "effective": 0.5},
+        "seconds": 2.0,
+        "jobs": 1,
+        **others,
+    }
 
 
 def test_a_killed_write_is_dropped_and_the_rest_kept(results):
@@ -162,6 +176,64 @@ def test_the_page_says_what_is_missing(results):
     assert "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 | 0.750 |  | 1 | 20.0% | 2 |" in page
 
 
+def test_the_verdicts_on_common_weights_and_on_the_subnetwork(tmp_path):
+    seeds = (0, 1)
+    words = ("dense", "again", "subnetwork")
+    parts = [Part(Subject("grpo", "sums", word), DENSE, seeds, (2, 3)) for word in words]
+
+    def verdicts(name, n_both, again, subnetwork):
+        results = Results(tmp_path / name, HEADER)
+        results.add(Run("grpo", "sums", "dense", 1e-5, TUNING_SEED), measured())
+        for word in words:
+            for seed in seeds:
+                run = Run("grpo", "sums", word, 1e-5, seed)
+                within = {"within_1e-5": 0.0, "within_1e-4": again if word == "again" else subnetwork}
+                closeness = {} if word == "dense" else {"closeness": {**within, "distance": 1.0, "cosine": 0.5}}
+                counts = {"n": 30, "n_other": 40, "n_both": n_both, "expected": 20.0, "expected_by_tensor": 15.0}
+                overlaps = {Run("grpo", "sums", "dense", 1e-5, 1 - seed).name: counts} if word == "dense" else {}
+                results.add(run, measured(0.5 + seed / 10**4, overlaps=overlaps, **closeness))
+        page = report(results, parts, Choice([2, 3], ["sums"], seeds), {})
+        row = f"| seed | 1 | {n_both / 30:.1%} | 50.0% | 66.7% | {n_both / 20:.2f} to {n_both / 20:.2f} |"
+        assert row in page  # one pair, though both runs have counted it
+        return tuple(verdict(claim, results, parts[: 1 if claim == 2 else 3], ["sums"]) for claim in (2, 3))
+
+    assert verdicts("a", 25, again=1.0, subnetwork=1.0) == ("holds", "holds")
+    assert verdicts("b", 21, again=1.0, subnetwork=0.9) == ("does not hold", "does not hold")
+    assert verdicts("c", 25, again=0.9, subnetwork=0.9) == ("holds", "not shown")
+
+
+def test_overlaps_of_changed_weights(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    start = {"a": torch.randn(37, 5, generator=generator), "b": torch.ones(9)}
+    masks = [{name: torch.rand(w.shape, generator=generator) < 0.3 for name, w in start.items()} for _ in range(2)]
+    assert overlaps_with(tmp_path, "first", masks[0], start) == {}
+    found = overlaps_with(tmp_path, "second", masks[1], start)["first"]
+    joined = [torch.cat([mask["a"].flatten(), mask["b"]]) for mask in masks]
+    assert found["n"] == joined[1].sum() and found["n_other"] == joined[0].sum()
+    assert found["n_both"] == (joined[0] & joined[1]).sum()
+    of_tensors = sum(float(masks[0][name].sum() * masks[1][name].sum()) / start[name].numel() for name in start)
+    assert found["expected_by_tensor"] == pytest.approx(of_tensors)
+    # The weights of b are equal, so that their exponents say nothing; all exponents of a weigh in.
+    exponents = torch.frexp(start["a"].bfloat16().float()).exponent
+    of_a = sum(
+        float((masks[0]["a"] & (exponents == e)).sum() * (masks[1]["a"] & (exponents == e)).sum())
+        / int((exponents == e).sum())
+        for e in exponents.unique()
+    )
+    assert found["expected"] == pytest.approx(of_a + float(masks[0]["b"].sum() * masks[1]["b"].sum()) / 9)
+
+
+def test_closeness_to_a_dense_run(tmp_path):
+    start = torch.zeros(4)
+    for name, weights in (("start", start), ("final", torch.tensor([1.0, 2.0, 0.0, 0.0]))):
+        (tmp_path / name).mkdir()
+        save_file({"w": weights}, tmp_path / name / "model.safetensors")
+    save_file({"w": torch.tensor([1.00005, 0.0, 0.0, 0.0])}, tmp_path / "dense.safetensors")
+    found = closeness(tmp_path / "start", tmp_path / "dense.safetensors", tmp_path / "final", "cpu")
+    assert (found["within_1e-5"], found["within_1e-4"]) == (0.0, 1.0)
+    assert found["distance"] == pytest.approx(2, rel=1e-3) and found["cosine"] == pytest.approx(5**-0.5, rel=1e-3)
+
+
 @pytest.fixture
 def tiny_settings(tmp_path, monkeypatch):
     settings = yaml.safe_load(study_main.SETTINGS.read_text(encoding="utf-8"))["small"]
@@ -176,9 +248,11 @@ def tiny_settings(tmp_path, monkeypatch):
 
 
 def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, tmp_path, monkeypatch, capsys):
-    """Dense, and a mask of the first batch's Fisher information: two runs each, of two steps."""
-    fisher = Subject("grpo", "sums", "fisher:10:tile64")
-    parts = [Part(DENSE, DENSE, (0,), (1,)), Part(fisher, DENSE, (0,), (1,))]
+    """Dense, a mask of the first batch's Fisher information, SGD, and the dense run's subnetwork, of two steps each."""
+    words = ("dense", "fisher:10:run16", "subnetwork")
+    parts = [Part(Subject("grpo", "sums", word), DENSE, (0,), (1,)) for word in words]
+    sgd = Subject("grpo", "sums", "sgd")
+    parts.append(Part(sgd, sgd, (), (1,)))
     monkeypatch.setattr(study_main, "plan", lambda *args: parts)
     words = ["--size", "small", "--claims", "1", "--seeds", "0", "--device", "cpu"]
     words += ["--output_dir", str(tmp_path / "out")]
@@ -199,15 +273,16 @@ def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, 
     monkeypatch.setattr(study_main, "do", original)
     assert study_main.main(words) == 0
     resumed = table_without_times(capsys.readouterr().out)
-    assert len(resumed) == 2
+    assert len(resumed) == 4 * 3
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [row["seed"] for row in rows] == [TUNING_SEED, 0, TUNING_SEED, 0]
+    assert [row["seed"] for row in rows] == [TUNING_SEED, 0, TUNING_SEED, 0, 0, TUNING_SEED]
     assert all(0 < row["changed"] <= 1 for row in rows) and rows[2]["n_trained"] > 0
     assert rows[2]["changed"] < rows[0]["changed"]
+    assert rows[4]["closeness"]["cosine"] > 0.9 and rows[5]["changed"] > 0
     assert 0 < rows[1]["ranks"]["effective"] <= rows[1]["ranks"]["numerical"] <= 1
 
     (tmp_path / "out" / "results.jsonl").unlink()
-    for folder in ("runs", "masks"):
+    for folder in ("runs", "masks", "finals", "changed"):
         (tmp_path / "out" / folder).rename(tmp_path / folder)
     assert study_main.main([*words, "--jobs", "2"]) == 0
     assert table_without_times(capsys.readouterr().out) == resumed

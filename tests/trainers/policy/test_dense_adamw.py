@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from sparse_opt.trainers.policy.dense_adamw import DenseAdamW
+from sparse_opt.trainers.policy.dense_sgd import DenseSGD
 
 # An epsilon of the gradients' own size: with a smaller one Adam would not notice a gradient scaled by mistake.
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 0.1, "weight_decay": 0.1}
+OF_SGD = {"lr": 1e-2, "weight_decay": 0.1}
+BOTH = [(DenseAdamW, torch.optim.AdamW, OPTIONS), (DenseSGD, torch.optim.SGD, OF_SGD)]
 SHAPES = [(7, 5), (11,), (1,)]
 
 
@@ -23,12 +26,13 @@ def gradients(dtype, n_steps):
     return [[torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES] for _ in range(n_steps)]
 
 
+@pytest.mark.parametrize(("dense", "torchs", "options"), BOTH)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_masters_are_torchs_fp32_adamw_and_weights_are_the_masters_rounded(max_grad_norm):
+def test_masters_are_torchs_fp32_weights_and_weights_are_the_masters_rounded(max_grad_norm, dense, torchs, options):
     weights = random_weights(torch.bfloat16)
     exact = [nn.Parameter(weight.detach().float()) for weight in weights]
-    ours = DenseAdamW(weights, **OPTIONS, max_grad_norm=max_grad_norm, master_weights=True)
-    theirs = torch.optim.AdamW(exact, **OPTIONS, fused=True)
+    ours = dense(weights, **options, max_grad_norm=max_grad_norm, master_weights=True)
+    theirs = torchs(exact, **options, fused=True)
     for step in gradients(torch.bfloat16, 50):
         for weight, grad in zip(weights, step, strict=True):
             weight.grad = grad.clone()

@@ -1,0 +1,217 @@
+"""Verdicts on the claims, by stated rules.
+
+A subject's score is the mean of its seeds' accuracy on the held-out questions, at the learning rate that tuning chose
+on other questions; its spread is the sample standard deviation over the seeds. The difference d of two subjects with
+spreads s and t over n and m seeds is known up to e = 2 sqrt(s^2 / n + t^2 / m). The first is "not below" the second if
+d - e >= -0.03, it is below if d + e < -0.03, and otherwise nothing is shown; nor is it with one seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import NormalDist, mean, stdev
+from typing import Any, Literal, NamedTuple
+
+from .plan import OF_DENSE, TUNING_SEED, Part, Run, Trained
+from .results import Results
+
+Verdict = Literal["holds", "does not hold", "not shown"]
+MARGIN = 0.03  # of accuracy
+# Claim 1, after the published shares: 5-30 % in reinforcement learning, 85-94 % in supervised fine-tuning.
+FEW, MANY = 0.35, 0.6
+FULL_RANK = 0.95  # of min(m, n), the numerical rank
+# Claim 2: how many times as many common weights as by chance.
+MORE_THAN_CHANCE = 1.1
+# Claim 3: the share of the changed weights that must be within 1e-4.
+SAME = 0.99
+# Claim 7: the largest ratio between two tasks' exponents of the law.
+LAW_RATIO = 2.0
+
+
+class Score(NamedTuple):
+    """The score of a subject over its seeds."""
+
+    mean: float
+    spread: float
+    n: int
+
+
+def score_of(values: Sequence[float]) -> Score:
+    """Mean and sample standard deviation; NaN as the spread of one value."""
+    return Score(mean(values), stdev(values) if len(values) > 1 else math.nan, len(values))
+
+
+def not_below(first: Score, second: Score, n_comparisons: int = 1) -> bool | None:
+    """Whether the first is not below the second, by the rule of the module; None if that is not shown."""
+    difference = first.mean - second.mean
+    # 2 standard errors for one comparison.
+    width = NormalDist().inv_cdf(1 - (1 - NormalDist().cdf(2)) / n_comparisons)
+    error = width * math.sqrt(first.spread**2 / first.n + second.spread**2 / second.n)
+    if difference - error >= -MARGIN:
+        return True
+    return False if difference + error < -MARGIN else None
+
+
+def rows_of(results: Results, part: Part) -> list[dict[str, Any]]:
+    """The runs of a part's seeds at its rate; without seeds, or before they are finished, its tuning run there."""
+    rate = results.best_rate(part.tuned_by)
+    found = [row for row in results.of(part.subject, part.seeds) if row["learning_rate"] == rate]
+    return found or [row for row in results.of(part.subject, [TUNING_SEED]) if row["learning_rate"] == rate]
+
+
+def verdict(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> Verdict:
+    """The verdict on a claim from the finished runs of its parts.
+
+    1: holds if on every task GRPO's dense runs change at most 35 % of the bf16 weights, by updates whose matrices have
+       at least 95 % of the full rank on average, and on the first SFT's change at least 60 %.
+    2: holds if any two dense runs have at least 1.1 times as many changed weights in common as two random sets with the
+       same number in each tensor and for each exponent of the weights (because small weights change more easily in
+       bf16); does not hold if no two have.
+    3: holds if the subnetwork's score is not below dense, and 99 % of its weights are within 1e-4 of the dense run's;
+       not shown if those of the same dense run done again are not, unless the score is below.
+    4: holds if on every task some chosen mask of at most 2.5 % of the weights is not below dense. A mask is chosen on
+       the questions for tuning, among sources that need at most a tenth of a dense run, so that the comparison on the
+       held-out questions is one for each density and pattern; its errors are widened for their number (Bonferroni).
+    5: holds if for every rank of LoRA the smallest random mask of tiles with at least as many trained values is not
+       below it; ranks that no mask matches are left out.
+    6: holds if SGD's score is not below AdamW's.
+    7: holds if on every task the exponent p of rate ~ density^-p, fitted to the best rates of random masks of tiles, is
+       above 0, and the largest is at most twice the smallest. It needs two tasks.
+    """
+    if claim == 7:
+        exponents = [exponent(results, parts, task) for task in tasks]
+        known = [p for p in exponents if p is not None]
+        if len(known) < max(2, len(tasks)):
+            return "not shown"
+        return "holds" if min(known) > 0 and max(known) <= LAW_RATIO * min(known) else "does not hold"
+    if claim in _OF_ALL_TASKS:
+        outcomes = [_OF_ALL_TASKS[claim](results, parts)]
+    else:
+        outcomes = [_OF_CLAIM[claim](results, [part for part in parts if part.subject.task == task]) for task in tasks]
+    if False in outcomes:
+        return "does not hold"
+    return "not shown" if None in outcomes else "holds"
+
+
+def _seeds_of(results: Results, part: Part) -> list[dict[str, Any]]:
+    """The runs of a part's seeds; none unless there are several and all are finished."""
+    found = [row for row in rows_of(results, part) if row["seed"] in part.seeds]
+    return found if len(found) == len(part.seeds) > 1 else []
+
+
+def _few_weights(results: Results, parts: Sequence[Part]) -> bool | None:
+    runs = {part.subject.algorithm: _seeds_of(results, part) for part in parts}
+    few, many = runs.get("grpo"), runs.get("sft")
+    if not few or many == []:
+        return None
+    return (
+        max(run["changed_bf16"] for run in few) <= FEW
+        and mean(run["ranks"]["numerical"] for run in few) >= FULL_RANK
+        and (many is None or min(run["changed_bf16"] for run in many) >= MANY)
+    )
+
+
+def overlaps(results: Results, parts: Sequence[Part]) -> Iterator[tuple[Run, Run, dict[str, float]]]:
+    """The pairs of dense runs of seeds, at the parts' rates, whose changed weights were compared."""
+    names = {}
+    for part in parts:
+        for row in rows_of(results, part):
+            if row["seed"] != TUNING_SEED:
+                run = Run(row["algorithm"], row["task"], row["trained"], row["learning_rate"], row["seed"])
+                names[run.name] = run, row.get("overlaps", {})
+    seen = set()
+    for name, (run, found) in names.items():
+        for other, counts in found.items():
+            if other in names and (pair := frozenset((name, other))) not in seen:
+                seen.add(pair)
+                yield run, names[other][0], counts
+
+
+def _common_weights(results: Results, parts: Sequence[Part]) -> bool | None:
+    ratios = [counts["n_both"] / max(1.0, counts["expected"]) for _, _, counts in overlaps(results, parts)]
+    if not ratios or any(not _seeds_of(results, part) for part in parts):
+        return None
+    if min(ratios) >= MORE_THAN_CHANCE:
+        return True
+    return False if max(ratios) < MORE_THAN_CHANCE else None
+
+
+def _subnetwork(results: Results, parts: Sequence[Part]) -> bool | None:
+    scores = _scores(results, parts)
+    if not {Trained("dense"), Trained("subnetwork")} <= set(scores):
+        return None
+    equal = not_below(scores[Trained("subnetwork")], scores[Trained("dense")])
+    if equal is not True:
+        return equal
+    within = {
+        word: min((row["closeness"]["within_1e-4"] for part in parts if part.subject.trained == word
+                   for row in rows_of(results, part)), default=0.0)
+        for word in OF_DENSE
+    }  # fmt: skip
+    return None if within["again"] < SAME else within["subnetwork"] >= SAME
+
+
+def _sgd(results: Results, parts: Sequence[Part]) -> bool | None:
+    scores = _scores(results, parts)
+    if not {Trained("dense"), Trained("sgd")} <= set(scores):
+        return None
+    return not_below(scores[Trained("sgd")], scores[Trained("dense")])
+
+
+def _cheap_mask(results: Results, parts: Sequence[Part]) -> bool | None:
+    scores = _scores(results, parts)
+    dense = scores.get(Trained("dense"))
+    cheap = [
+        score
+        for trained, score in scores.items()
+        if trained.is_mask and trained.source != "found" and (trained.amount or 100) <= 2.5
+    ]
+    if dense is None or not cheap:
+        return None
+    outcomes = [not_below(score, dense, n_comparisons=len(cheap)) for score in cheap]
+    return True if any(outcomes) else None if None in outcomes else False
+
+
+def _beats_lora(results: Results, parts: Sequence[Part]) -> bool | None:
+    scores = _scores(results, parts)
+    sizes = {Trained.parse(part.subject.trained): run["n_trained"] for part in parts for run in _seeds_of(results, part)
+             if "n_trained" in run}  # fmt: skip
+    outcomes = []
+    for trained, score in scores.items():
+        if trained.source == "lora":
+            larger = [mask for mask, size in sizes.items() if mask.is_mask and size >= sizes[trained]]
+            if larger:
+                nearest = min(larger, key=lambda mask: sizes[mask])
+                outcomes.append(not_below(scores[nearest], score))
+    return False if False in outcomes else None if None in outcomes or not outcomes else True
+
+
+_OF_CLAIM = {1: _few_weights, 4: _cheap_mask}
+_OF_ALL_TASKS = {2: _common_weights, 3: _subnetwork, 5: _beats_lora, 6: _sgd}
+
+
+def _scores(results: Results, parts: Sequence[Part]) -> dict[Trained, Score]:
+    found = {}
+    for part in parts:
+        if runs := _seeds_of(results, part):
+            found[Trained.parse(part.subject.trained)] = score_of([run["accuracy"] for run in runs])
+    return found
+
+
+def exponent(results: Results, parts: Sequence[Part], task: str) -> float | None:
+    """The exponent p of rate ~ density^-p by least squares; None with fewer than three densities."""
+    points = []
+    for part in parts:
+        trained, rate = Trained.parse(part.subject.trained), results.best_rate(part.subject)
+        if (
+            part.subject.task == task
+            and rate is not None
+            and trained.pattern == "tile64"
+            and trained.amount is not None
+        ):
+            points.append((math.log(trained.amount), math.log(rate)))
+    if len(points) < 3:
+        return None
+    x0, y0 = (mean(axis) for axis in zip(*points, strict=True))
+    return -sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
