@@ -6,7 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -30,17 +30,26 @@ class BaseWeights(LocalSegments):
     """W0 at every element of local shards that was ever active, for a set of shards that one op call can take."""
 
     values: Tensor  # [nnz], the parameters' dtype
-    ops: Any
+    backend: InitVar[str | None]
+
+    def __post_init__(self, backend: str | None) -> None:
+        super().__post_init__()
+        target = (self.params, self.indices, self.starts, self.ends)
+        self._bound = backends.bind("indexed_swap_", *target, **self.layout(), backend=backend)
+        self._op = backends.function("indexed_swap_", self.device, backend)
 
     @classmethod
-    def of(cls, bucket: Bucket) -> BaseWeights:
-        return cls(**bucket.shared(), values=compact(bucket), ops=bucket.ops)
+    def of(cls, bucket: Bucket, backend: str | None) -> BaseWeights:
+        return cls(**bucket.shared(), values=compact(bucket), backend=backend)
 
     def swap_(self) -> None:
         """Exchange the model's weights with the base, bit for bit."""
         if [p.numel() for p in self.params] != self.numels:
             raise RuntimeError("a parameter has another size than when its mask was bound")
-        self.ops.indexed_swap_(self.params, self.values, self.indices, self.starts, self.ends, **self.layout())
+        if self._bound is not None:
+            self._bound.swap(self.values)
+        else:
+            self._op(self.params, self.values, self.indices, self.starts, self.ends, **self.layout())
 
     def parts(self) -> Iterator[tuple[Shard, tuple[Tensor, Tensor]]]:
         """Yield (shard, (positions in its local tensor, values)) for each shard."""
@@ -70,16 +79,15 @@ def rebuild(buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], bac
         key = (bucket, flat.device, flat.dtype, union.dtype, run_length, narrow)
         split.setdefault(key, []).append((shard, union[::run_length], base))
     bases = []
-    for (bucket, device, _, _, run_length, narrow), parts in split.items():
+    for (bucket, _, _, _, run_length, narrow), parts in split.items():
         shards, indices, values = (list(column) for column in zip(*parts, strict=True))
         ends = list(itertools.accumulate(part.numel() for part in values))
         starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
-        ops = backends.functions(device, backend)
         where = pack_indices(indices, starts, ends, narrow)
         if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
             where = bucket.indices, bucket.index_bases  # share one copy
         local = [shard.local for shard in shards]
-        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, torch.cat(values), ops))
+        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, torch.cat(values), backend))
     return bases
 
 

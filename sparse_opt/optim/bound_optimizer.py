@@ -169,7 +169,8 @@ class BoundOptimizer(torch.optim.Optimizer):
             checks.require_same_setup(self, mask, self.process_group)
             checks.require_same_weights(self._shards, named, self.process_group)
         steppers = self._build(active, mask.pattern)
-        bases = [base_weights.BaseWeights.of(s.bucket) for s in steppers] if self.keep_base_weights else []
+        keep = self.keep_base_weights
+        bases = [base_weights.BaseWeights.of(s.bucket, self.backend) for s in steppers] if keep else []
         self.mask = mask
         self._adopt(steppers, bases)
 
