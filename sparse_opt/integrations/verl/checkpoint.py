@@ -136,7 +136,7 @@ def load_shards(model: nn.Module, folder: Path, saved_by: int) -> None:
                 continue
             source, first = _rows(saved[name], rank)
             target, begin = _rows(tensor, dist.get_rank())
-            low, high = max(first, begin), min(first + len(source), begin + len(target)) - 1
+            low, high = max(first, begin), min(first + len(source), begin + len(target))
             if low < high:
                 target[low - begin : high - begin].copy_(source[low - first : high - first])
 

@@ -53,7 +53,7 @@ class ChangedValues:
             positions, _ = shard.local_positions(mask[name])
             if contributes and positions.numel():
                 local[name], indices[name] = shard.local, positions
-                self._positions[name] = (positions.to(torch.int64)).to(torch.int32).to(shard.local.device)
+                self._positions[name] = (positions.to(torch.int64) + shard.first).to(torch.int32).to(shard.local.device)
         self._device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
         # Elements, since a shard may begin inside of a tile.
         shapes = {name: tensor.shape for name, tensor in local.items()}
