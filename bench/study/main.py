@@ -41,7 +41,7 @@ SETTINGS = Path(__file__).with_name("study.yaml")
 # Rates beyond the lowest or highest that tuning tries at most.
 WIDEN = 2
 # Settings that say which runs there are.
-_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "tile")
+_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "tile", "texts")
 # Until a run of its algorithm is finished, a run is taken to last this long in an estimate.
 SECONDS_A_RUN = 150
 

@@ -10,13 +10,14 @@ Several claims share runs, which are done once. What is trained:
 | again | the same as dense with the same seed, which shows how much of a difference is chance |
 | subnetwork | the weights that the dense run of the seed changed in bf16, alone |
 | lora:8 | adapters of rank 8 on all linear layers |
+| shira:8 | SHiRA, as many values at random positions as LoRA of rank 8 has |
 | random:2.5:tile64 | a random 2.5 % of the weights in tiles of 64 x 64, another one for every seed |
 | magnitude:2.5 | the 2.5 % of the largest absolute value |
 | fisher:2.5, snip:2.5 | the 2.5 % that the first training batch scores highest: mean of squared gradients; abs(w g) |
 | early5:2.5 | the 2.5 % that changed most in the first 5 % of the steps of a dense run with another seed |
 | found:2.5 | the same after all steps of that run |
 
-Not in the plan yet: SHiRA and Super-Tuning.
+Not in the plan: Super-Tuning.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ EARLY = (1, 2, 5, 10)  # percent of the steps of the dense run
 WHOLE = ("dense", "sgd", "again", "subnetwork")
 # These are compared with the dense run of their seed, so that a run with the tuning seed would say nothing.
 OF_DENSE = ("again", "subnetwork")
+ADAPTERS = ("lora", "shira")
 SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}" for percent in EARLY))
 
 
@@ -43,8 +45,8 @@ SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}"
 class Trained:
     """What a run trains: see the module."""
 
-    source: str  # lora, or one of WHOLE or SOURCES
-    amount: float | None = None  # LoRA's rank, or percent of the weights
+    source: str  # one of WHOLE, ADAPTERS or SOURCES
+    amount: float | None = None  # an adapter's rank, or percent of the weights
     pattern: str | None = None
 
     @classmethod
@@ -57,12 +59,12 @@ class Trained:
         source, *rest = word.split(":")
         if source in WHOLE and not rest:
             return cls(source)
-        if source == "lora" and len(rest) == 1 and re.fullmatch(r"[1-9]\d*", rest[0]):
+        if source in ADAPTERS and len(rest) == 1 and re.fullmatch(r"[1-9]\d*", rest[0]):
             return cls(source, float(rest[0]))
         if source not in SOURCES or len(rest) not in (1, 2) or not re.fullmatch(r"\d+(\.\d+)?", rest[0]):
             raise ConfigError(
-                f"trained {word}: expected {', '.join(WHOLE)}, lora:RANK, or {', '.join(SOURCES)} with a percentage "
-                "and, optionally, a pattern, as in random:2.5:tile64"
+                f"trained {word}: expected {', '.join(WHOLE)}, lora:RANK, shira:RANK, or {', '.join(SOURCES)} with a "
+                "percentage and, optionally, a pattern, as in random:2.5:tile64"
             )
         percent, pattern = float(rest[0]), rest[1] if len(rest) == 2 else "element"
         if not 0 < percent < 100 or pattern not in PATTERNS:
@@ -217,6 +219,7 @@ def plan(
     add((6,), "sgd", every)
     add((3,), "again", one, like=dense)
     add((3,), "subnetwork", every, like=dense)
+    add((5,), "shira:8", every)
     for rank in (1, 64):
         add((5,), f"lora:{rank}", every)
     for percent in (10, 1):
@@ -244,7 +247,7 @@ def first_rates(settings: dict[str, Any], subject: Subject) -> list[float]:
     trained = Trained.parse(subject.trained)
     if trained.source == "sgd":
         rate = float(settings["sgd_rate"])
-    elif trained.source == "lora":
+    elif trained.source in ADAPTERS:
         rate *= 10
     elif trained.amount is not None:
         rate *= math.sqrt(100 / trained.amount)

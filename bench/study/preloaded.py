@@ -7,6 +7,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
 import sparse_opt.analysis
+import sparse_opt.bench.study.main
+import sparse_opt.bench.study.pool
 import sparse_opt.bench.study.runs
 import sparse_opt.bench.study.tasks
 import sparse_opt.mask_finding.find

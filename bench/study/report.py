@@ -15,7 +15,7 @@ from .results import Results
 from .verdicts import exponent, overlaps, rows_of, score_of, verdict
 
 
-def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapping[str, Mapping[str, float]]) -> str:
+def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapping[str, Mapping[str, Any]]) -> str:
     """The page, as Markdown. Claims without results say so.
 
     Args:
@@ -34,7 +34,7 @@ def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapp
             lines.append(f"{n_missing} of {len(of_claim)} rows are not finished.")
         if rows:
             lines.append(markdown_table(_HEADERS, rows, n_words=3))
-            lines += further_tables(claim, results, of_claim, choice.tasks)
+            lines += further_tables(claim, results, of_claim, choice.tasks, before)
     return "\n\n".join(lines) + "\n"
 
 
@@ -44,7 +44,7 @@ _HEADERS = (
 )  # fmt: skip
 
 
-def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, float] | None) -> tuple[str, ...]:
+def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, Any] | None) -> tuple[str, ...]:
     score = score_of([run["accuracy"] for run in runs])
     # Runs that shared the device with others took longer than alone.
     alone = [run["seconds"] for run in runs if run["jobs"] == 1]
@@ -63,7 +63,13 @@ def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, floa
     )
 
 
-def further_tables(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> list[str]:
+def further_tables(
+    claim: int,
+    results: Results,
+    parts: Sequence[Part],
+    tasks: Sequence[str],
+    before: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
     """What a claim needs besides the scores; nothing without its runs."""
     if claim == 1:
         return [table for table in (_by_rate(results, parts), _by_component(results, parts)) if table]
@@ -71,6 +77,8 @@ def further_tables(claim: int, results: Results, parts: Sequence[Part], tasks: S
         return _overlaps(results, parts)
     if claim == 3:
         return _closeness(results, parts)
+    if claim == 5:
+        return _memory_and_forgetting(results, parts, before)
     if claim == 7:
         laws = {task: exponent(results, parts, task) for task in tasks}
         return [f"{task}: rate ~ density^-{p:.2f}" for task, p in laws.items() if p is not None]
@@ -159,3 +167,39 @@ def _closeness(results: Results, parts: Sequence[Part]) -> list[str]:
     ]
     headers = ("trained", "seed", "after", "within 1e-5", "within 1e-4", "distance / update", "cosine of updates")
     return [markdown_table(headers, rows, n_words=1)] if rows else []
+
+
+def _memory_and_forgetting(
+    results: Results, parts: Sequence[Part], before: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    rows = []
+    for part in parts:
+        runs = [row for row in rows_of(results, part) if "perplexity" in row]
+        if not runs:
+            continue
+        start = before.get(part.subject.task, {})
+        alone = [run["step_time_s"] for run in runs if run["jobs"] == 1]
+        rows.append(
+            (
+                part.subject.task,
+                part.subject.trained,
+                f"{runs[0]['n_trained']:,}" if "n_trained" in runs[0] else "all",
+                f"{mean(run['optimizer_bytes'] for run in runs) / 1e6:,.1f}",
+                f"{mean(run['accuracy'] for run in runs):.3f}",
+                _mean_of_others(runs),
+                _mean_of_others([start]) if start else "",
+                f"{mean(run['perplexity'] for run in runs):.3f}",
+                f"{start['perplexity']:.3f}" if start else "",
+                f"{mean(alone):.3f}" if alone else "",
+            )
+        )
+    headers = (
+        "task", "trained", "values", "optimizer MB", "after", "other tasks", "before", "perplexity", "before",
+        "s a step",
+    )  # fmt: skip
+    return [markdown_table(headers, rows, n_words=2)] if rows else []
+
+
+def _mean_of_others(rows: Sequence[Mapping[str, Any]]) -> str:
+    scores = [score for row in rows for score in row["others"].values()]
+    return f"{mean(scores):.3f}" if scores else ""

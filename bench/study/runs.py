@@ -15,8 +15,9 @@ from typing import Any, Literal
 from sparse_opt.trainers.run.outputs import ADAPTER_FOLDER
 
 from ..common.training import accuracy, finish, metrics
+from .forgetting import TEXTS_FILE, make_texts, perplexity
 from .measures import changed_weights, closeness, measure_update
-from .plan import EARLY, FINDING_SEED, OF_DENSE, TUNING_SEED, Run, Trained
+from .plan import ADAPTERS, EARLY, FINDING_SEED, OF_DENSE, TUNING_SEED, Run, Trained
 from .world import DATA, World, make_answers
 
 # Algorithm -> module of its loop, and its config class.
@@ -30,9 +31,10 @@ _LOOPS = {
 
 @dataclass(frozen=True)
 class Chore:
-    """Work that runs need beforehand: the start's answers, its accuracy, or the log of a dense run to find masks in."""
+    """Work that runs need beforehand: the start's answers, its accuracy, texts that it wrote (`forgetting`), or the log
+    of a dense run to find masks in."""
 
-    kind: Literal["answers", "before", "log"]
+    kind: Literal["answers", "before", "log", "texts"]
     task: str
     algorithm: str = "grpo"
 
@@ -47,7 +49,7 @@ def needed_by(world: World, run: Run) -> Run | Chore | None:
     trained = Trained.parse(run.trained)
     if trained.source in OF_DENSE and not world.final(dense_run(run)).is_file():
         return dense_run(run)
-    chores = []
+    chores = [Chore("texts", "all")]
     if run.algorithm != "grpo" or trained.source in ("fisher", "snip"):
         chores.append(Chore("answers", run.task))
     if trained.needs_finding_run:
@@ -59,6 +61,8 @@ def is_done(world: World, chore: Chore) -> bool:
     """Whether the results of a chore exist."""
     if chore.kind == "answers":
         return world.data(chore.task, "pairs").is_file()
+    if chore.kind == "texts":
+        return (world.folder / TEXTS_FILE).is_file()
     if chore.kind == "before":
         return (world.folder / f"before_{chore.task}" / "summary.json").is_file()
     return (world.folder / "runs" / finding_run(world, chore.algorithm, chore.task).name / "summary.json").is_file()
@@ -73,31 +77,39 @@ def do_chore(world: World, chore: Chore) -> None:
     """Do a chore unless it is done."""
     if chore.kind == "answers":
         make_answers(world, chore.task)
+    elif chore.kind == "texts":
+        make_texts(world)
     elif chore.kind == "before":
         before(world, chore.task)
     else:
         finding_log(world, chore.algorithm, chore.task)
 
 
-def before(world: World, task: str) -> dict[str, float]:
+def before(world: World, task: str) -> dict[str, Any]:
     """The accuracy of the start, as `scores`."""
     return scores(world, task, world.start, world.folder / f"before_{task}", seed=0)
 
 
-def scores(world: World, task: str, model: Path, folder: Path, seed: int) -> dict[str, float]:
-    """The accuracy of a model: tune_accuracy on the questions for tuning, accuracy on the held-out ones, and its
-    standard error."""
+def scores(world: World, task: str, model: Path, folder: Path, seed: int) -> dict[str, Any]:
+    """Scores of a model.
+
+    Returns:
+        tune_accuracy on the questions for tuning, accuracy on the held-out ones and its standard error; others, the
+        accuracy on held-out questions of each other task; and perplexity, of texts that the start wrote.
+    """
     summary = accuracy(world.asking("test", model, world.data(task, "asked"), seed), folder)
     with open(summary["results_file"], encoding="utf-8") as lines:
         right = [mean(json.loads(line)["right"]) for line in lines]
-    with open(world.data(task, "tune"), encoding="utf-8") as lines:
-        n_tune = sum(1 for _ in lines)
-    tune, test = right[:n_tune], right[n_tune:]
+    places = world.asked(task)
+    tune, test = right[places[task, "tune"]], right[places[task, "test"]]
     share = mean(test)
+    others = {other: mean(right[of]) for (other, _), of in places.items() if other != task}
     return {
         "tune_accuracy": mean(tune),
         "accuracy": share,
         "accuracy_stderr": math.sqrt(share * (1 - share) / len(test)),
+        "others": others,
+        "perplexity": perplexity(world, model),
     }
 
 
@@ -113,9 +125,9 @@ def do(world: World, run: Run) -> dict[str, Any]:
     began = time.perf_counter()
     folder = world.folder / "runs" / run.name
     options, trained = world.options(run), Trained.parse(run.trained)
-    if trained.source == "lora":
+    if trained.source in ADAPTERS:
         assert trained.amount is not None
-        options |= {"mode": "lora", "lora_rank": int(trained.amount)}
+        options |= {"mode": "lora", "adapter": trained.source, "lora_rank": int(trained.amount)}
     elif trained.is_mask or trained.source == "subnetwork":
         options |= {"mode": "sparse", "mask": mask_file(world, run)}
     else:
@@ -145,7 +157,7 @@ def do(world: World, run: Run) -> dict[str, Any]:
         from sparse_opt.masks.mask_set import MaskSet
 
         measured["n_trained"] = MaskSet.load(mask_file(world, run)).nnz
-    elif trained.source == "lora":
+    elif options["mode"] == "lora":
         measured["n_trained"] = _numel(folder / ADAPTER_FOLDER / "adapter_model.safetensors")
     if run.trained == "dense" and run.seed != TUNING_SEED:  # for the runs of OF_DENSE
         kept = world.final(run)
@@ -158,7 +170,7 @@ def do(world: World, run: Run) -> dict[str, Any]:
 def _numel(file: Path) -> int:
     from safetensors.torch import load_file
 
-    return sum(tensor.numel() for tensor in load_file(file).values())
+    return sum(tensor.numel() for tensor in load_file(file).values() if tensor.is_floating_point())
 
 
 def mask_file(world: World, run: Run) -> Path:

@@ -14,6 +14,8 @@ from .plan import Run
 from .preferences import write_pairs
 
 ALGORITHMS = ("grpo", "dpo", "rft", "sft")
+# Held-out questions of each other task that a run is asked.
+OF_OTHERS = 100
 # Algorithm -> the file of a task that it trains on.
 DATA = {"grpo": "train", "dpo": "pairs", "rft": "kept", "sft": "demonstrations"}
 
@@ -34,6 +36,18 @@ class World:
     def data(self, task: str, name: str) -> Path:
         """A file of a task: train, tune, test, and made from train: demonstrations (sft), kept (rft), pairs (dpo)."""
         return self.folder / "questions" / task / f"{name}.jsonl"
+
+    def asked(self, task: str) -> dict[tuple[str, str], slice]:
+        """Where the questions of (task, file) are in the file `asked`: those of the task, and some of each other's."""
+        lines = {name: self.data(task, name).read_text(encoding="utf-8").count("\n") for name in ("tune", "test")}
+        places = {(task, "tune"): slice(0, lines["tune"]), (task, "test"): slice(lines["tune"], sum(lines.values()))}
+        end = sum(lines.values())
+        for other in self.settings["tasks"]:
+            if other != task:
+                n = min(OF_OTHERS, self.data(other, "test").read_text(encoding="utf-8").count("\n"))
+                places[other, "test"] = slice(end, end + n)
+                end += n
+        return places
 
     def final(self, run: Run) -> Path:
         """The weights of a dense run of a seed, which are kept."""
@@ -68,14 +82,17 @@ def make_world(world: World, tasks: Iterable[str]) -> None:
 
         if not world.start.is_dir():
             make_model(world.folder / "model", ["fp32"])
-        for task in tasks:
+        for task in settings["tasks"]:
             if not world.data(task, "train").is_file():
                 make_questions(world.data(task, "train").parent, task, **settings["questions"])
     else:
         _make_arithmetic(world, tasks)
     for task in tasks:
-        asked = "".join(world.data(task, name).read_text(encoding="utf-8") for name in ("tune", "test"))
-        world.data(task, "asked").write_text(asked, encoding="utf-8")
+        lines = []
+        for (of, name), place in world.asked(task).items():
+            rows = world.data(of, name).read_text(encoding="utf-8").splitlines(keepends=True)
+            lines += rows[: place.stop - place.start]
+        world.data(task, "asked").write_text("".join(lines), encoding="utf-8")
 
 
 def _make_arithmetic(world: World, tasks: Iterable[str]) -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from stopping import assert_same_run, stop_and_resume
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from sparse_opt.errors import ConfigError
+from sparse_opt.masks import MaskSet
 from sparse_opt.trainers import sft
 from sparse_opt.trainers.data.encoding import collate, load_examples
 from sparse_opt.trainers.policy.logprobs import completion_logprobs
+from sparse_opt.trainers.policy.pretrained import parameter_shapes
 
 
 @pytest.fixture
@@ -88,6 +91,37 @@ def test_warm_up_by_share_and_torchs_default_adamw(options, read_metrics):
     fused = read_metrics(sft.train(options("b", n_steps=5, warmup_steps=2, lr_schedule="cosine")))
     assert [row["learning_rate"] for row in fused] == rates
     assert [row["loss"] for row in fused] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
+
+
+def weights_of(summary):
+    return load_file(Path(summary["checkpoint"]) / "model.safetensors")
+
+
+def test_sgd_on_all_weights_and_under_a_mask_of_all(options, model_folder, tmp_path, read_metrics):
+    shapes = {name: torch.ones(shape, dtype=torch.bool) for name, shape in parameter_shapes(model_folder).items()}
+    mask = MaskSet.from_bool(shapes).save(tmp_path / "all.safetensors")
+    dense, sparse = (
+        sft.train(options(name, optim="sgd", learning_rate=0.5, mask=mask, n_steps=2))
+        for name, mask in (("dense", None), ("sparse", mask))
+    )
+    assert dense["optimizer_bytes"]["state"] == sparse["optimizer_bytes"]["state"] == 0
+    first, second, start = weights_of(dense), weights_of(sparse), load_file(Path(model_folder) / "model.safetensors")
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, rtol=1e-5, atol=1e-6)
+    # Clipped to 1 at a rate of 0.5 and without moments, one step moves all weights together by at most 0.5.
+    moved = sum(float((weight - start[name]).square().sum()) for name, weight in first.items()) ** 0.5
+    assert min(row["grad_norm"] for row in read_metrics(dense)) > 1 and 0.3 < moved <= 1.0
+
+
+def test_shira_changes_as_many_values_as_its_rank_has(options, model_folder):
+    summary = sft.train(options("a", mode="lora", adapter="shira", lora_rank=2, n_steps=2))
+    after, start = weights_of(summary), load_file(Path(model_folder) / "model.safetensors")
+    for name, weight in after.items():
+        changed = int((weight != start[name]).sum())
+        adapted = weight.dim() == 2 and "layers" in name
+        assert 0 < changed <= 2 * sum(weight.shape) if adapted else changed == 0
+    with pytest.raises(ConfigError, match="option 'adapter' is shira with mode dense"):
+        options("b", adapter="shira")
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -35,6 +35,9 @@ class TrainingOptions(ModelOptions):
         "dense without",
     )
     mask: Path | None = option(None, "mask file of mode sparse")
+    adapter: Literal["lora", "shira"] = option(
+        "lora", "adapters of mode lora: low-rank ones, or SHiRA's, rank x (m + n) values of an m x n weight at random"
+    )
     lora_rank: int = option(16, "rank of mode lora's adapters, on all linear layers but the output", at_least=1)
     lora_alpha: int | None = option(None, "alpha of mode lora's adapters; none is twice the rank", at_least=1)
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
@@ -199,6 +202,11 @@ class TrainingOptions(ModelOptions):
         if self.mode != "sparse" and self.mask is not None:
             raise ConfigError(
                 f"a mask ({self.mask}) is used in mode sparse only, and mode is {self.mode}: leave out one"
+            )
+        if self.adapter == "shira" and (self.mode != "lora" or self.lora_alpha is not None):
+            raise ConfigError(
+                f"option 'adapter' is shira with mode {self.mode} and lora_alpha {self.lora_alpha}: expected mode lora "
+                "and no alpha"
             )
         if self.mode == "lora" and self.mlp_only:
             raise ConfigError("option 'mlp_only' is for the modes dense and sparse: mode lora adapts all linear layers")

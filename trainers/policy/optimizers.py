@@ -25,12 +25,14 @@ def adapt(config: TrainingOptions, model: nn.Module) -> Any:
     """The model to train: with adapters initialised from the seed in mode lora, else unchanged.
 
     Raises:
-        ConfigError: mode lora without PEFT installed.
+        ConfigError: mode lora without PEFT installed, or SHiRA cannot adapt the model's layers.
     """
     if config.mode != "lora":
         return model
-    from .adapters import add_lora
+    from .adapters import add_lora, add_shira
 
+    if config.adapter == "shira":
+        return add_shira(model, config.lora_rank, config.seed)
     torch.manual_seed(config.seed)
     return add_lora(model, config.lora_rank, config.lora_alpha)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparse_opt.optim import SparseAdamW
+from sparse_opt.optim import SparseOptimizer
 
 from ..options import ReferenceOptions, TrainingOptions
 from ..ranks import ONE_RANK, Ranks
@@ -56,7 +56,7 @@ def make_reference(
         DataError: ref_name cannot be loaded.
     """
     other_name = config.ref_name if isinstance(config, ReferenceOptions) else None
-    if other_name is None and isinstance(optimizer, SparseAdamW):
+    if other_name is None and isinstance(optimizer, SparseOptimizer):
         return Reference(policy, optimizer.base_weights)
     if other_name is None and config.mode == "lora":
         return Reference(policy, policy.disable_adapter)

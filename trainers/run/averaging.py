@@ -8,25 +8,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparse_opt.optim import SparseAdamW
+from sparse_opt.optim import SparseOptimizer
 
 from ..ranks import Ranks
 
 
 class GradientAveraging:
-    """SparseAdamW averages compact gradients itself; those of other optimizers' weights are averaged by DDP or, of a
-    sharded model, by FSDP2.
+    """A SparseOptimizer averages compact gradients itself; those of other optimizers' weights are averaged by DDP or,
+    of a sharded model, by FSDP2.
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Any):
         self._ranks = ranks
         self._ddp: DistributedDataParallel | None = None
-        if ranks.size > 1 and not ranks.sharded and not isinstance(optimizer, SparseAdamW):
+        if ranks.size > 1 and not ranks.sharded and not isinstance(optimizer, SparseOptimizer):
             weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self._ddp = DistributedDataParallel(_Identity(weights), gradient_as_bucket_view=True)
         self._reducer = optimizer if self._ddp is None else self._ddp
         # Of a sharded model FSDP2 averages the gradients in every backward pass, so that none is ever held whole.
-        self._averages_each = ranks.sharded and not isinstance(optimizer, SparseAdamW)
+        self._averages_each = ranks.sharded and not isinstance(optimizer, SparseOptimizer)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Backpropagate this rank's part of a loss that is a sum over the ranks; see `TrainingRun.backward`."""

@@ -18,7 +18,7 @@ from sparse_opt.delta.log import DeltaLog, claim
 from sparse_opt.delta.schedule import Schedule
 from sparse_opt.errors import DeltaLogError, SparseOptError
 from sparse_opt.masks import MaskSet
-from sparse_opt.optim import SparseAdamW
+from sparse_opt.optim import SparseOptimizer
 from sparse_opt.tables import format_bytes
 
 from ..options import TrainingOptions
@@ -73,7 +73,7 @@ class RunDeltaLog:
     def begin(self, state: LoggedState, optimizer: Any, algorithm: str) -> None:
         """Log the initial weights as step 0; step 0 of a resumed log must equal them."""
         if self._log is None:
-            mask = optimizer.mask if isinstance(optimizer, SparseAdamW) else None
+            mask = optimizer.mask if isinstance(optimizer, SparseOptimizer) else None
             self._require_space(state, mask)
             self._log = DeltaLog.create(
                 self.directory,

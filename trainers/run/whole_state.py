@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparse_opt.distributed import full_optimizer_state_dict, full_state
-from sparse_opt.optim import SparseAdamW
+from sparse_opt.optim import SparseOptimizer
 
 from ..policy.whole_model import Outline, gather
 from ..ranks import Ranks
@@ -40,7 +40,7 @@ class WholeState:
         if self._outline is None:
             return {name: thing.state_dict() for name, thing in kept.items()} if self._ranks.is_main else {}
         return {
-            name: full_optimizer_state_dict(thing) if isinstance(thing, SparseAdamW) else gather(thing.state_dict())
+            name: full_optimizer_state_dict(thing) if isinstance(thing, SparseOptimizer) else gather(thing.state_dict())
             for name, thing in kept.items()
         }
 
