@@ -111,6 +111,9 @@ test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, t
 test-others: $(VENV)/.test build
 	$(PYTEST) tests $(FOLDERS:%=--ignore=tests/%)
 
+# What several threads may break is tested in test-others. On small models a second thread takes more time than it saves.
+$(FOLDERS:%=test-%) test-reference test-triton test-triton-ops: export OMP_NUM_THREADS = 1
+
 $(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 	$(PYTEST) tests/$*
 
