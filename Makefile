@@ -85,8 +85,9 @@ test-wheel: $(TORCHES:%=build/wheel-test/%/.tested) ## the wheel of `make wheel`
 build/wheel-test/%/.tested: $(wildcard dist/*abi3*.whl)
 	@test -n "$<" || { echo "run make wheel first"; exit 1; }
 	@$(STEP) "creating an environment for torch $*" $(PYTHON) -m venv build/wheel-test/$*
-	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* numpy pytest hypothesis
-	@$(STEP) "installing the wheel" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check --force-reinstall $<
+	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis
+	@$(STEP) "installing the wheel next to torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check --force-reinstall --no-deps $<
+	build/wheel-test/$*/bin/python -c 'import torch; assert torch.__version__.partition("+")[0] == "$*", torch.__version__'
 	PYTHONSAFEPATH=1 build/wheel-test/$*/bin/python -m pytest --quiet -p no:cacheprovider $(WHEEL_TESTS)
 	@touch $@
 
