@@ -76,6 +76,7 @@ class Case:
     method: Method
     checkpointing: bool  # of activations
     compile: bool  # the layers, with torch.compile
+    precomputed_reference: bool  # its log-probabilities are computed before the first step
     sequence_length: int
     density: float
     pattern: str
@@ -92,6 +93,7 @@ class Case:
         extra = [
             *(["checkpointing"] if self.checkpointing else []),
             *(["compiled"] if self.compile else []),
+            *(["precomputed reference"] if self.precomputed_reference else []),
             *([] if self.limit_gib is None else [f"limited to {self.limit_gib:g} GiB"]),
         ]
         return ", ".join([f"{self.shape} {self.method}, {self.sequence_length} tokens", *extra])
@@ -116,12 +118,13 @@ class Case:
         """
         n = sum(_numel(shape) for shape in parameter_shapes(self.shape).values())
         if self.method == "dense":
-            return 10 * n  # weights, reference, gradients, two moments, all bf16
+            return (8 if self.precomputed_reference else 10) * n  # weights, gradients, moments, reference, all bf16
         if self.method == "lora":
             return 2 * n
         moment = SPARSE_OPTIONS[self.method].get("state_dtype", torch.float32).itemsize
         active = int(self.density * sum(map(_numel, self.masked().values())))
-        return 2 * n + active * (2 + 2 + 2 * moment)  # base weights, compact gradients, two moments
+        base = 0 if self.precomputed_reference else 2
+        return 2 * n + active * (base + 2 + 2 * moment)  # base weights, compact gradients, two moments
 
 
 @functools.cache

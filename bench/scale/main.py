@@ -62,6 +62,11 @@ def options(parser: CommandParser) -> None:
         help="of on,off: whether activations are checkpointed (both)",
     )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers")
+    what.add_argument(
+        "--precomputed_reference",
+        action="store_true",
+        help="compute the reference's log-probabilities before the first step",
+    )
     what.add_argument("--sequence_length", type=int, default=1024, help="tokens, prompt and completion (%(default)s)")
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--pattern", choices=tuple(PATTERNS), default="tile64", help="of the masks (%(default)s)")
@@ -71,7 +76,12 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--lora_rank", type=int, default=16, help="of method lora (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every method (%(default)s)")
     run = parser.add_argument_group("how")
-    run.add_argument("--n_steps", type=int, default=4, help="of each row; the first is left out of the time")
+    run.add_argument(
+        "--n_steps",
+        type=int,
+        default=4,
+        help="of each row; the first is left out of the time",
+    )
     run.add_argument("--limit_gib", type=float, help="GiB that torch's allocator may use (default: all of the GPU)")
     run.add_argument("--max_s", type=float, help="begin no row after so many seconds")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
@@ -93,6 +103,8 @@ def problem(args: Namespace) -> str:
         or out_of_range(args, "limit_gib", at_least=0)
     ):
         return error
+    if args.n_steps < 2:
+        return "--n_steps 1 leaves nothing after the first step, which is not timed"
     if args.plot is None:
         return ""
     require_matplotlib("plot")
@@ -101,7 +113,16 @@ def problem(args: Namespace) -> str:
 
 def cases(args: Namespace) -> list[Case]:
     """The rows to measure, in this order."""
-    names = ("compile", "sequence_length", "density", "pattern", "exclude", "lora_rank", "learning_rate")
+    names = (
+        "compile",
+        "precomputed_reference",
+        "sequence_length",
+        "density",
+        "pattern",
+        "exclude",
+        "lora_rank",
+        "learning_rate",
+    )
     shared = {name: getattr(args, name) for name in (*names, "n_steps", "seed", "device", "limit_gib")}
     return [
         Case(**shared, shape=shape, method=method, checkpointing=CHECKPOINTING[checkpointing])

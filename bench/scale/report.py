@@ -31,8 +31,7 @@ def sorted_rows(report: Report) -> list[Row]:
 
 def step_s(row: Row) -> float:
     """The median time of a step without the first, which loads kernels."""
-    times = [step["step_s"] for step in row["steps"]]
-    return statistics.median(times[1:] or times)
+    return statistics.median(step["step_s"] for step in row["steps"][1:])
 
 
 def _peak(row: Row) -> str:
@@ -45,6 +44,7 @@ def _if_fits(row: Row, cell: str) -> str:
     return cell if row["fits"] else ""
 
 
+RUN_LABELS = {"compile": "compiled", "precomputed_reference": "precomputed reference"}
 COLUMNS: Columns = {
     "model": lambda row: row["case"]["shape"],
     "parameters": lambda row: f"{n_parameters(row['case']['shape']) / 1e9:.2f} B",
@@ -56,6 +56,7 @@ COLUMNS: Columns = {
     ),
     "peak GiB": _peak,
     "weights GiB": lambda row: _if_fits(row, f"{row['bytes']['weights'] / 2**30:.1f}" if row["fits"] else ""),
+    "run": lambda row: ", ".join(label for name, label in RUN_LABELS.items() if row["case"][name]),
     "ms": lambda row: f"{1e3 * step_s(row):.0f}" if row["fits"] else "",
 }
 

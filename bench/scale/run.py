@@ -26,7 +26,7 @@ from ..common.environment import commit
 from ..common.harness import job_main
 from ..distributed.models import make_model, pair
 from ..training.baseline.modes import Trained, adapter_training, dense_training, sparse_training
-from ..training.baseline.run import Sections, dpo_step, take_steps
+from ..training.baseline.run import Sections, dpo_step, reference_logprobs, take_steps
 from .cases import SPARSE_OPTIONS, Case
 
 
@@ -65,10 +65,11 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
     build_peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     vocab = case.config().vocab_size
     batches = [random_pair(case, i, vocab).to(device) for i in range(case.n_steps)]
+    references = [reference_logprobs(trained, batch) for batch in batches] if case.precomputed_reference else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     section = Sections(device)
-    steps = take_steps(dpo_step(trained, batches, section), case.n_steps, section, device)
+    steps = take_steps(dpo_step(trained, batches, section, references), case.n_steps, section, device)
     return {
         "n_trained": trained.n_trained,
         "n_tiled": trained.n_tiled,
@@ -88,12 +89,13 @@ def make_training(case: Case, device: torch.device) -> Trained:
     make_masks_skippable(policy)
     policy.train()  # transformers checkpoints activations only then
     if case.method == "dense":
-        return dense_training(policy, case.learning_rate)
+        return dense_training(policy, case.learning_rate, copied=not case.precomputed_reference)
     if case.method == "lora":
         adapted: Any = add_lora(policy, case.lora_rank)
         return adapter_training(policy, adapted.disable_adapter, case.learning_rate)
     mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
-    return sparse_training(policy, mask, case.learning_rate, **SPARSE_OPTIONS[case.method])
+    keep = not case.precomputed_reference
+    return sparse_training(policy, mask, case.learning_rate, keep_base_weights=keep, **SPARSE_OPTIONS[case.method])
 
 
 def random_pair(case: Case, index: int, vocab: int) -> TokenBatch:

@@ -73,6 +73,7 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 _SETTINGS = (
     *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
     *("max_new_tokens", "lora_rank", "shira_rank", "learning_rate", "gradient_checkpointing", "compile"),
+    "precomputed_reference",
     *(
         "l2_fetch_granularity",
         "seed",
@@ -131,6 +132,11 @@ def options(parser: CommandParser) -> None:
         "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
     )
     what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
+    what.add_argument(
+        "--precomputed_reference",
+        action="store_true",
+        help="dpo: compute the reference's log-probabilities before the first step, in every mode",
+    )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("on what")
@@ -171,6 +177,8 @@ def problem(args: Namespace) -> str:
         or out_of_range(args, "sequence_length", at_least=shortest)
     ):
         return error
+    if args.precomputed_reference and args.algorithm != "dpo":
+        return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
     if not 0 <= args.n_warmup < args.n_steps:
         return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
     own_model = args.model_name is not None or args.checkpoint is not None

@@ -41,6 +41,7 @@ class Job:
     shira_rank: int | None = None  # required by mode shira
     gradient_checkpointing: bool = False
     compile: bool = False  # the model's layers, with torch.compile
+    precomputed_reference: bool = False  # DPO: the reference's log-probabilities are computed before the first step
     l2_fetch_granularity: int | None = None  # bytes; None leaves the device's default
     kernel_time: bool = False
     device: str
@@ -79,7 +80,8 @@ class Trained:
 def prepare(job: Job, policy: nn.Module) -> Trained:
     """The policy under the job's mode: each in the leanest form that its users have.
 
-    - dense: bf16 weights and moments, fused AdamW, clipping by torch's foreach functions, and a frozen second model.
+    - dense: bf16 weights and moments, fused AdamW, clipping by torch's foreach functions, and a frozen second model,
+      unless the reference is precomputed.
     - sparse: SparseAdamW with fp32 moments and compact gradients in bf16. There is one backward pass a step and the
       dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
     - tiles: the same under a mask of whole tiles; only the active tiles of weight gradients are computed.
@@ -90,9 +92,10 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     """
     if job.mode in ("sparse", "tiles"):
         mask = MaskSet.load(job.mask, policy)
-        return sparse_training(policy, mask, job.learning_rate, grad_dtype=torch.bfloat16)
+        keep = not job.precomputed_reference
+        return sparse_training(policy, mask, job.learning_rate, grad_dtype=torch.bfloat16, keep_base_weights=keep)
     if job.mode == "dense":
-        return dense_training(policy, job.learning_rate)
+        return dense_training(policy, job.learning_rate, copied=not job.precomputed_reference)
     if job.mode == "lora":
         torch.manual_seed(job.seed)
         adapted = add_lora(policy, job.lora_rank)
@@ -102,13 +105,16 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     return adapter_training(policy, adapted.disable_adapter, job.learning_rate)
 
 
-def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float, **options: Any) -> Trained:
-    """SparseAdamW under a mask, with `options` of its own; the reference is `base_weights()`."""
+def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float | Tensor, **options: Any) -> Trained:
+    """SparseAdamW under a mask, with `options` of its own; the reference is `base_weights()`.
+
+    With keep_base_weights=False the policy is the reference, until the first step.
+    """
     sparse = SparseAdamW(policy, mask, lr=learning_rate, **options)
     return Trained(
         policy,
         policy,
-        sparse.base_weights,
+        sparse.base_weights if sparse.keep_base_weights else nullcontext,
         lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM),
         sparse,
         len(sparse.tiled_parameters),
@@ -116,9 +122,9 @@ def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float, **op
     )
 
 
-def dense_training(policy: nn.Module, learning_rate: float) -> Trained:
-    """Full fine-tuning with fused AdamW; the reference is a frozen copy."""
-    return _adamw_training(policy, frozen_copy(policy), nullcontext, learning_rate)
+def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = True) -> Trained:
+    """Full fine-tuning with fused AdamW; the reference is a frozen copy, or until the first step the policy."""
+    return _adamw_training(policy, frozen_copy(policy) if copied else policy, nullcontext, learning_rate)
 
 
 def adapter_training(

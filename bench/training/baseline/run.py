@@ -7,7 +7,7 @@ The losses, log-probabilities and rollouts are the trainers'. The step has these
 | section | |
 |---|---|
 | rollout | GRPO: completions by `model.generate`, and their log-probabilities by a forward pass |
-| reference | log-probabilities under the initial weights, without gradient |
+| reference | log-probabilities under the initial weights, without gradient; none if they are precomputed |
 | forward | log-probabilities under the policy, and the loss |
 | backward | gradients; in mode sparse each is gathered and freed at once; in mode tiles only active tiles |
 | clip | the global norm of the gradients, and clipping |
@@ -72,13 +72,28 @@ class Sections:
 Step = Callable[[int], dict[str, Tensor]]  # number of the step, from 0 -> device scalars
 
 
-def dpo_step(trained: Trained, batches: Sequence[TokenBatch], section: Sections) -> Step:
-    """A step of DPO on a batch of pairs, the chosen completions before the rejected."""
+def reference_logprobs(trained: Trained, batch: TokenBatch) -> Tensor:
+    """Log-probabilities of a batch's completions under the initial weights: [2 x pairs] fp32."""
+    with torch.no_grad(), trained.reference_weights():
+        return completion_logprobs(trained.reference, batch)
+
+
+def dpo_step(
+    trained: Trained, batches: Sequence[TokenBatch], section: Sections, references: Sequence[Tensor] | None = None
+) -> Step:
+    """A step of DPO on a batch of pairs, the chosen completions before the rejected.
+
+    Args:
+        references: `reference_logprobs` of each batch, computed in advance; None: each step computes its own.
+    """
 
     def step(i: int) -> dict[str, Tensor]:
         batch = batches[i]
-        with section("reference"), torch.no_grad(), trained.reference_weights():
-            ref = completion_logprobs(trained.reference, batch)
+        if references is None:
+            with section("reference"):
+                ref = reference_logprobs(trained, batch)
+        else:
+            ref = references[i]
         with section("forward"):
             chosen, rejected = completion_logprobs(trained.policy, batch).chunk(2)
             ref_chosen, ref_rejected = ref.chunk(2)
@@ -167,7 +182,9 @@ def run(job: Job) -> dict[str, Any]:
     if job.algorithm == "dpo":
         pairs = [[sequence for column in zip(*rows, strict=True) for sequence in column] for rows in chosen]
         data: Any = [[sequence.ids for sequence in sequences] for sequences in pairs]
-        step = dpo_step(trained, [collate(sequences, pad_id).to(device) for sequences in pairs], section)
+        batches = [collate(sequences, pad_id).to(device) for sequences in pairs]
+        references = [reference_logprobs(trained, batch) for batch in batches] if job.precomputed_reference else None
+        step = dpo_step(trained, batches, section, references)
     else:
         longest = job.sequence_length - job.max_new_tokens
         data = [[_prompt(row[0], longest) for row in rows] for rows in chosen]

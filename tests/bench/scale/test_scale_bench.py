@@ -26,6 +26,7 @@ def case() -> Case:
         method="lean",
         checkpointing=True,
         compile=False,
+        precomputed_reference=False,
         sequence_length=32,
         density=0.05,
         pattern="tile64",
@@ -69,6 +70,21 @@ def test_least_bytes_are_those_that_a_step_holds(case):
     assert replace(case, density=active).least_bytes() == pytest.approx(sum(held.values()), abs=8)
     dense = scale_run.run(replace(case, method="dense"))
     assert dense["least_bytes"] == sum(dense["bytes"].values())
+
+
+@pytest.mark.parametrize("method", ["dense", "lora", "lean"])
+def test_a_precomputed_reference_gives_the_same_losses_for_less_memory(method, case):
+    case = replace(case, method=method, learning_rate=1e-3, n_steps=3)
+    rows = [scale_run.run(replace(case, precomputed_reference=flag)) for flag in (False, True)]
+    losses = [[step["loss"] for step in row["steps"]] for row in rows]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
+    sections = [set(row["steps"][0]["section_s"]) for row in rows]
+    assert sections[0] - sections[1] == {"reference"}
+    held = [sum(row["bytes"].values()) for row in rows]
+    assert held[0] > held[1] if method != "lora" else held[0] == held[1]
+    assert rows[0]["least_bytes"] - rows[1]["least_bytes"] == pytest.approx(
+        held[0] - held[1], rel=0.2
+    )  # in whole tiles
 
 
 def test_lean_has_bf16_moments_and_the_step_begins_at_ln_2(case):
@@ -137,8 +153,8 @@ def test_the_largest_model_of_a_gpu(case):
 
 def test_wrong_results_are_reported(case):
     rows = [
-        row_of(case, steps=[{"loss": 0.5, "grad_norm": 1.0, "step_s": 1.0}]),
-        row_of(case, steps=[{"loss": math.log(2), "grad_norm": 0.0, "step_s": 1.0}]),
+        row_of(case, steps=[{"loss": 0.5, "grad_norm": 1.0, "step_s": 1.0}] * 2),
+        row_of(case, steps=[{"loss": math.log(2), "grad_norm": 0.0, "step_s": 1.0}] * 2),
         row_of(case, n_tiled=0),
         row_of(case),
     ]
@@ -154,6 +170,7 @@ def test_wrong_results_are_reported(case):
         (["--methods", "qlora"], "--methods qlora: expected some of dense, lora, sparse, lean"),
         (["--checkpointing", "yes"], "--checkpointing yes: expected some of on, off"),
         (["--sequence_length", "8"], "--sequence_length is 8, expected at least 16"),
+        (["--n_steps", "1"], "--n_steps 1 leaves nothing after the first step"),
         (["--limit_gib", "-1"], "--limit_gib is -1.0, expected at least 0"),
     ],
 )

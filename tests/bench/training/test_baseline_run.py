@@ -220,6 +220,16 @@ def test_compiling_needs_layers():
     assert all(layer._compiled_call_impl is not None for layer in layers)
 
 
+@pytest.mark.parametrize("mode", ["dense", "sparse", "lora"])
+def test_a_precomputed_reference_gives_the_same_losses(job, mode):
+    rows = [run(dataclasses.replace(job, mode=mode, precomputed_reference=flag)) for flag in (False, True)]
+    losses = [[step["loss"] for step in row["steps"]] for row in rows]
+    assert losses[0] == losses[1] and len(set(losses[0])) > 1
+    assert "reference" in rows[0]["steps"][0]["section_s"] and "reference" not in rows[1]["steps"][0]["section_s"]
+    without = rows[1]["bytes"].get("base", 0) + rows[1]["bytes"].get("reference", 0)
+    assert without == 0
+
+
 @pytest.mark.parametrize("mode", ["sparse", "shira"])
 def test_gradient_checkpointing_changes_no_figure(job, mode):
     if mode == "shira":
