@@ -23,14 +23,16 @@ from typing import Any
 import xxhash
 import yaml
 
+from sparse_opt.analysis.figures import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.trainers.run.lock import RunLock
 
 from ..common.environment import environment
 from ..common.harness import exit_code, numbers_out_of_range
-from ..common.report import why_unwritable
+from ..common.report import why_unwritable, write_json
 from ..common.training import beyond
 from .plan import CLAIMS, FINDING_SEED, OF_DENSE, TUNING_SEED, Choice, Part, Run, Subject, first_rates, plan
+from .plot import plot
 from .pool import Pool
 from .report import report
 from .results import Results
@@ -182,6 +184,8 @@ def estimate(settings: dict[str, Any], parts: Sequence[Part], results: Results, 
         # The best rate is not known before tuning ends; the runs at it are counted all the same.
         if n:
             n += len(part.seeds)
+        elif subject.trained in OF_DENSE and results.best_rate(part.tuned_by) is None:
+            n = len(part.seeds)
         elif results.best_rate(part.tuned_by) is None or tuning_runs(settings, part.tuned_by, results):
             n = 1 + len(part.seeds)
         else:
@@ -230,18 +234,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         print(estimate(settings, parts_of(choice, results, settings), results, args.jobs))
         return 0
-    deadline = time.monotonic() + args.stop_after
-    signal.signal(signal.SIGTERM, _interrupt)
-    with RunLock(world.folder):
-        make_world(world, tasks)
-        study = Study(world, choice, results, args.jobs)
-        finished = study.run(deadline, args.kill)
-        starts = {task: before(world, task) for task in tasks if is_done(world, Chore("before", task))}
-        page = report(results, parts_of(choice, results, settings), choice, starts)
-        (args.output_dir / "report.md").write_text(page, encoding="utf-8")
+    starts_file = args.output_dir / "starts.json"
+    finished, n_failed = True, 0
+    if not args.report_only:
+        deadline = time.monotonic() + args.stop_after
+        signal.signal(signal.SIGTERM, _interrupt)
+        with RunLock(world.folder):
+            make_world(world, tasks)
+            study = Study(world, choice, results, args.jobs)
+            finished = study.run(deadline, args.kill)
+            n_failed = len(study.failures)
+            starts = {task: before(world, task) for task in tasks if is_done(world, Chore("before", task))}
+            write_json(starts_file, starts)
+    starts = json.loads(starts_file.read_text(encoding="utf-8")) if starts_file.is_file() else {}
+    parts = parts_of(choice, results, settings)
+    page = report(results, parts, choice, starts)
+    (args.output_dir / "report.md").write_text(page, encoding="utf-8")
     print(page, end="")
-    if study.failures:
-        print(f"{len(study.failures)} failed; the same call tries them again", file=sys.stderr)
+    if args.plot is not None:
+        plot(results, parts, choice, starts, args.plot)
+    if n_failed:
+        print(f"{n_failed} failed; the same call tries them again", file=sys.stderr)
     elif not finished:
         print("the time is up; the same call continues", file=sys.stderr)
     return 0 if finished else 1
@@ -260,6 +273,8 @@ def _parser() -> CommandParser:
     parser.add_argument("--claims", nargs="+", type=int, choices=CLAIMS, default=list(CLAIMS), help=claims)
     parser.add_argument("--tasks", nargs="+", help="tasks (all of the size)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run of each (0 1 2)")
+    parser.add_argument("--report_only", action="store_true", help="write the page of the finished runs, and do none")
+    parser.add_argument("--plot", type=Path, help="PNG of tuning, scores and rates; needs matplotlib")
     parser.add_argument("--dry_run", action="store_true", help="print the runs that are left and their time")
     parser.add_argument(
         "--stop_after", type=float, default=float("inf"), metavar="SECONDS", help="begin no run later than this"
@@ -281,6 +296,10 @@ def _problem(args: Namespace, settings: dict[str, Any]) -> str:
         return f"--seeds {reserved.pop()}: this seed is used for tuning or for finding masks"
     if unknown := set(args.tasks or ()) - set(settings["tasks"]):
         return f"--tasks {unknown.pop()}: expected some of {' '.join(settings['tasks'])}"
+    if args.plot is not None:
+        require_matplotlib("plot")
+        if problem := why_unwritable(args.plot):
+            return problem
     if args.jobs < 1:
         return f"--jobs {args.jobs}: expected at least 1"
     return numbers_out_of_range(args)

@@ -29,7 +29,9 @@ def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapp
             if found := rows_of(results, part):
                 rows.append(_row(part.subject, found, before.get(part.subject.task)))
         n_missing = sum(len(rows_of(results, part)) < len(part.seeds) for part in of_claim)
-        lines.append(f"## Claim {claim}: {CLAIMS[claim]}\n\n**{verdict(claim, results, of_claim, choice.tasks)}**")
+        lines.append(
+            f"## Claim {claim}: {CLAIMS[claim]}\n\n**{verdict(claim, results, of_claim, choice.tasks, before)}**"
+        )
         if n_missing:
             lines.append(f"{n_missing} of {len(of_claim)} rows are not finished.")
         if rows:
@@ -45,7 +47,7 @@ _HEADERS = (
 
 
 def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, Any] | None) -> tuple[str, ...]:
-    score = score_of([run["accuracy"] for run in runs])
+    score = score_of(runs)
     # Runs that shared the device with others took longer than alone.
     alone = [run["seconds"] for run in runs if run["jobs"] == 1]
     return (

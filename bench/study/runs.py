@@ -94,12 +94,14 @@ def scores(world: World, task: str, model: Path, folder: Path, seed: int) -> dic
     """Scores of a model.
 
     Returns:
-        tune_accuracy on the questions for tuning, accuracy on the held-out ones and its standard error; others, the
-        accuracy on held-out questions of each other task; and perplexity, of texts that the start wrote.
+        tune_accuracy on the questions for tuning, accuracy on the held-out ones and its standard error; right, a digit
+        for each held-out question, how many of its n_generations answers are right; others, the accuracy on held-out
+        questions of each other task; and perplexity, of texts that the start wrote.
     """
     summary = accuracy(world.asking("test", model, world.data(task, "asked"), seed), folder)
     with open(summary["results_file"], encoding="utf-8") as lines:
-        right = [mean(json.loads(line)["right"]) for line in lines]
+        answers = [json.loads(line)["right"] for line in lines]
+    right = [mean(of_question) for of_question in answers]
     places = world.asked(task)
     tune, test = right[places[task, "tune"]], right[places[task, "test"]]
     share = mean(test)
@@ -108,6 +110,8 @@ def scores(world: World, task: str, model: Path, folder: Path, seed: int) -> dic
         "tune_accuracy": mean(tune),
         "accuracy": share,
         "accuracy_stderr": math.sqrt(share * (1 - share) / len(test)),
+        "right": "".join(str(sum(of_question)) for of_question in answers[places[task, "test"]]),
+        "n_generations": len(answers[0]),
         "others": others,
         "perplexity": perplexity(world, model),
     }

@@ -2,14 +2,17 @@
 
 A subject's score is the mean of its seeds' accuracy on the held-out questions, at the learning rate that tuning chose
 on other questions; its spread is the sample standard deviation over the seeds. The difference d of two subjects with
-spreads s and t over n and m seeds is known up to e = 2 sqrt(s^2 / n + t^2 / m). The first is "not below" the second if
-d - e >= -0.03, it is below if d + e < -0.03, and otherwise nothing is shown; nor is it with one seed.
+spreads s and t over n and m seeds is known up to e = 2 sqrt(s^2 / n + t^2 / m + q^2), where q is the standard error of
+the mean difference over the questions. The first is "not below" the second if d - e >= -0.05, it is below if
+d + e < -0.05, and otherwise nothing is shown; nor is it with one seed.
+
+Where dense training improves on the start by less than 0.1, runs cannot differ: then claims 3 to 6 are not shown.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import NormalDist, mean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +20,8 @@ from .plan import OF_DENSE, TUNING_SEED, Part, Run, Trained
 from .results import Results
 
 Verdict = Literal["holds", "does not hold", "not shown"]
-MARGIN = 0.03  # of accuracy
+MARGIN = 0.05  # of accuracy
+GAIN = 0.1  # by which dense training must improve on the start
 # Claim 1, after the published shares: 5-30 % in reinforcement learning, 85-94 % in supervised fine-tuning.
 FEW, MANY = 0.35, 0.6
 FULL_RANK = 0.95  # of min(m, n), the numerical rank
@@ -35,19 +39,37 @@ class Score(NamedTuple):
     mean: float
     spread: float
     n: int
+    # Of each held-out question, the mean over the seeds; without them the standard error of the accuracy.
+    questions: tuple[float, ...] = ()
+    stderr: float = 0.0
 
 
-def score_of(values: Sequence[float]) -> Score:
-    """Mean and sample standard deviation; NaN as the spread of one value."""
-    return Score(mean(values), stdev(values) if len(values) > 1 else math.nan, len(values))
+def score_of(rows: Sequence[Mapping[str, Any]]) -> Score:
+    """The score of finished runs; NaN is the spread of one."""
+    values = [row["accuracy"] for row in rows]
+    questions: tuple[float, ...] = ()
+    if all("right" in row for row in rows):
+        questions = tuple(mean(map(int, right)) / row["n_generations"] for *right, row in _by_question(rows))
+    spread = stdev(values) if len(values) > 1 else math.nan
+    return Score(mean(values), spread, len(values), questions, max(row.get("accuracy_stderr", 0.0) for row in rows))
+
+
+def _by_question(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """Of each question, the digits of all runs, and the first run."""
+    return ((*digits, rows[0]) for digits in zip(*(row["right"] for row in rows), strict=True))
 
 
 def not_below(first: Score, second: Score, n_comparisons: int = 1) -> bool | None:
     """Whether the first is not below the second, by the rule of the module; None if that is not shown."""
     difference = first.mean - second.mean
+    if first.questions and second.questions:
+        of_each = [a - b for a, b in zip(first.questions, second.questions, strict=True)]
+        of_questions = stdev(of_each) ** 2 / len(of_each)
+    else:
+        of_questions = first.stderr**2 + second.stderr**2
     # 2 standard errors for one comparison.
     width = NormalDist().inv_cdf(1 - (1 - NormalDist().cdf(2)) / n_comparisons)
-    error = width * math.sqrt(first.spread**2 / first.n + second.spread**2 / second.n)
+    error = width * math.sqrt(first.spread**2 / first.n + second.spread**2 / second.n + of_questions)
     if difference - error >= -MARGIN:
         return True
     return False if difference + error < -MARGIN else None
@@ -60,8 +82,14 @@ def rows_of(results: Results, part: Part) -> list[dict[str, Any]]:
     return found or [row for row in results.of(part.subject, [TUNING_SEED]) if row["learning_rate"] == rate]
 
 
-def verdict(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> Verdict:
-    """The verdict on a claim from the finished runs of its parts.
+def verdict(
+    claim: int,
+    results: Results,
+    parts: Sequence[Part],
+    tasks: Sequence[str],
+    before: Mapping[str, Mapping[str, Any]],
+) -> Verdict:
+    """The verdict on a claim from the finished runs of its parts and the scores of the start, by task.
 
     1: holds if on every task GRPO's dense runs change at most 35 % of the bf16 weights, by updates whose matrices have
        at least 95 % of the full rank on average, and on the first SFT's change at least 60 %.
@@ -85,6 +113,11 @@ def verdict(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence
         if len(known) < max(2, len(tasks)):
             return "not shown"
         return "holds" if min(known) > 0 and max(known) <= LAW_RATIO * min(known) else "does not hold"
+    if claim in (3, 4, 5, 6) and not all(
+        _learned(results, [part for part in parts if part.subject.task == task], before.get(task))
+        for task in {part.subject.task for part in parts}
+    ):
+        return "not shown"
     if claim in _OF_ALL_TASKS:
         outcomes = [_OF_ALL_TASKS[claim](results, parts)]
     else:
@@ -98,6 +131,11 @@ def _seeds_of(results: Results, part: Part) -> list[dict[str, Any]]:
     """The runs of a part's seeds; none unless there are several and all are finished."""
     found = [row for row in rows_of(results, part) if row["seed"] in part.seeds]
     return found if len(found) == len(part.seeds) > 1 else []
+
+
+def _learned(results: Results, parts: Sequence[Part], before: Mapping[str, Any] | None) -> bool:
+    dense = _scores(results, parts).get(Trained("dense"))
+    return dense is not None and before is not None and dense.mean - before["accuracy"] >= GAIN
 
 
 def _few_weights(results: Results, parts: Sequence[Part]) -> bool | None:
@@ -195,7 +233,7 @@ def _scores(results: Results, parts: Sequence[Part]) -> dict[Trained, Score]:
     found = {}
     for part in parts:
         if runs := _seeds_of(results, part):
-            found[Trained.parse(part.subject.trained)] = score_of([run["accuracy"] for run in runs])
+            found[Trained.parse(part.subject.trained)] = score_of(runs)
     return found
 
 
