@@ -128,6 +128,8 @@ def do(world: World, run: Run) -> dict[str, Any]:
     """
     began = time.perf_counter()
     folder = world.folder / "runs" / run.name
+    if not (folder / "final" / "model.safetensors").is_file():  # killed, or its result was not written
+        shutil.rmtree(folder, ignore_errors=True)
     options, trained = world.options(run), Trained.parse(run.trained)
     if trained.source in ADAPTERS:
         assert trained.amount is not None
@@ -231,6 +233,9 @@ def finding_log(world: World, algorithm: str, task: str) -> tuple[Path, dict[int
     early = {percent: max(1, round(percent * n_steps / 100)) for percent in EARLY}
     folder = world.folder / "runs" / run.name
     log_dir = world.folder / f"delta_logs_{algorithm}_{task}"
+    if not (folder / "summary.json").is_file():
+        for unfinished in (folder, log_dir):
+            shutil.rmtree(unfinished, ignore_errors=True)
     steps = ",".join([*map(str, sorted(set(early.values()))), "last"])
     options = world.options(run) | {"delta_log_dir": log_dir, "delta_log_steps": steps, "mode": "dense"}
     module, config = _LOOPS[algorithm]
