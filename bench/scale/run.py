@@ -34,6 +34,8 @@ def run(case: Case) -> dict[str, Any]:
     """Build the model, take the steps, and return what was measured; `fits` is False if memory ran out."""
     device = torch.device(case.device)
     on_gpu = device.type == "cuda"
+    if on_gpu and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     row = {
         "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
         "commit": commit(),

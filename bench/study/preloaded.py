@@ -7,13 +7,11 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
 import sparse_opt.analysis
-import sparse_opt.bench.study.main
-import sparse_opt.bench.study.pool
-import sparse_opt.bench.study.runs
-import sparse_opt.bench.study.tasks
 import sparse_opt.mask_finding.find
 import sparse_opt.masks.mask_set
 import sparse_opt.trainers.dpo
 import sparse_opt.trainers.grpo
 import sparse_opt.trainers.rft.train
 import sparse_opt.trainers.sft  # noqa: F401
+
+from . import main, pool, runs, tasks  # noqa: F401

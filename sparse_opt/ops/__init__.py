@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import backends
 from . import registry as registry
 from .bound import BoundOps, bind
 from .namespace import PUBLIC
@@ -219,7 +220,8 @@ def delta_encode(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    return _ops.delta_encode(old, new, backend=backend)
+    with backends.memory_errors():
+        return _ops.delta_encode(old, new, backend=backend)
 
 
 @torch.no_grad()

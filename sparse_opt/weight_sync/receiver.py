@@ -186,7 +186,8 @@ class WeightReceiver:
         placed = place(layout, destinations)
         _refuse_shared(placed)
         tensors = [part.tensor for tensor in placed.values() for part in tensor.destinations]
-        tensors = tensors or [*weights.values()]  # the mask is empty
+        # The mask is empty.
+        tensors = tensors or [part.tensor for parts in destinations.values() for part in parts] or [*weights.values()]
         device = tensors[0].device if tensors else torch.device("cpu")
         backend = choose(device, self._backend)
         names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]

@@ -59,8 +59,8 @@ _DEPENDS_ON = {
 
 _EPILOG = """examples:
   sparse-opt bench profiles                                    # arithmetic, on this machine
-  sparse-opt bench profiles --device cuda --hidden_size 768 --n_layers 14 --start_learning_rate 3e-4 \\
-      --learning_rate 1e-4                                     # a Llama of 107 million weights
+  sparse-opt bench profiles --device cuda --hidden_size 768 --n_layers 14 --learning_rate 1e-4 \\
+      --n_prompts 600 --train_steps 50                         # a Llama of 107 million weights
   sparse-opt bench profiles --profiles balanced --no_settings --repeats 1
   sparse-opt bench profiles --model_name M --dataset train.jsonl --test_dataset test.jsonl --reward_functions math \\
       --max_completion_length 1024 --max_length 2048 --train_steps 200 --learning_rate 1e-5
@@ -153,26 +153,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(name).resolve()
         shared = _shared_options(folder, args)
         start = _run(_start_job(folder, args, shared))
-        results: list[dict[str, Any] | None] = []
+        results: list[dict[str, Any]] = []
+
+        def report_so_far() -> dict[str, Any]:
+            return {
+                "benchmark": "profiles",
+                "environment": environment("cuda" if args.device.startswith("cuda") else "cpu"),
+                "settings": {k: v for k, v in vars(args).items() if k not in ("json", "output", "work_dir")},
+                "profiles": profiles,
+                "start": relative_to(folder, start),
+                **summarized(configurations, [relative_to(folder, one) for one in results], args.sigmas),
+            }
+
         if start is not None:
             if start["checkpoint"] is not None:
                 for stage in ("datagen", "train"):
                     shared[stage]["checkpoint"] = start["checkpoint"]
+            start |= {name: start["stages"]["test"][name] for name in ("accuracy", "answer_rate")}
             for repeat in range(args.repeats):
                 # Rotated from repeat to repeat, so that a load on the machine affects all of them.
                 first = repeat % len(configurations)
                 for i in [*range(first, len(configurations)), *range(first)]:
                     place = folder / f"{repeat}_{i}"
-                    results.append(_run(_job(place, configurations[i], shared, args.seed, args.seed + repeat)))
-            start |= {name: start["stages"]["test"][name] for name in ("accuracy", "answer_rate")}
-    report = {
-        "benchmark": "profiles",
-        "environment": environment("cuda" if args.device.startswith("cuda") else "cpu"),
-        "settings": {k: v for k, v in vars(args).items() if k not in ("json", "output", "work_dir")},
-        "profiles": profiles,
-        "start": relative_to(folder, start),
-        **summarized(configurations, [relative_to(folder, one) for one in results if one is not None], args.sigmas),
-    }
+                    result = _run(_job(place, configurations[i], shared, args.seed, args.seed + repeat))
+                    if result is not None:
+                        results.append(result)
+                        write_json(args.output, report_so_far())  # what was measured outlasts an interruption
+        report = report_so_far()
     write_json(args.output, report)
     print(json.dumps(report, indent=2) if args.json else f"\n{text(report)}\n\nresults: {args.output}")
     wrong = failures(report, args.repeats)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends import why_unavailable
+from ...backends import memory_errors, why_unavailable
 from ...errors import BackendUnavailable
 from ...tensors import as_bits
 from . import torch_reference
@@ -86,16 +86,17 @@ def encode(
             tables = make_tables(sample, numels, kind)
     # A lane of `tight` reads the old words again after coding them, so they cannot be overwritten on the way.
     at_once = advance and level != "tight"
-    heads, sizes, records, counts = run.patch_encode(
-        old,
-        new,
-        _LEVEL_NUMBER[level],
-        kind.is_float,
-        kind.class_shift,
-        width,
-        *_on_device(tables, new[0].device),
-        at_once,
-    )
+    with memory_errors():
+        heads, sizes, records, counts = run.patch_encode(
+            old,
+            new,
+            _LEVEL_NUMBER[level],
+            kind.is_float,
+            kind.class_shift,
+            width,
+            *_on_device(tables, new[0].device),
+            at_once,
+        )
     moved = [i for i, count in enumerate(counts.tolist()) if count]
     if advance and not at_once and moved:
         torch._foreach_copy_([as_bits(old[i]) for i in moved], [as_bits(new[i]) for i in moved])
@@ -105,7 +106,8 @@ def encode(
 def _sample(
     run: Any, old: list[Tensor], new: list[Tensor], kind: WordKind, meanwhile: Callable[[], object] | None
 ) -> Sample:
-    parts = run.patch_sample(old, new, kind.is_float, kind.class_shift)
+    with memory_errors():
+        parts = run.patch_sample(old, new, kind.is_float, kind.class_shift)
     if new[0].device.type == "cuda":
         with torch.cuda.device(new[0].device):
             arrived = torch.cuda.Event()
