@@ -76,6 +76,7 @@ class Case:
     method: Method
     checkpointing: bool  # of activations
     compile: bool  # the layers, with torch.compile
+    cuda_graphs: bool  # a step is a CUDA graph
     precomputed_reference: bool  # its log-probabilities are computed before the first step
     sequence_length: int
     density: float
@@ -93,10 +94,16 @@ class Case:
         extra = [
             *(["checkpointing"] if self.checkpointing else []),
             *(["compiled"] if self.compile else []),
+            *(["CUDA graph"] if self.cuda_graphs else []),
             *(["precomputed reference"] if self.precomputed_reference else []),
             *([] if self.limit_gib is None else [f"limited to {self.limit_gib:g} GiB"]),
         ]
         return ", ".join([f"{self.shape} {self.method}, {self.sequence_length} tokens", *extra])
+
+    @property
+    def n_warmup(self) -> int:
+        """Steps that are not timed: the first loads kernels; a graph has three before its capture."""
+        return 4 if self.cuda_graphs else 1
 
     def key(self) -> tuple[Any, ...]:
         """What identifies the row in a results file: everything but the number of steps."""

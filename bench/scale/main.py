@@ -32,7 +32,7 @@ from sparse_opt.masks.patterns import PATTERNS
 
 from ..common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
 from ..common.report import why_unwritable, write_json
-from .cases import SHAPES, Case, Method
+from .cases import SHAPES, SPARSE_OPTIONS, Case, Method
 from .plot import plot
 from .report import case_of, text, wrong_lines
 
@@ -63,6 +63,11 @@ def options(parser: CommandParser) -> None:
     )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers")
     what.add_argument(
+        "--cuda_graphs",
+        action="store_true",
+        help="replay steps as CUDA graphs (not run on a GPU yet); methods sparse and lean",
+    )
+    what.add_argument(
         "--precomputed_reference",
         action="store_true",
         help="compute the reference's log-probabilities before the first step",
@@ -80,7 +85,7 @@ def options(parser: CommandParser) -> None:
         "--n_steps",
         type=int,
         default=4,
-        help="of each row; the first is left out of the time",
+        help="of each row; the first is left out of the time, and with --cuda_graphs the first four",
     )
     run.add_argument("--limit_gib", type=float, help="GiB that torch's allocator may use (default: all of the GPU)")
     run.add_argument("--max_s", type=float, help="begin no row after so many seconds")
@@ -103,8 +108,10 @@ def problem(args: Namespace) -> str:
         or out_of_range(args, "limit_gib", at_least=0)
     ):
         return error
-    if args.n_steps < 2:
-        return "--n_steps 1 leaves nothing after the first step, which is not timed"
+    if args.cuda_graphs and (not set(args.methods) <= set(SPARSE_OPTIONS) or args.device == "cpu"):
+        return f"--cuda_graphs needs a GPU and --methods of {','.join(SPARSE_OPTIONS)}"
+    if args.n_steps <= cases(args)[0].n_warmup:
+        return f"--n_steps {args.n_steps} leaves nothing after the {cases(args)[0].n_warmup} steps of the warm-up"
     if args.plot is None:
         return ""
     require_matplotlib("plot")
@@ -115,6 +122,7 @@ def cases(args: Namespace) -> list[Case]:
     """The rows to measure, in this order."""
     names = (
         "compile",
+        "cuda_graphs",
         "precomputed_reference",
         "sequence_length",
         "density",

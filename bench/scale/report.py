@@ -30,8 +30,8 @@ def sorted_rows(report: Report) -> list[Row]:
 
 
 def step_s(row: Row) -> float:
-    """The median time of a step without the first, which loads kernels."""
-    return statistics.median(step["step_s"] for step in row["steps"][1:])
+    """The median time of a step after those of the warm-up."""
+    return statistics.median(step["step_s"] for step in row["steps"][case_of(row).n_warmup :])
 
 
 def _peak(row: Row) -> str:
@@ -44,7 +44,7 @@ def _if_fits(row: Row, cell: str) -> str:
     return cell if row["fits"] else ""
 
 
-RUN_LABELS = {"compile": "compiled", "precomputed_reference": "precomputed reference"}
+RUN_LABELS = {"compile": "compiled", "cuda_graphs": "graph", "precomputed_reference": "precomputed reference"}
 COLUMNS: Columns = {
     "model": lambda row: row["case"]["shape"],
     "parameters": lambda row: f"{n_parameters(row['case']['shape']) / 1e9:.2f} B",

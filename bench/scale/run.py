@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparse_opt import MaskSet
+from sparse_opt.optim import SparseOptimizer
+from sparse_opt.optim.graphed_step import GraphedStep
 from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
 from sparse_opt.trainers.policy.adapters import add_lora
 from sparse_opt.trainers.policy.models import make_masks_skippable
@@ -26,7 +30,7 @@ from ..common.environment import commit
 from ..common.harness import job_main
 from ..distributed.models import make_model, pair
 from ..training.baseline.modes import Trained, adapter_training, dense_training, sparse_training
-from ..training.baseline.run import Sections, dpo_step, reference_logprobs, take_steps
+from ..training.baseline.run import Sections, Step, dpo_step, reference_logprobs, take_steps
 from .cases import SPARSE_OPTIONS, Case
 
 
@@ -70,8 +74,9 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
     references = [reference_logprobs(trained, batch) for batch in batches] if case.precomputed_reference else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    section = Sections(device)
-    steps = take_steps(dpo_step(trained, batches, section, references), case.n_steps, section, device)
+    section = NoSections(device) if case.cuda_graphs else Sections(device)
+    step = (graphed if case.cuda_graphs else dpo_step)(trained, batches, section, references)
+    steps = take_steps(step, case.n_steps, section, device)
     return {
         "n_trained": trained.n_trained,
         "n_tiled": trained.n_tiled,
@@ -82,6 +87,35 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
         "steps": steps,
     }
+
+
+class NoSections(Sections):
+    """Times no section, because the events of a graph are not those of its capture."""
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        yield
+
+
+def graphed(
+    trained: Trained, batches: Sequence[TokenBatch], section: Sections, references: Sequence[Tensor] | None = None
+) -> Step:
+    """A step of DPO as a CUDA graph. All batches have the shapes of the first."""
+    assert isinstance(trained.optimizer, SparseOptimizer)
+    first = batches[0]
+
+    def function(input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor, *ref: Tensor) -> dict[str, Tensor]:
+        batch = replace(first, input_ids=input_ids, attention_mask=attention_mask, completion_mask=completion_mask)
+        return dpo_step(trained, [batch], section, ref or None)(0)
+
+    step = GraphedStep(function, trained.optimizer)
+
+    def call(i: int) -> dict[str, Tensor]:
+        batch, ref = batches[i], [] if references is None else [references[i]]
+        found: dict[str, Tensor] = step(batch.input_ids, batch.attention_mask, batch.completion_mask, *ref)
+        return found
+
+    return call
 
 
 def make_training(case: Case, device: torch.device) -> Trained:
@@ -96,8 +130,9 @@ def make_training(case: Case, device: torch.device) -> Trained:
         adapted: Any = add_lora(policy, case.lora_rank)
         return adapter_training(policy, adapted.disable_adapter, case.learning_rate)
     mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
+    lr = torch.tensor(case.learning_rate, device=device) if case.cuda_graphs else case.learning_rate
     keep = not case.precomputed_reference
-    return sparse_training(policy, mask, case.learning_rate, keep_base_weights=keep, **SPARSE_OPTIONS[case.method])
+    return sparse_training(policy, mask, lr, keep_base_weights=keep, **SPARSE_OPTIONS[case.method])
 
 
 def random_pair(case: Case, index: int, vocab: int) -> TokenBatch:

@@ -315,6 +315,14 @@ class NativeGradientBuffer(GradientBuffer):
 
 
 def to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a small tensor on the device, without a synchronization."""
+    """Return a small tensor on the device, without a synchronization.
+
+    In the capture of a CUDA graph it is filled element by element: replays would copy host memory that is in other use.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        filled = torch.empty(len(values), dtype=dtype, device=device)
+        for element, value in zip(filled, values, strict=True):
+            element.fill_(value)
+        return filled
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

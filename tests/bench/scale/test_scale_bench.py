@@ -26,6 +26,7 @@ def case() -> Case:
         method="lean",
         checkpointing=True,
         compile=False,
+        cuda_graphs=False,
         precomputed_reference=False,
         sequence_length=32,
         density=0.05,
@@ -170,7 +171,8 @@ def test_wrong_results_are_reported(case):
         (["--methods", "qlora"], "--methods qlora: expected some of dense, lora, sparse, lean"),
         (["--checkpointing", "yes"], "--checkpointing yes: expected some of on, off"),
         (["--sequence_length", "8"], "--sequence_length is 8, expected at least 16"),
-        (["--n_steps", "1"], "--n_steps 1 leaves nothing after the first step"),
+        (["--cuda_graphs"], "--cuda_graphs needs a GPU and --methods of sparse,lean"),
+        (["--n_steps", "1"], "--n_steps 1 leaves nothing after the 1 steps of the warm-up"),
         (["--limit_gib", "-1"], "--limit_gib is -1.0, expected at least 0"),
     ],
 )

@@ -1,0 +1,194 @@
+"""GraphedStep: replays give the bits of eager steps: base weights, clipping, accumulation, tiles and two shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sparse_opt import MaskSet, SparseAdamW, SparseLion, backends
+from sparse_opt.optim.graphed_step import GraphedStep
+
+SHAPES = [(16, 128), (40, 128)]
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.checkpointing:
+                x = x + checkpoint(lambda x, layer=layer: layer(x).tanh(), x, use_reentrant=False)
+            else:
+                x = x + layer(x).tanh()
+        return x
+
+
+def train(graphs, inputs, *, pattern, checkpointing=False, n_micro=1, optimizer_class=SparseAdamW, compiled=False):
+    """Take a step on each input, and return (results of the steps, the weights, the states)."""
+    torch.manual_seed(0)
+    model = Model(checkpointing).to("cuda", torch.bfloat16)
+    mask = MaskSet.random({f"layers.{i}.weight": (128, 128) for i in range(3)}, density=0.5, pattern=pattern)
+    lr = torch.tensor(1e-2, device="cuda")
+    optimizer = optimizer_class(model, mask, lr=lr, stochastic_rounding=True, grad_dtype=torch.bfloat16)
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+
+    def step(x):
+        losses = []
+        for part in x.chunk(n_micro):
+            with torch.no_grad(), optimizer.base_weights():
+                reference = model(part)
+            loss = (model(part).float() - 2 * reference.float()).square().mean() / n_micro
+            loss.backward()
+            losses.append(loss.detach())
+        norm = optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": torch.stack(losses).sum(), "norm": norm}
+
+    call = GraphedStep(step, optimizer, n_warmup=2) if graphs else step
+    results = []
+    for i, x in enumerate(inputs):
+        found = call(x)
+        results.append((found["loss"].clone(), found["norm"].clone()))
+        if i == 7:
+            lr.mul_(0.5)
+    if graphs:
+        assert call.n_graphs == len({x.shape for x in inputs})
+    states = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    return results, [p.detach().clone() for p in model.parameters()], states
+
+
+def random_inputs(n):
+    generator = torch.Generator("cuda").manual_seed(1)
+    shapes = [SHAPES[i % 2] for i in range(n)]
+    return [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+
+
+def assert_same(got, expected):
+    for (a, b), (x, y) in zip(got[0], expected[0], strict=True):
+        assert torch.equal(a, x) and torch.equal(b, y)
+    for a, x in zip((*got[1], *got[2]), (*expected[1], *expected[2]), strict=True):
+        assert torch.equal(a, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer_class", [SparseAdamW, SparseLion])
+@pytest.mark.parametrize("n_micro", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("pattern", ["element", "tile64"])
+def test_replays_give_the_bits_of_eager_steps(pattern, checkpointing, n_micro, optimizer_class):
+    inputs = random_inputs(12)
+    options = {
+        "pattern": pattern,
+        "checkpointing": checkpointing,
+        "n_micro": n_micro,
+        "optimizer_class": optimizer_class,
+    }
+    eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
+    assert_same(graphed, eager)
+    assert len({loss.item() for loss, _ in eager[0]}) == len(inputs)  # each step has its own inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_parameters_without_a_gradient_are_skipped_in_replays(backend):
+    if cause := backends.why_unavailable(backend, "cuda"):
+        pytest.skip(cause)
+    weights = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = Model().to("cuda")
+        lr = torch.tensor(1e-2, device="cuda")
+        mask = MaskSet.random(model, density=0.5)
+        optimizer = SparseAdamW(model, mask, lr=lr, max_grad_norm=0.1, backend=backend)
+
+        def function(x, model=model, optimizer=optimizer):
+            model.layers[2](model.layers[0](x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        call = GraphedStep(function, optimizer) if graphs else function
+        junk = []
+        for i in range(8):
+            call(torch.full((4, 128), float(i), device="cuda"))
+            junk.append(torch.full((3,), 7 + i).pin_memory())  # takes the host memory that a replay must not read
+        weights.append([p.detach().clone() for p in model.parameters()])
+        assert torch.equal(optimizer.state[model.layers[1].weight]["step"], torch.zeros((), device="cuda"))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["element", "tile64"])
+def test_compiled_layers_replay(pattern):
+    inputs = random_inputs(10)
+    eager, graphed = (train(graphs, inputs, pattern=pattern, compiled=True) for graphs in (False, True))
+    assert_same(graphed, eager)
+
+
+@pytest.mark.gpu
+def test_gradients_without_a_step_are_refused():
+    model = nn.Linear(8, 8, device="cuda")
+    lr = torch.tensor(1e-2, device="cuda")
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+    x = torch.ones(2, 8, device="cuda")
+    step = GraphedStep(lambda x: model(x).sum().backward(), optimizer)
+    with pytest.raises(RuntimeError, match="no step has used, after a call"):
+        step(x)
+    with pytest.raises(RuntimeError, match="no step has used, before a call"):
+        step(x)
+    optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_leaves_an_optimizer_that_trains():
+    model = nn.Linear(8, 8, device="cuda")
+    lr = torch.tensor(1e-2, device="cuda")
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+
+    def function(x):
+        loss = model(x).sum()
+        loss.backward()
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("in the capture")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step, x = GraphedStep(function, optimizer, n_warmup=1), torch.ones(2, 8, device="cuda")
+    step(x)
+    with pytest.raises(KeyError, match="in the capture"):
+        step(x)
+    before = model.weight.detach().clone()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.gpu
+def test_what_a_graph_would_keep_is_refused():
+    model = nn.Linear(8, 8, device="cuda")
+    mask = MaskSet.random(model, density=0.5)
+    with pytest.raises(ValueError, match="lr of parameter group 0 is 0.1, expected a tensor on the GPU"):
+        GraphedStep(lambda: None, SparseAdamW(model, mask, lr=0.1))
+    lr = torch.tensor(0.1, device="cuda")
+    with pytest.raises(ValueError, match="backend 'reference'"):
+        GraphedStep(lambda: None, SparseAdamW(model, mask, lr=lr, backend="reference"))
+
+
+def test_wrong_arguments_are_refused(monkeypatch):
+    model = nn.Linear(8, 8)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
+    with pytest.raises(ValueError, match="the parameters are on cpu; a CUDA graph needs all of them on one GPU"):
+        GraphedStep(lambda: None, optimizer)
+    with pytest.raises(ValueError, match="n_warmup is 0, expected at least 1"):
+        GraphedStep(lambda: None, optimizer, n_warmup=0)
+    monkeypatch.setattr(optimizer, "process_group", object())
+    with pytest.raises(ValueError, match="the optimizer has a process group"):
+        GraphedStep(lambda: None, optimizer)
