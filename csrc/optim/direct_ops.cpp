@@ -117,8 +117,8 @@ void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::
   }
   RECORD_FUNCTION("sparse_opt_native::masked_grad_gather_", c10::ArrayRef<const c10::IValue>());
   const std::vector<TensorView> list = views_of(dense);
-  const GatherCall call(view_of(out), list, view_of(indices), view_of(starts), view_of(ends), view_of(scale), accumulate,
-                        view_of(sum_sq), view_of(found_inf), run_length, view_of(index_bases));
+  const GatherCall call(view_of(out), list, view_of(indices), view_of(starts), view_of(ends), view_of(scale),
+                        accumulate, view_of(sum_sq), view_of(found_inf), run_length, view_of(index_bases));
   of(indices).gather(call.args, indices.device().index());
 }
 

@@ -104,6 +104,8 @@ def _sent_names(model: nn.Module) -> dict[str, list[str]]:
         by_parameter.setdefault(param, []).append(name)
     sent = {}
     for names in by_parameter.values():
-        converted = [next(iter(convert_weight_keys({name: torch.empty(0)}, model))) for name in names]
+        converted = [
+            next(iter(convert_weight_keys({name: torch.empty(0, dtype=SENT, device="cpu")}, model))) for name in names
+        ]
         sent[names[0]] = converted
     return sent
