@@ -183,9 +183,10 @@ def _wait(processes: list[ForkServerProcess], timeout: float) -> tuple[int | Non
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         codes = [process.exitcode for process in processes]
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                return rank, f"rank {rank} ended with code {code}"
+        if any(codes):
+            time.sleep(0.2)  # another rank may have failed first, and be about to end
+            failed = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+            return min(failed), ", ".join(f"rank {rank} ended with code {code}" for rank, code in failed.items())
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.02)
