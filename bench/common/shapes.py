@@ -128,6 +128,16 @@ QWEN_2_5_14B_SIZES = {
 
 # 32.8 B elements, output layer not tied. https://huggingface.co/Qwen/Qwen2.5-32B/blob/main/config.json
 QWEN_2_5_32B_SIZES = {**QWEN_2_5_14B_SIZES, "intermediate": 27648, "n_layers": 64}
+# Whole tiles of 64 by 64, and so few weights that every variant of a benchmark runs on a CPU.
+TINY_SIZES = {
+    "hidden": 256,
+    "intermediate": 512,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 512,
+}
 
 # 85 matrices, 64 M elements: a small language model's proportions.
 LLAMA_64M = llama_matrices(

@@ -12,18 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from ..common.shapes import LLAMA_3_2_3B_SIZES, LLAMA_3_70B_SIZES, llama_config
+from ..common.shapes import LLAMA_3_2_3B_SIZES, LLAMA_3_70B_SIZES, TINY_SIZES, llama_config
 
-# The tiny shape has whole tiles of 64 by 64, so that every variant runs on a CPU.
-TINY_SIZES = {
-    "hidden": 256,
-    "intermediate": 512,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 64,
-    "vocab": 512,
-}
 SHAPES = {"3b": LLAMA_3_2_3B_SIZES, "70b": LLAMA_3_70B_SIZES, "tiny": TINY_SIZES}
 UNTIED = ("70b",)
 BETA = 0.1  # of the loss

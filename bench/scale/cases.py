@@ -16,23 +16,13 @@ from ..common.shapes import (
     LLAMA_3_2_3B_SIZES,
     QWEN_2_5_14B_SIZES,
     QWEN_2_5_32B_SIZES,
+    TINY_SIZES,
     llama_config,
     qwen2_config,
 )
 from ..training.baseline.inputs import without_weights
 
 Method = Literal["dense", "lora", "sparse", "lean"]
-
-# Sizes that hold whole tiles of 64 by 64, so that every method runs on a CPU.
-TINY_SIZES = {
-    "hidden": 256,
-    "intermediate": 512,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 64,
-    "vocab": 512,
-}
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Pool:
         receivers = {receiver: job for job, (_, receiver) in self._running.items()}
         found = []
         for receiver in connection.wait(list(receivers), None if seconds == float("inf") else max(0.0, seconds)):
-            job = receivers[receiver]  # type: ignore[index]
+            job = receivers[receiver]  # type: ignore[index]  # typed to wait for sockets too
             process, pipe = self._running.pop(job)
             try:
                 result, failure = pipe.recv()
@@ -126,8 +126,7 @@ def _call(work: Callable[[Any, Any], Any], world: Any, job: Any, log: Path, send
         outcome = work(world, job), None
     except (SparseOptError, OSError) as error:
         outcome = None, str(error)
-    except Exception:
-        # Every other error is a bug of this run, and the study goes on; its traceback is the report.
+    except Exception:  # a bug of this run, of any type: its traceback is reported, and the other runs go on
         outcome = None, traceback.format_exc()
     sender.send(outcome)
 

@@ -1,4 +1,7 @@
-"""Imports of the study's processes, made once by the server that they are forked from; see `pool`."""
+"""Imports of the study's processes, made once by the server that they are forked from; see `pool`.
+
+No name is used here: importing the modules is the purpose.
+"""
 
 import datasets  # noqa: F401
 import torch.optim.lr_scheduler  # noqa: F401

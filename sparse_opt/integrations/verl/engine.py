@@ -92,7 +92,7 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
         if norm.isfinite():
             self.optimizer.step()
         else:
-            print(f"WARN: grad_norm is not finite: {value}")
+            print(f"the norm of the active gradients is {value}: no update in this step")
             self.optimizer.zero_grad()
         return float(value)
 
