@@ -12,8 +12,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -270,17 +269,6 @@ def function(op: str, device: torch.device, backend: str | None = None) -> Calla
         return getattr(triton_module()[0], op)
     # `.default` skips the overload lookup, which takes some microseconds per call.
     return getattr(getattr(torch.ops, NATIVE), op).default
-
-
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raise torch.OutOfMemoryError if the native library cannot allocate: the stable ABI has no types of errors."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "torch failed to allocate" not in str(error):
-            raise
-        raise torch.OutOfMemoryError(str(error).partition("\n")[0]) from error
 
 
 def functions(device: torch.device, backend: str | None = None) -> SimpleNamespace:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class SparseOptError(Exception):
@@ -56,3 +57,16 @@ def listed(items: Sequence[str], separator: str = ", ", most: int = 3) -> str:
     """Join the first items for a message, followed by the number of the others."""
     more = len(items) - most
     return separator.join(items[:most]) + (f"{separator}and {more} more" if more > 0 else "")
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise torch.OutOfMemoryError if the native library cannot allocate: the stable ABI has no types of errors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch failed to allocate" not in str(error):
+            raise
+        import torch  # not at the top: errors are imported without torch
+
+        raise torch.OutOfMemoryError(str(error).partition("\n")[0]) from error

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import backends
+from ..errors import memory_errors
 from . import registry as registry
 from .bound import BoundOps, bind
 from .namespace import PUBLIC
@@ -220,7 +220,7 @@ def delta_encode(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.
     """
-    with backends.memory_errors():
+    with memory_errors():
         return _ops.delta_encode(old, new, backend=backend)
 
 

@@ -38,6 +38,8 @@ before = arguments["adamw"][0][0]._version
 package.indexed_adamw_(*arguments["adamw"], grad=arguments["grad"])
 assert arguments["adamw"][0][0]._version > before
 package.masked_grad_gather_(*arguments["gather"])
+changed = package.delta_encode([torch.zeros(3)], [torch.tensor([0.0, 2, 0])])
+assert [part.tolist() for part in changed] == [[1], [2.0], [1]]
 try:
     package.masked_grad_gather_(*arguments["gather"], backend="triton")
 except package.BackendUnavailable as error:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends import memory_errors, why_unavailable
-from ...errors import BackendUnavailable
+from ...backends import why_unavailable
+from ...errors import BackendUnavailable, memory_errors
 from ...tensors import as_bits
 from . import torch_reference
 from .patch import Patch as Patch
