@@ -1,7 +1,8 @@
 """`sparse-opt bench kernels --tune`: measures the launch sizes of `sparse_opt.tuning` on a GPU and chooses the fastest.
 
 The entries are tuned one after the other, each with the values chosen before it. Every value must give the same bits.
-Another value than that of the package's own table must be faster by `MARGIN`, because medians differ from run to run.
+Another value than that of the package's own table must be faster by `MARGIN`, and its p80 be below the other's p20:
+medians differ from run to run.
 """
 
 from __future__ import annotations
@@ -40,6 +41,21 @@ class Sizes:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {f"w{i}": (4096, 4096) for i in range(16)})
     layer: tuple[int, int] = (3072, 8192)
     tokens: int = 4096
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one value, in ms: median and spread of the calls, summed over cases."""
+
+    ms: float = 0.0
+    p20_ms: float = 0.0
+    p80_ms: float = 0.0
+
+    def __add__(self, other: Times) -> Times:
+        return Times(self.ms + other.ms, self.p20_ms + other.p20_ms, self.p80_ms + other.p80_ms)
+
+    def clearly_below(self, other: Times) -> bool:
+        return self.ms < (1.0 - MARGIN) * other.ms and self.p80_ms < other.p20_ms
 
 
 @dataclass
@@ -83,29 +99,29 @@ class Tuner:
 
     def _fastest(self, entry: str, backend: str) -> int:
         """Return the value with the shortest time, all cases together."""
-        total: dict[int, float] = {}
+        total: dict[int, Times] = {}
         for case in self._cases(entry, DENSITY):
-            for value, ms in self._time(entry, backend, case, ALLOWED[entry]).items():
-                total[value] = total.get(value, 0.0) + ms
+            for value, times in self._time(entry, backend, case, ALLOWED[entry]).items():
+                total[value] = times + total.get(value, Times())
         held = getattr(self.table, entry)
-        fastest = min(total, key=lambda value: total[value])
-        return fastest if total[fastest] < (1.0 - MARGIN) * total[held] else held
+        fastest = min(total, key=lambda value: total[value].ms)
+        return fastest if total[fastest].clearly_below(total[held]) else held
 
     def _threshold(self, entry: str, backend: str) -> int:
         """Return the lowest number of bytes from which on, at all measured ones, the other kernel is faster; or 0."""
         lowest = 0
         for n_bytes in sorted(filter(None, ALLOWED[entry]), reverse=True):
-            total = {0: 0.0, n_bytes: 0.0}
+            total = {0: Times(), n_bytes: Times()}
             for case in self._cases(entry, 0.97 * torch.bfloat16.itemsize / n_bytes):
-                for value, ms in self._time(entry, backend, case, (0, n_bytes)).items():
-                    total[value] += ms
-            if total[n_bytes] >= (1.0 - MARGIN) * total[0]:
+                for value, times in self._time(entry, backend, case, (0, n_bytes)).items():
+                    total[value] += times
+            if not total[n_bytes].clearly_below(total[0]):
                 break
             lowest = n_bytes
         return lowest
 
-    def _time(self, entry: str, backend: str, case: Case, values: Sequence[int]) -> dict[int, float]:
-        """Check and time an entry's values in turns; return the median of each that can run, in ms."""
+    def _time(self, entry: str, backend: str, case: Case, values: Sequence[int]) -> dict[int, Times]:
+        """Check and time an entry's values in turns; return the times of each that can run."""
         tables = {value: replace(self.table, **{entry: value}) for value in (getattr(self.table, entry), *values)}
         start = {name: _clones(case.arguments[name]) for name in (*case.written, *case.summed)}
 
@@ -135,9 +151,10 @@ class Tuner:
                 run = functools.partial(case.run, backend)
                 variants[str(value)] = Prepared(functools.partial(prepare, table), run)
         timings = measure(variants, device=self.device, n_rounds=self.n_rounds, clock=self.clock)
-        for value, timing in timings.items():
-            self._add(entry, int(value), case, ms=timing.ms, p20_ms=timing.p20_ms, p80_ms=timing.p80_ms)
-        return {int(value): timing.ms for value, timing in timings.items()}
+        found_times = {int(value): Times(timing.ms, timing.p20_ms, timing.p80_ms) for value, timing in timings.items()}
+        for number, times in found_times.items():
+            self._add(entry, number, case, **asdict(times))
+        return found_times
 
     def _add(self, entry: str, value: int, case: Case, **found: Any) -> None:
         row = {"entry": entry, "value": value, "work": _work(case), "ms": None, "why": "", "chosen": False} | found

@@ -68,7 +68,7 @@ H200 = replace(
     triton_encode_elements=8192,
     cuda_encode_blocks=3,
     cuda_scattered_step_bytes=64,
-    cuda_scattered_swap_bytes=64,
+    cuda_scattered_swap_bytes=32,
 )
 
 

@@ -26,7 +26,15 @@ def sparse_optimizer(request):
 
 
 @pytest.fixture
-def native(device):
+def autograd_library():
+    """For tests of what only the native collection of gradients does; an installed wheel is without it."""
+    library, why = backends.autograd_module()
+    if library is None:
+        pytest.skip("needs sparse_opt._autograd: " + why)
+
+
+@pytest.fixture
+def native(device, autograd_library):
     if backends.choose("tile_weight_grad_", device.type) not in ("cpu", "cuda"):
         pytest.skip("needs the extension's backend to be the chosen one")
 

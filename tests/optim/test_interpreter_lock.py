@@ -70,7 +70,7 @@ def test_step(sparse_optimizer, grads):
     assert_others_run_meanwhile(optimizer.step, before=lambda: param.sum().backward())  # a step consumes the gradient
 
 
-def test_dense_gradients_are_made_contiguous():
+def test_dense_gradients_are_made_contiguous(autograd_library):
     param, optimizer = optimizer_of(SparseSGD, grads="dense")
     param.grad = torch.randn(param.shape[::-1]).t()
     (buffer,) = optimizer.gradient_buffers

@@ -30,7 +30,7 @@ def backward(model, **options):
 
 
 @pytest.fixture
-def python_calls(monkeypatch):
+def python_calls(monkeypatch, autograd_library):
     """The names of parameters whose Python hook has received a gradient."""
     calls = []
     receive = Receiver.receive
@@ -376,7 +376,7 @@ def test_few_gradients_are_held_however_many_groups_there_are(deep):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", ["element", "run16"])
-def test_queues_of_different_lengths(deep, pattern):
+def test_queues_of_different_lengths(deep, pattern, autograd_library):
     """All gradients are queued, some, or none: the same bits after two passes, but a higher peak of memory."""
     peaks, found = [], []
     for most in (10**12, 3 * 2048 * 2048 * 2, 0, None):

@@ -53,7 +53,24 @@ package.backends._kernels = types.SimpleNamespace(set_tuning=lambda index, **ent
 package.backends.BACKENDS = ("cpu", "cuda")
 torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device: (9, 0), lambda device: "NVIDIA H200"
 package.backends.function("indexed_swap_", torch.device("cuda:1"))
-assert tuned == {{1: {{"encode_blocks": 3, "scattered_step_bytes": 64, "scattered_swap_bytes": 64}}}}
+assert tuned == {{1: {{"encode_blocks": 3, "scattered_step_bytes": 64, "scattered_swap_bytes": 32}}}}
+"""
+
+# On a GPU, with the package's own table of launch sizes, and the backend that it takes by default there.
+RUN_ON_GPU = """
+import sys
+from pathlib import Path
+import torch
+variant, data = map(Path, sys.argv[1:])
+{load}
+assert not [name for name in sys.modules if name.split(".")[0] in ("sparse_opt", "triton")]
+arguments = torch.load(data)
+package.indexed_adamw_(*arguments["adamw"], grad=arguments["grad"])
+package.masked_grad_gather_(*arguments["gather"])
+before, after = torch.zeros(3, device="cuda"), torch.tensor([0.0, 2, 0], device="cuda")
+changed = package.delta_encode([before], [after])
+assert [part.tolist() for part in changed] == [[1], [2.0], [1]]
+torch.save(arguments, data)
 """
 
 
@@ -97,6 +114,19 @@ def test_the_package_computes_what_sparse_opt_does(variant, loader, python, tmp_
     found = torch.load(tmp_path / "data.pt")
     assert not torch.equal(found["adamw"][0][0], adamw_and_gather()["adamw"][0][0])
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_the_package_computes_on_a_gpu_what_sparse_opt_does(variant, python, tmp_path):
+    expected = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), adamw_and_gather())
+    start = expected["adamw"][0][0].clone()
+    torch.save(expected, tmp_path / "data.pt")
+    ran = python("-c", RUN_ON_GPU.format(load=LOAD["import"]), variant, tmp_path / "data.pt", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    ops.indexed_adamw_(*expected["adamw"], grad=expected["grad"], backend="cuda")
+    ops.masked_grad_gather_(*expected["gather"], backend="cuda")
+    assert not torch.equal(expected["adamw"][0][0], start)
+    torch.testing.assert_close(torch.load(tmp_path / "data.pt"), expected, rtol=0, atol=0)
 
 
 def test_a_library_of_another_name_is_refused(checkout, tmp_path):

@@ -74,6 +74,23 @@ def test_only_a_clearly_faster_value_is_chosen(fake):
     }
 
 
+def test_times_that_overlap_choose_nothing(fake):
+    calls = {256: [0.8, 1.2], 512: [1.0, 1.1], 1024: [2.0, 2.0], 2048: [2.0, 2.0]}  # of each round in turns
+    fake.ms = lambda table: calls[table.triton_step_slots][0]
+
+    def turn(call):
+        found = fake.clock(call)
+        calls[fake.table.triton_step_slots].reverse()
+        return found
+
+    generator = torch.Generator(CPU).manual_seed(0)
+    tuner = tune.Tuner(CPU, Tuning(), ["triton"], generator, 10, SIZES, turn)
+    calls[256] = [0.8, 1.1]
+    assert tuner.run() == Tuning()
+    calls[256] = [0.8, 0.9]
+    assert tuner.run() == replace(Tuning(), triton_step_slots=256)
+
+
 def test_a_threshold_is_the_lowest_from_which_on_the_other_kernel_wins(fake):
     def ms(table: Tuning) -> float:
         # Faster with few elements in flight if there are at least 64 bytes per element, or exactly 32 of a swap.
