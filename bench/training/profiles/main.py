@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -170,15 +170,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for stage in ("datagen", "train"):
                     shared[stage]["checkpoint"] = start["checkpoint"]
             start |= {name: start["stages"]["test"][name] for name in ("accuracy", "answer_rate")}
-            for repeat in range(args.repeats):
-                # Rotated from repeat to repeat, so that a load on the machine affects all of them.
-                first = repeat % len(configurations)
-                for i in [*range(first, len(configurations)), *range(first)]:
-                    place = folder / f"{repeat}_{i}"
-                    result = _run(_job(place, configurations[i], shared, args.seed, args.seed + repeat))
-                    if result is not None:
-                        results.append(result)
-                        write_json(args.output, report_so_far())  # what was measured outlasts an interruption
+            for repeat, i in order_of_runs(configurations, args.repeats):
+                place = folder / f"{repeat}_{i}"
+                result = _run(_job(place, configurations[i], shared, args.seed, args.seed + repeat))
+                if result is not None:
+                    results.append(result)
+                    write_json(args.output, report_so_far())  # what was measured outlasts an interruption
         report = report_so_far()
     write_json(args.output, report)
     print(json.dumps(report, indent=2) if args.json else f"\n{text(report)}\n\nresults: {args.output}")
@@ -186,6 +183,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in wrong:
         print(f"WRONG RESULT: {line}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+def order_of_runs(configurations: Sequence[Configuration], n_repeats: int) -> Iterator[tuple[int, int]]:
+    """Yield (repeat, index) of each run: all repeats of plain and the profiles, and then those of single settings.
+
+    The order is rotated from repeat to repeat, so that a load on the machine affects all configurations, and none is
+    always the first process, which reads the kernels from the disk.
+    """
+    settings = [i for i, configuration in enumerate(configurations) if configuration.kind == "setting"]
+    for group in [i for i in range(len(configurations)) if i not in settings], settings:
+        for repeat in range(n_repeats):
+            first = repeat % max(1, len(group))
+            yield from ((repeat, i) for i in [*group[first:], *group[:first]])
 
 
 def profile_values(name: str) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from sparse_opt.bench.training.profiles import main as profiles
 from sparse_opt.bench.training.profiles import run as profiles_run
 from sparse_opt.bench.training.profiles.main import (
     make_configurations,
+    order_of_runs,
     parse_settings,
     plain_values,
     profile_values,
@@ -100,6 +101,13 @@ def test_accuracy_may_fall_by_binomial_errors():
     assert accuracy_check(0.9, 0.5, 10, 1.0)["holds"]
     assert accuracy_check(1.0, 1.0, 10, 1.0)["holds"]
     assert not accuracy_check(0.0, 1.0, 100, 3.0)["holds"]
+
+
+def test_profiles_and_their_repeats_run_before_settings():
+    kinds = ["plain", "profile", "profile", "setting", "setting"]
+    order = list(order_of_runs([Configuration(str(i), kind, {}) for i, kind in enumerate(kinds)], 2))
+    assert order == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0), (0, 3), (0, 4), (1, 4), (1, 3)]
+    assert list(order_of_runs([Configuration("plain", "plain", {})], 3)) == [(0, 0), (1, 0), (2, 0)]
 
 
 def result(name: str, accuracy: float, seconds: float = 1.0) -> dict[str, Any]:
