@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from .errors import BackendUnavailable
     from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
     from .masks import MaskSet
-    from .optim import SparseAdamW, SparseLion, SparseSGD
+    from .optim import GraphedStep, SparseAdamW, SparseLion, SparseSGD
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
     "DeltaLog",
+    "GraphedStep",
     "MaskSet",
     "SparseAdamW",
     "SparseLion",
@@ -33,6 +34,7 @@ __all__ = [
 _HOMES = {
     "BackendUnavailable": "errors",
     "DeltaLog": "delta",
+    "GraphedStep": "optim",
     "MaskSet": "masks",
     "SparseAdamW": "optim",
     "SparseLion": "optim",

@@ -7,7 +7,7 @@ holds several sequences (see `data/packing.py`); the loss is unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,14 +21,14 @@ from sparse_opt.errors import ConfigError
 from .data.encoding import TokenBatch, TokenSequence, collate_examples
 from .data.loaders import data_loader
 from .data.packing import check_packing, collate_packed, packed_rows, packing_loader
-from .options import TrainingOptions
+from .options import GraphOptions
 from .policy.logprobs import completion_logprobs
 from .run.samples import sample_completions
 from .run.training_run import TrainingRun
 
 
 @dataclass(kw_only=True)
-class SFTConfig(TrainingOptions):
+class SFTConfig(GraphOptions):
     """Train a causal language model on prompts and completions, dense, under a mask or with adapters."""
 
     learning_rate: float = option(2e-5, "peak learning rate")
@@ -45,9 +45,15 @@ class SFTConfig(TrainingOptions):
         super().__post_init__()
         if self.packing and self.padding_free:
             raise ConfigError("options 'packing' and 'padding_free' are true: give one")
+        for option_name in ("packing", "padding_free"):
+            if getattr(self, option_name) and self.length_multiple > 1:
+                raise ConfigError(
+                    f"option '{option_name}' is true, and cuda_graphs or pad_to_multiple_of pads batches with one "
+                    "sequence in each row: give one"
+                )
 
 
-def sft_loss(logprobs: Tensor, n_trained: int) -> Tensor:
+def sft_loss(logprobs: Tensor, n_trained: int | Tensor) -> Tensor:
     """Negative log-likelihood per token: scalar, from summed log-probabilities [B] and the number of trained tokens.
 
     With the token count of the whole step, the losses of its micro-batches add up to the mean of the step.
@@ -60,12 +66,14 @@ def n_trained_tokens(examples: Sequence[list[TokenSequence]]) -> int:
     return sum(sequence.n_trained for example in examples for sequence in example)
 
 
-def _batch(examples: Sequence[list[TokenSequence]], *, pad_id: int, packing: bool, padding_free: bool) -> TokenBatch:
+def _batch(
+    examples: Sequence[list[TokenSequence]], *, pad_id: int, multiple: int, packing: bool, padding_free: bool
+) -> TokenBatch:
     """The batch of a forward pass on the CPU; with packing an example is a packed row."""
     if padding_free:
         examples = packed_rows([sequence for (sequence,) in examples])
     elif not packing:
-        return collate_examples(examples, pad_id)
+        return collate_examples(examples, pad_id, multiple)
     return collate_packed(examples, pad_id)
 
 
@@ -79,7 +87,13 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
     run = TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load)
     if config.packing or config.padding_free:
         check_packing(run.model)
-    collate = partial(_batch, pad_id=run.pad_id, packing=config.packing, padding_free=config.padding_free)
+    collate = partial(
+        _batch,
+        pad_id=run.pad_id,
+        multiple=config.length_multiple,
+        packing=config.packing,
+        padding_free=config.padding_free,
+    )
     with run:
 
         def evaluate() -> dict[str, Tensor]:
@@ -89,21 +103,25 @@ def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
                 logprobs += completion_logprobs(run.model, collate(run.eval_data[rows]).to(run.device)).sum()
             return {"loss": sft_loss(run.ranks.sum(logprobs), n_trained_tokens(run.eval_data))}
 
-        for step in run.steps(evaluate):
-            examples = run.examples_of(step)
-            n_trained = n_trained_tokens(examples)
-            n_tokens = sum(len(sequence.ids) for example in examples for sequence in example)
-
+        def take_step(batches: Iterable[TokenBatch], tensors: Sequence[Tensor]) -> Tensor:
+            (n_trained,) = tensors
             sums = torch.zeros(2, dtype=torch.float32, device=run.device)  # the loss, and the size of all batches
             with run.time("forward_backward"):
-                passes = zip(run.training_passes(len(examples)), run.batches(step, collate), strict=True)
+                passes = zip(run.training_passes(config.examples_per_step), batches, strict=True)
                 for (_, is_last), batch in passes:
                     loss = sft_loss(completion_logprobs(run.model, batch), n_trained)
                     run.backward(loss, is_last)
                     sums[0] += loss.detach()
                     sums[1] += batch.input_ids.numel()
             run.update()
-            loss, n_padded = run.ranks.sum(sums)
+            return sums
+
+        training_step = run.whole_step(take_step)
+        for step in run.steps(evaluate):
+            examples = run.examples_of(step)
+            n_tokens = sum(len(sequence.ids) for example in examples for sequence in example)
+            n_trained = torch.tensor(n_trained_tokens(examples), dtype=torch.float32, device=run.device)
+            loss, n_padded = run.ranks.sum(training_step(run.batches(step, collate), [n_trained]))
 
             if run.samples_due(step):
                 run.log_samples(step, sample_completions(run, [row[0] for row in examples]))

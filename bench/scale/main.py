@@ -65,7 +65,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument(
         "--cuda_graphs",
         action="store_true",
-        help="replay steps as CUDA graphs (not run on a GPU yet); methods sparse and lean",
+        help="replay steps as CUDA graphs; methods sparse and lean",
     )
     what.add_argument(
         "--precomputed_reference",

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import MaskSet
-from sparse_opt.optim import SparseOptimizer
-from sparse_opt.optim.graphed_step import GraphedStep
+from sparse_opt.optim import GraphedStep, SparseOptimizer
 from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
 from sparse_opt.trainers.policy.adapters import add_lora
 from sparse_opt.trainers.policy.models import make_masks_skippable

@@ -27,10 +27,11 @@ are those of the shards' local tensors. Without FSDP2 all three are the paramete
 """
 
 from .adamw import SparseAdamW
+from .graphed_step import GraphedStep
 from .lion import SparseLion
 from .sgd import SparseSGD
 from .sparse_optimizer import SparseOptimizer
 
 OPTIMIZERS = (SparseAdamW, SparseLion, SparseSGD)
 
-__all__ = ["OPTIMIZERS", "SparseAdamW", "SparseLion", "SparseOptimizer", "SparseSGD"]
+__all__ = ["OPTIMIZERS", "GraphedStep", "SparseAdamW", "SparseLion", "SparseOptimizer", "SparseSGD"]

@@ -1,7 +1,4 @@
-"""GraphedStep: a whole training step as a CUDA graph, one graph for each set of input shapes.
-
-Its tests of replays need a GPU, and have not run on one yet.
-"""
+"""GraphedStep: a whole training step as a CUDA graph, one graph for each set of input shapes."""
 
 from __future__ import annotations
 

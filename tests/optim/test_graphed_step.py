@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sparse_opt import MaskSet, SparseAdamW, SparseLion, backends
-from sparse_opt.optim.graphed_step import GraphedStep
+from sparse_opt import GraphedStep, MaskSet, SparseAdamW, SparseLion, backends
 
 SHAPES = [(16, 128), (40, 128)]
 

@@ -195,7 +195,7 @@ class TokenBatch:
     input_ids: torch.Tensor  # [B, T] int64
     attention_mask: torch.Tensor  # [B, T] int64: 1 on tokens, 0 on padding
     completion_mask: torch.Tensor  # [B, T] bool: trained tokens (with a token before them)
-    first_trained: int  # the smallest position in completion_mask in any row
+    first_trained: int  # at most the smallest position in completion_mask in any row
     n_tokens: int  # tokens without padding
     n_trained: int  # tokens in completion_mask
     position_ids: torch.Tensor | None = None  # [B, T] int64 in packed rows: from 0 in each sequence (see `packing`)
@@ -226,14 +226,19 @@ class TokenBatch:
         )
 
 
-def collate_examples(examples: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
+def collate_examples(examples: Sequence[Sequence[TokenSequence]], pad_id: int, multiple: int = 1) -> TokenBatch:
     """One batch on the CPU: the first sequence of each example (the chosen one), then the second of each."""
-    return collate([sequence for column in zip(*examples, strict=True) for sequence in column], pad_id)
+    return collate([sequence for column in zip(*examples, strict=True) for sequence in column], pad_id, multiple)
 
 
-def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
-    """Sequences as one batch on the CPU, padded to the longest of them; without sequences, [0, 1]."""
-    length = max((len(sequence.ids) for sequence in sequences), default=1)
+def collate(sequences: Sequence[TokenSequence], pad_id: int, multiple: int = 1) -> TokenBatch:
+    """Sequences as one batch on the CPU, padded to the longest of them; without sequences, [0, 1].
+
+    The length is rounded up to a multiple, and `first_trained` down, so that fewer different shapes occur.
+    """
+    longest = max((len(sequence.ids) for sequence in sequences), default=1)
+    length = -(-longest // multiple) * multiple
+    first_trained = min((max(sequence.prompt_length, 1) for sequence in sequences), default=1)
     input_ids = torch.full((len(sequences), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask = torch.zeros(len(sequences), length, dtype=torch.int64, device="cpu")
     completion_mask = torch.zeros(len(sequences), length, dtype=torch.bool, device="cpu")
@@ -246,7 +251,7 @@ def collate(sequences: Sequence[TokenSequence], pad_id: int) -> TokenBatch:
         input_ids,
         attention_mask,
         completion_mask,
-        first_trained=min((max(sequence.prompt_length, 1) for sequence in sequences), default=1),
+        first_trained=max(first_trained // multiple * multiple, 1),
         n_tokens=sum(len(sequence.ids) for sequence in sequences),
         n_trained=sum(sequence.n_trained for sequence in sequences),
     )

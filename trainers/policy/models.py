@@ -154,6 +154,12 @@ def make_masks_skippable(model: Any) -> bool:
     return True
 
 
+def attends_without_masks(model: Any) -> bool:
+    """Whether `make_masks_skippable` supported the model."""
+    found: bool = causal_lm(model).config._attn_implementation == _SKIPPABLE
+    return found
+
+
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """The mask that transformers makes for torch's attention, or None for causal attention over all tokens."""
     from transformers.masking_utils import sdpa_mask

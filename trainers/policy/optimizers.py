@@ -18,7 +18,7 @@ from .dense_sgd import DenseSGD
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.lr_scheduler import LambdaLR
 
 
 def adapt(config: TrainingOptions, model: nn.Module) -> Any:
@@ -106,10 +106,16 @@ def freeze_outside_mlps(model: nn.Module) -> None:
         parameter.requires_grad_(is_mlp_parameter(name))
 
 
-def make_scheduler(config: TrainingOptions, optimizer: torch.optim.Optimizer) -> LRScheduler:
+def make_scheduler(config: TrainingOptions, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """transformers' schedule of this name, for curves comparable with its Trainer's. With warm-up, the first step has
     learning rate 0; linear and cosine reach 0 after step n_steps."""
     from transformers import get_scheduler
 
     name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
-    return get_scheduler(name, optimizer, config.warmup_steps, config.n_steps)
+    scheduler: LambdaLR = get_scheduler(name, optimizer, config.warmup_steps, config.n_steps)
+    return scheduler
+
+
+def learning_rate(scheduler: LambdaLR) -> float:
+    """The learning rate of the first parameter group in the coming step; the group's own may be a tensor on a GPU."""
+    return float(scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch))

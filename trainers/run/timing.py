@@ -20,10 +20,14 @@ class StepTimer:
         self._device = device
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._whole = False  # whether an `only` section has begun
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Add the time of the `with` block to section `name`."""
+        if self._whole:
+            yield
+            return
         if self._device.type != "cuda":
             started = time.perf_counter()
             yield
@@ -35,6 +39,16 @@ class StepTimer:
         yield
         end.record(stream)
         self._events.append((name, start, end))
+
+    @contextmanager
+    def only(self, name: str) -> Iterator[None]:
+        """`section`, in which no other section is timed."""
+        with self.section(name):
+            self._whole = True
+            try:
+                yield
+            finally:
+                self._whole = False
 
     def read(self) -> dict[str, float]:
         """Seconds per section since the last read. On CUDA, the work must have finished."""

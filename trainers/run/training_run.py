@@ -42,20 +42,22 @@ from torch import Tensor
 
 from sparse_opt import backends
 from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.optim import SparseOptimizer
 
 from ..data.encoding import TokenBatch, TokenSequence, collate_examples, require_known_tokens
 from ..data.loaders import DataKind, LoadData, data_loader
 from ..data.order import GroupedOrder, ShuffledOrder, held_out
 from ..data.prefetch import StepBatches
-from ..options import TrainingOptions
+from ..options import GraphOptions, TrainingOptions
 from ..policy.models import compile_layers, load_policy, load_tokenizer, resolve_device
-from ..policy.optimizers import adapt, make_optimizer, make_scheduler
+from ..policy.optimizers import adapt, learning_rate, make_optimizer, make_scheduler
 from ..policy.reference import Reference, make_reference
 from ..policy.sharding import shard
 from ..policy.whole_model import Outline
 from ..ranks import Ranks
 from .averaging import GradientAveraging
 from .checkpoints import Stateful
+from .graphs import GraphedSteps, WholeStep, require_graphs
 from .loss_scaling import LossScaling
 from .outputs import RowFile
 from .process_statistics import process_statistics, read_scalars, statistics_columns
@@ -131,6 +133,9 @@ class TrainingRun:
             shard(self.model, self.device)
         self._whole = WholeState(self.ranks, self.model, outline)
         self.optimizer = make_optimizer(config, self.model, self.ranks.group)
+        self._graphs = isinstance(config, GraphOptions) and config.cuda_graphs
+        if self._graphs:
+            require_graphs(self.model, self.optimizer, self.device, self.ranks.size)
         self._averaging = GradientAveraging(self.ranks, self.model, self.optimizer)
         self._scaling = LossScaling(self.device, enabled=config.dtype == "fp16")
         self._scheduler = make_scheduler(config, self.optimizer)
@@ -268,8 +273,9 @@ class TrainingRun:
         self._averaging.backward(self._scaling.scaled(loss), is_last)
 
     def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
-        """`collate_examples` on the device."""
-        return collate_examples(examples, self.pad_id).to(self.device)
+        """`collate_examples` on the device, padded as the batches of steps."""
+        multiple = self.config.length_multiple if isinstance(self.config, GraphOptions) else 1
+        return collate_examples(examples, self.pad_id, multiple).to(self.device)
 
     def batches(self, step: int, collate: Callable[[Sequence[Any]], TokenBatch]) -> Iterator[TokenBatch]:
         """The batches of this rank's forward passes in the step, on the device, in the order of `passes`.
@@ -308,6 +314,23 @@ class TrainingRun:
         """
         with self.time("optimizer"):
             self._scaling.step(self.optimizer, *others)
+
+    def whole_step(self, function: WholeStep) -> WholeStep:
+        """The function of all work of an optimizer step, `update` included, or with `cuda_graphs` one that replays it.
+
+        A replay repeats what the function does on the GPU: numbers that change from step to step must be tensors. The
+        sections of a replayed step are not timed; the step is timed as `whole_step`.
+        """
+        if not self._graphs:
+            return function
+        assert isinstance(self.optimizer, SparseOptimizer)
+        graphed = GraphedSteps(function, self.optimizer)
+
+        def replay(batches: Iterable[TokenBatch], tensors: Sequence[Tensor]) -> Tensor:
+            with self._timer.only("whole_step"):
+                return graphed(list(batches), tensors)
+
+        return replay
 
     def samples_due(self, step: int) -> bool:
         """Whether `log_samples` writes at this step."""
@@ -351,7 +374,7 @@ class TrainingRun:
             if value is not None and not math.isfinite(value):
                 raise SparseOptError(f"step {step}: {name} is {value}; lower --learning_rate, or train in fp32")
         row: dict[str, Any] = {"step": step, **values}
-        row["learning_rate"] = self._scheduler.get_last_lr()[0]
+        row["learning_rate"] = learning_rate(self._scheduler)
         row["epoch"] = step * self.config.examples_per_step / len(self.data)
         row["n_tokens"] = n_tokens
         row["tokens_per_s"] = n_tokens / step_time

@@ -1,0 +1,87 @@
+"""`GraphedSteps`: the optimizer steps of a run as CUDA graphs, for the option `cuda_graphs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparse_opt import backends
+from sparse_opt.errors import ConfigError
+from sparse_opt.optim import GraphedStep, SparseOptimizer
+
+from ..data.encoding import TokenBatch
+from ..policy.models import attends_without_masks
+
+# The work of an optimizer step: from the batches of its forward passes and further tensors, all on the device.
+WholeStep = Callable[[Iterable[TokenBatch], Sequence[Tensor]], Tensor]
+
+
+def require_graphs(model: Any, optimizer: Any, device: torch.device, n_ranks: int) -> None:
+    """Raise ConfigError if steps of this run cannot be replayed as CUDA graphs."""
+    why = ""
+    if device.type != "cuda":
+        why = f"the device is {device}: expected a GPU"
+    elif n_ranks > 1:
+        why = f"there are {n_ranks} processes: reductions across processes are not captured"
+    elif backends.choose(optimizer._op, device, optimizer.backend) == "reference":
+        why = "backend reference reads step counts on the host: expected cuda or triton"
+    elif not attends_without_masks(model):
+        why = (
+            f"transformers makes attention masks for models of type {model.config.model_type} here, and decides on the "
+            "host whether one is needed, so that replays could differ from other steps"
+        )
+    if why:
+        raise ConfigError(f"option 'cuda_graphs' is true, and {why}")
+
+
+class GraphedSteps:
+    """Calls a `WholeStep` through `GraphedStep`.
+
+    The batches must be unpacked. Those of the function have 0 as `n_tokens` and `n_trained`, which are numbers on the
+    host: a replay would repeat those of the capture.
+    """
+
+    def __init__(self, function: WholeStep, optimizer: SparseOptimizer):
+        self._function, self._optimizer = function, optimizer
+        self._step: GraphedStep | None = None
+        self._n_batches = 0
+
+    def __call__(self, batches: Sequence[TokenBatch], tensors: Sequence[Tensor]) -> Tensor:
+        """Take a step. The result is overwritten by the next call for batches of the same shapes."""
+        if self._step is None:
+            self._put_learning_rates_on_the_gpu()
+            self._step, self._n_batches = GraphedStep(self._captured, self._optimizer), len(batches)
+        if len(batches) != self._n_batches:
+            raise ValueError(f"a step has {len(batches)} forward passes after steps of {self._n_batches}")
+        found, norm = self._step(*(part for batch in batches for part in _tensors(batch)), *tensors)
+        self._optimizer.grad_norm = norm  # a replay does not set it
+        return found
+
+    def _captured(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        end = 3 * self._n_batches
+        batches = [_batch(*inputs[i : i + 3]) for i in range(0, end, 3)]
+        found = self._function(batches, inputs[end:])
+        return found, self._optimizer.grad_norm
+
+    def _put_learning_rates_on_the_gpu(self) -> None:
+        # Not earlier: loading a checkpoint replaces the learning rates. The schedule writes into these tensors.
+        for group in self._optimizer.param_groups:
+            device = group["params"][0].device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+
+
+def _tensors(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """What a graph depends on. The shape of the third tells `first_trained`."""
+    assert batch.position_ids is None, "packed rows cannot be replayed"
+    return batch.input_ids, batch.attention_mask, batch.completion_mask[:, batch.first_trained :]
+
+
+def _batch(input_ids: Tensor, attention_mask: Tensor, trained: Tensor) -> TokenBatch:
+    """The batch of `_tensors`."""
+    first_trained = input_ids.shape[1] - trained.shape[1]
+    completion_mask = F.pad(trained, (first_trained, 0))
+    return TokenBatch(input_ids, attention_mask, completion_mask, first_trained, n_tokens=0, n_trained=0)
