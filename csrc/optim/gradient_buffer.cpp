@@ -257,9 +257,10 @@ void GradientBuffer::multiply_tiles_(const std::vector<TileOperands>& list, bool
 
 // Gradients from autograd, which are queued
 
-void GradientBuffer::set_direct(bool direct) {
+void GradientBuffer::set_direct(bool direct, const std::optional<at::Tensor>& found_inf) {
   const std::lock_guard lock(mutex_);
   direct_ = direct;
+  if (direct) found_inf_ = found_inf;
 }
 
 bool GradientBuffer::receive(size_t i) {
@@ -277,7 +278,7 @@ bool GradientBuffer::receive(size_t i) {
   // Another owner of the memory could write to it while the gradient is queued.
   const bool can_queue = max_gradient_bytes_ > 0 && bytes <= kMaxGradientBytes && taken.storage().use_count() == 1;
   if (!can_queue) {
-    gather_({{i, taken}}, received_[i], std::nullopt);
+    gather_({{i, taken}}, received_[i], found_inf_);
     received_[i] = true;
     return true;
   }
@@ -358,14 +359,14 @@ void GradientBuffer::add_all(const Queue<T>& queue, Add add) {
 void GradientBuffer::flush_tiles() {
   if (tile_queue_.list.empty()) return;
   const Queue<TileOperands> queue = tile_queue_.take();
-  add_all(queue, [&] { multiply_tiles_(queue.list, queue.accumulate, std::nullopt); });
+  add_all(queue, [&] { multiply_tiles_(queue.list, queue.accumulate, found_inf_); });
 }
 
 void GradientBuffer::flush_gradients() {
   if (gradient_queue_.list.empty()) return;
   const Queue<Gradient> queue = take_queued_gradients();
   add_all(queue, [&] {
-    const auto gather = [&] { gather_(queue.list, queue.accumulate, std::nullopt); };
+    const auto gather = [&] { gather_(queue.list, queue.accumulate, found_inf_); };
     if (!values_.is_cuda() || queue.bytes < kMinSideStreamBytes || is_captured(queue.stream)) return gather();
     std::vector<at::Tensor> held;
     for (const Gradient& gradient : queue.list) held.push_back(gradient.grad);

@@ -40,7 +40,8 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   void add_values_(int64_t i, const at::Tensor& values, const std::optional<at::Tensor>& found_inf);
 
   // Whether receive and receive_tiles accept gradients. Once set_direct(false) has returned, none is being received.
-  void set_direct(bool direct);
+  // `found_inf` is set to inf if one of those that are received from now on is not finite, also if it was queued.
+  void set_direct(bool direct, const std::optional<at::Tensor>& found_inf);
   // Take the gradient from parameter i and add it. Returns false, and does nothing, if gradients are not accepted or
   // the parameter has none that is strided. On a GPU gradients are queued, and gathered together on a stream of their
   // own next to the backward pass. They are held until the next ones are gathered, the pass ends, or finish() is
@@ -136,6 +137,7 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   mutable std::mutex mutex_;
   std::vector<bool> received_, received_tiles_;
   bool direct_ = false;
+  std::optional<at::Tensor> found_inf_;  // of gradients that are received directly; stays while some are queued
   Queue<TileOperands> tile_queue_;
   Queue<Gradient> gradient_queue_;
   int64_t max_tiles_ = 0, max_tile_bytes_ = 0, max_gradient_bytes_ = 0;

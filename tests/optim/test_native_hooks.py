@@ -94,6 +94,48 @@ def test_python_begins_the_next_step(model, python_calls):
     assert_gathered(model, optimizer, mask)
 
 
+@pytest.mark.parametrize("queued", [False, True], ids=["", "queued"])
+@pytest.mark.parametrize("pattern", ["element", "tile64"])
+def test_with_a_scaler_only_the_first_gradient_of_a_step_reaches_python(device, python_calls, pattern, queued):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).to(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5, pattern=pattern), lr=1e-2, amp_scaling=True)
+    if queued:
+        queue_gradients(optimizer)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+
+    def step(factors):
+        """Take a step, with the gradient of layer i, and so of those before it, multiplied by factors[i]."""
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            x = torch.ones(3, 64, device=device)
+            for layer, factor in zip(model, factors, strict=True):
+                x = _ScaledGradient.apply(layer(x), factor)
+            scaler.scale(x.square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    assert step([1, 1, 1])
+    assert len(python_calls) <= 1  # none if tiles come first
+    # The gradients of the last layer come first, and those of the first layer are received directly.
+    assert not step([float("inf"), 1, 1]) and scaler.get_scale() == 512.0
+    assert not step([1, 1, float("nan")]) and scaler.get_scale() == 256.0
+    assert step([1, 1, 1]) and scaler.get_scale() == 256.0
+    assert len(python_calls) <= 4
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["before-ours", "after-ours"])
 def test_hooks_of_others_run_in_their_order(model, python_calls, first):
     seen = []

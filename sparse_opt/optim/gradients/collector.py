@@ -123,12 +123,16 @@ class GradientCollector:
         Call it with the lock held after each change of that condition, so that the last notification is the current
         state.
         """
-        refusing = self._inside_base or self.stepped or self.scaler_proxies or self._clip_coef is not None
+        refusing = self._inside_base or self.stepped or self._clip_coef is not None
         if self.reducer is not None and self.reducer.reduced:
             refusing = True
         direct = bool(self._handles) and not refusing
         for receiver in self.receivers:
-            receiver.buffer.set_direct(direct)
+            proxy = self.scaler_proxies.get(receiver.buffer.device)
+            if proxy is None:
+                receiver.buffer.set_direct(direct, None)
+            else:  # the first gradient of a step shows it
+                receiver.buffer.set_direct(direct and proxy.shown, proxy.factor)
 
     # Acceptance of a gradient: call these methods with the lock held
 
@@ -158,7 +162,9 @@ class GradientCollector:
         scaler_proxy = self.scaler_proxies.get(buffer.device) if self.scaler_proxies else None
         if scaler_proxy is None:
             return None
-        scaler_proxy.show(self._first_group())
+        if not scaler_proxy.shown:
+            scaler_proxy.show(self._first_group())
+            self._notify_buffers()
         return scaler_proxy.factor
 
     # From step to step

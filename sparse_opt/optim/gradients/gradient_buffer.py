@@ -94,8 +94,8 @@ class GradientBuffer(Segments, ABC):
     def route(self, i: int, sink: TileSink, *, transposed: bool) -> Route:
         """Return a route for the layer whose weight is parameter i; `sink` does not get gradients received directly."""
 
-    def set_direct(self, direct: bool) -> None:
-        """Allow or forbid to receive gradients directly; after set_direct(False) none is being received."""
+    def set_direct(self, direct: bool, found_inf: Tensor | None) -> None:
+        """Allow or forbid to receive gradients directly; after `direct=False` none is being received."""
 
     def set_queue_limits(
         self, *, tiles: int | None = None, tile_bytes: int | None = None, gradient_bytes: int | None = None
@@ -284,8 +284,8 @@ class NativeGradientBuffer(GradientBuffer):
     def route(self, i: int, sink: TileSink, *, transposed: bool) -> Route:
         return NativeRoute(sink, i, self.params[i], transposed=transposed, buffer=self._native)
 
-    def set_direct(self, direct: bool) -> None:
-        self._native.set_direct(direct)
+    def set_direct(self, direct: bool, found_inf: Tensor | None) -> None:
+        self._native.set_direct(direct, found_inf)
 
     def set_queue_limits(
         self, *, tiles: int | None = None, tile_bytes: int | None = None, gradient_bytes: int | None = None
