@@ -4,7 +4,8 @@
 and for Python 3.11 and newer. `sparse_opt._autograd`, from optim/, belongs to one version of both, and is optional.
 
 torch's BuildExtension runs ninja in build/temp.*. It compiles a source again after a change of the source, of a header
-that it includes, or of the command. The docstring of setup.py lists the environment variables.
+that it includes, or of the command. The build also writes sources: those that follow from the optimizers' headers
+(kernels/rules/generate.py). The docstring of setup.py lists the environment variables.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidd
 CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 SOURCES = sorted(path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
+GENERATED = Path("build/generated")
 # Of gcc, clang, nvcc, ptxas and ld.
 COMPILER_ERROR = re.compile(r"\b(error|fatal)\s*:|cannot find -l|undefined reference")
 
@@ -98,6 +100,9 @@ def with_torch(torch):
             else:
                 say("; ".join([f"building the CUDA kernels for {archs}", *notes]))
             kernels, *autograd = self.extensions
+            rule_sources = generate_rule_sources()
+            if not missing:
+                kernels.sources += rule_sources
             failure = self.why_failed(kernels)
             if failure and not missing and not REQUIRE_NATIVE:
                 say(f"THE CUDA KERNELS WERE NOT BUILT, the extension is built without them: {failure} ({HINT})")
@@ -150,6 +155,19 @@ def with_torch(torch):
     return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildNative}, "options": tag}
 
 
+def generate_rule_sources():
+    """Write the list of rules that the sources include, and return the paths of the rules' CUDA sources."""
+    generate = runpy.run_path("csrc/kernels/rules/generate.py")["generate"]
+    try:
+        return [str(path) for path in generate(Path("csrc/kernels/rules"), GENERATED)]
+    except ValueError as error:
+        sys.exit(f"sparse-opt: {error}")
+
+
+def include_dirs():
+    return [os.path.abspath("csrc"), os.path.abspath(GENERATED.parent)]
+
+
 def is_of_autograd(path):
     return path.parts[1] == "optim"
 
@@ -181,7 +199,7 @@ def kernels_extension(torch, missing, archs, notes):
         "sparse_opt._kernels",
         [str(path) for path in sources],
         language="c++",
-        include_dirs=[os.path.abspath("csrc"), *cpp_extension.include_paths("cpu" if missing else "cuda")],
+        include_dirs=[*include_dirs(), *cpp_extension.include_paths("cpu" if missing else "cuda")],
         define_macros=macros,
         library_dirs=[*cpp_extension.library_paths(), *library_dirs],
         libraries=["torch_cpu", *libraries],
@@ -198,7 +216,7 @@ def autograd_extension(torch):
     return cpp_extension.CppExtension(
         "sparse_opt._autograd",
         [str(path) for path in SOURCES if path.suffix == ".cpp" and is_of_autograd(path)],
-        include_dirs=[os.path.abspath("csrc")],
+        include_dirs=include_dirs(),
         define_macros=[("SPARSE_OPT_TORCH_VERSION", f'"{torch.__version__}"')],
         extra_compile_args={"cxx": CXX_FLAGS},
         depends=[str(path) for path in SOURCES if path.suffix == ".h"],

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "generated/rules.h"
 #include "kernels/arguments.h"
-#include "kernels/rules/rules.h"
 
 namespace sparse_opt {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "checks.h"
-#include "kernels/rules/rules.h"
+#include "generated/rules.h"
 
 namespace sparse_opt {
 

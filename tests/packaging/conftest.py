@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,12 @@ FILES = (
     "Makefile",
     ".ci/step.py",
 )
+
+# Settings and functions of the build.
+BUILD = runpy.run_path(str(CHECKOUT / "csrc/build_native.py"))
+RULES = CHECKOUT / "csrc/kernels/rules"
+GENERATED = CHECKOUT / BUILD["GENERATED"]
+generate = runpy.run_path(str(RULES / "generate.py"))["generate"]
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 

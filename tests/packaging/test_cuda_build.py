@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from sparse_opt.ops.step_ops import STEP_OPS
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the compilers are shell scripts")
 
 # torch without CUDA builds CUDA code if these variables claim that it has CUDA and name the toolkit.
@@ -79,6 +81,8 @@ def test_the_kernels_are_compiled_for_what_they_support_of_the_request(build):
     codes = set(re.findall(r"-gencode=arch=\w+,code=(\w+)", built.calls))
     assert codes == {"sm_80", "sm_90a", "sm_90", "compute_90"}
     assert 'SPARSE_OPT_CUDA_ARCH_LIST="8.0;9.0a;9.0+PTX"' in built.calls
+    (link,) = [line for line in built.calls.splitlines() if "-shared" in line and "ops_cuda.o" in line]
+    assert {f"{name}_" for name in re.findall(r"generated/(\w+)\.o", link)} == set(STEP_OPS)
     assert 'SPARSE_OPT_CUDA_ARCH_NOTES="7.0, 7.5 left out' in built.calls
     assert len(built.extensions) > 0
 
@@ -123,7 +127,7 @@ def test_kernels_that_do_not_compile_leave_an_extension_that_says_why(build):
     recorded = ERROR.replace('"', "'")  # as a C string
     assert f'SPARSE_OPT_CUDA_MISSING="their build failed: {recorded}"' in built.calls
     link, autograd = [line for line in built.calls.splitlines() if "-shared" in line]
-    assert "ops_cpu.o" in link and "_cuda.o" not in link and "kernels/cuda" not in link
+    assert "ops_cpu.o" in link and "_cuda.o" not in link and "kernels/cuda" not in link and "generated" not in link
     assert "bound_params.o" in autograd
     assert len(built.extensions) > 0
 

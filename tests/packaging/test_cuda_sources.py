@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -12,9 +11,10 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((CHECKOUT / "csrc").rglob("*.cu"))
-BUILD = runpy.run_path(str(CHECKOUT / "csrc/build_native.py"))
+from .conftest import BUILD, CHECKOUT, GENERATED, RULES, generate
+
+CSRC = CHECKOUT / "csrc"
+SOURCES = [*sorted(CSRC.rglob("*.cu")), *generate(RULES, GENERATED)]
 OLDEST, WITH_WGMMA, NEWEST = "80", "90a", "100"
 # Nothing here runs the code, and most of the time goes into optimizing it for each GPU. Where it is not, an instruction
 # that the GPU lacks, too much shared memory, an unresolved function and every warning are errors all the same.
@@ -27,11 +27,13 @@ OPTIMIZED_SOURCES = ("tile_weight_grad.cu",)
 
 
 def with_headers(source: Path) -> set[Path]:
-    """The file and the files in csrc that it includes, directly or not."""
+    """The file and the project's files that it includes, directly or not."""
     found, unread = {source}, [source]
     while unread:
         file = unread.pop()
-        included = {(file.parent / name).resolve() for name in re.findall(r'#include "([^"]+)"', file.read_text())}
+        names = re.findall(r'#include "([^"]+)"', file.read_text())
+        folders = {name: file.parent if (file.parent / name).exists() else CSRC for name in names}
+        included = {(folder / name).resolve() for name, folder in folders.items()}
         unread += included - found
         found |= included
     return found
@@ -63,7 +65,7 @@ def compile_for(archs: Sequence[str], source: Path, folder: Path, *flags: str) -
         *BUILD["NVCC_FLAGS"],
         "--threads=0",
         "-Werror=all-warnings",
-        f"-I{CHECKOUT / 'csrc'}",
+        f"-I{CSRC}",
         *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
     )
     command = ["nvcc", str(source), "-o", str(folder / "compiled"), *flags]

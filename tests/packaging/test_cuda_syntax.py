@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import include_paths
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-BUILD = runpy.run_path(str(CSRC / "build_native.py"))
+from .conftest import BUILD, CHECKOUT, GENERATED, RULES, generate
+
+CSRC = CHECKOUT / "csrc"
 SOURCES = sorted(
     path for path in CSRC.rglob("*.cpp") if path.stem.endswith("_cuda") or "SPARSE_OPT_WITH_CUDA" in path.read_text()
 )
@@ -20,11 +20,12 @@ SOURCES = sorted(
 
 @pytest.fixture(scope="module")
 def cuda_headers() -> list[Path]:
-    """The include folders that a build with CUDA has beyond torch's and Python's."""
+    """The include folders of a build with CUDA beyond csrc, torch's and Python's."""
     toolkit = BUILD["toolkit_on_path"]()
     if not toolkit:
         pytest.skip("needs the headers of a CUDA toolkit: nvcc on PATH")
-    return [Path(toolkit, "include")]
+    generate(RULES, GENERATED)
+    return [GENERATED.parent, Path(toolkit, "include")]
 
 
 def check(source: Path, headers: list[Path]) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,10 @@
-"""A build compiles what has changed since the last one, shown with setup.py and three small sources."""
+"""A build compiles what has changed since the last one, shown with setup.py, three small sources and two rules."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,12 +14,63 @@ from .conftest import Python
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the compiler is a shell script")
 
+FILES = (
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "csrc/build_native.py",
+    "csrc/kernels/rules/generate.py",
+)
 SOURCES = {
     "csrc/shape.h": "int shape();",
     "csrc/kernels/first.cpp": '#include "shape.h"\nint first() { return shape(); }',
     "csrc/kernels/second.cpp": '#include "shape.h"\nint second() { return shape(); }',
     "csrc/module.cpp": "int shape() { return 2; }",
 }
+# What the sources of two rules include, and a source that includes the list of rules.
+RULES = {
+    "sparse_opt/cuda_archs.py": "def select(requested, supported): return '8.0', ()",
+    "csrc/kernels/rules/rule.h": """\
+#pragma once
+struct StepArguments {};
+using cudaStream_t = void*;
+struct RuleDefaults {};""",
+    "csrc/kernels/cuda/step/step.cuh": """\
+#pragma once
+#include "kernels/rules/rule.h"
+namespace sparse_opt::cuda {
+template <typename Rule>
+void step(const StepArguments&, const typename Rule::Options&, typename Rule::TensorScalars*, cudaStream_t) {}
+}""",
+    "csrc/module.cpp": """\
+#include "generated/rules.h"
+int shape() { return 2; }
+#define SPARSE_OPT_NAME(Rule) sparse_opt::Rule::kOp,
+const char* ops[] = {SPARSE_OPT_FOR_EACH_RULE(SPARSE_OPT_NAME)};""",
+}
+RULE = """\
+#pragma once
+#include "rule.h"
+namespace sparse_opt {{
+struct {struct} : RuleDefaults {{
+  static constexpr const char* kOp = "{op}";
+  struct Options {{}};
+  struct TensorScalars {{}};
+}};
+}}"""
+# Calls the C++ compiler without the options that only nvcc has, which are last.
+NVCC = """\
+#!{python}
+import os, sys
+if "--version" in sys.argv:
+    print("Cuda compilation tools, release 13.0, V13.0.88")
+elif "--list-gpu-arch" in sys.argv:
+    print("compute_80")
+else:
+    options = sys.argv[1 : sys.argv.index("-o") + 2]
+    os.execl("{compiler}", "{compiler}", "-std=c++20", "-fPIC", "-x", "c++", *options)
+"""
 INPLACE = ("setup.py", "--quiet", "build_ext", "--inplace")
 EDITABLE = (
     "-m",
@@ -37,6 +89,7 @@ class Project:
 
     def __init__(self, folder: Path, python: Python) -> None:
         self.folder, self.python = folder, python
+        self.variables: dict[str, str] = {}
 
     def objects(self) -> dict[str, int]:
         return {path.name: path.stat().st_mtime_ns for path in self.folder.glob("build/temp*/**/*.o")}
@@ -49,6 +102,11 @@ class Project:
     def build(self, *command: str | Path, compiler: Path | str | None = compiler) -> set[str]:
         """Build, and return the names of the objects that this compiled."""
         before = self.objects()
+        built = self.run(*command, compiler=compiler)
+        assert built.returncode == 0, built.stdout + built.stderr
+        return {name for name, time in self.objects().items() if before.get(name) != time}
+
+    def run(self, *command: str | Path, compiler: Path | str | None = compiler) -> subprocess.CompletedProcess[str]:
         ninja = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         variables = {
             "SPARSE_OPT_REQUIRE_NATIVE": "1",
@@ -57,9 +115,11 @@ class Project:
             "CC": None,
             "PATH": ninja,
         }
-        built = self.python(*(command or INPLACE), cwd=self.folder, CXX=str(compiler), **variables)
-        assert built.returncode == 0, built.stdout + built.stderr
-        return {name for name, time in self.objects().items() if before.get(name) != time}
+        return self.python(*(command or INPLACE), cwd=self.folder, CXX=str(compiler), **variables, **self.variables)
+
+    def write(self, source: str, text: str) -> None:
+        (self.folder / source).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / source).write_text(f"{text}\n")
 
     def edit(self, source: str) -> None:
         with open(self.folder / source, "a") as file:
@@ -68,16 +128,34 @@ class Project:
 
 @pytest.fixture
 def project(clean_copy, python, tmp_path) -> Project:
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc/build_native.py"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+    for file in FILES:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(clean_copy / file, tmp_path / file)
     for package in ("sparse_opt", "triton_kernels", "trainers", "bench"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text('__version__ = "1"\n')
+    project = Project(tmp_path, python)
     for name, text in SOURCES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    return Project(tmp_path, python)
+        project.write(name, text)
+    return project
+
+
+@pytest.fixture
+def project_with_rules(project) -> Project:
+    """Two rules, and an nvcc."""
+    nvcc = NVCC.format(python=sys.executable, compiler=project.compiler)
+    for name, text in {**RULES, "cuda/bin/nvcc": nvcc, "cuda/lib64/libcudart_static.a": "!<arch>"}.items():
+        project.write(name, text)
+    (project.folder / "cuda/bin/nvcc").chmod(0o755)
+    for struct in ("AdamW", "Lion"):
+        write_rule(project, struct)
+    project.variables = {"SPARSE_OPT_CUDA": "1", "CUDA_HOME": str(project.folder / "cuda")}
+    return project
+
+
+def write_rule(project: Project, struct: str, op: str = "") -> None:
+    name = struct.lower()
+    project.write(f"csrc/kernels/rules/{name}.h", RULE.format(struct=struct, op=op or f"indexed_{name}_"))
 
 
 def test_a_build_compiles_the_objects_that_depend_on_a_change(project):
@@ -123,3 +201,36 @@ def test_a_source_edited_during_a_build_is_compiled_by_the_next(project, tmp_pat
     compiler.write_text(f'#!/bin/sh\nexec {project.compiler} "$@"\n')
     assert project.build(compiler=compiler) == {"first.o"}
     assert b"late" in project.extension.read_bytes()
+
+
+def test_a_build_compiles_the_kernels_of_the_rules_that_have_changed(project_with_rules):
+    project = project_with_rules
+    rules = {"indexed_adamw.o", "indexed_lion.o"}
+    assert project.build() == {"module.o", "first.o", "second.o", *rules}
+    assert project.build() == set()
+    project.edit("csrc/kernels/rules/lion.h")
+    assert project.build() == {"module.o", "indexed_lion.o"}
+    project.edit("csrc/kernels/rules/rule.h")
+    assert project.build() == {"module.o", *rules}
+
+
+def test_a_new_header_is_a_new_rule(project_with_rules):
+    project = project_with_rules
+    project.build()
+    write_rule(project, "Sgd")
+    assert project.build() == {"module.o", "indexed_sgd.o"}
+    assert b"indexed_sgd_" in project.extension.read_bytes()
+    (project.folder / "csrc/kernels/rules/sgd.h").unlink()
+    assert project.build() == {"module.o"}
+    assert b"indexed_sgd_" not in project.extension.read_bytes()
+
+
+def test_a_header_with_other_names_ends_the_build(project):
+    write_rule(project, "Lion", op="indexed_lyon_")
+    built = project.run()
+    assert built.returncode != 0
+    message = 'csrc/kernels/rules/lion.h: expected kOp = "indexed_lion_"; found indexed_lyon_'
+    assert f"sparse-opt: {message}\n" in built.stderr
+    project.write("csrc/kernels/rules/lion.h", RULE.format(struct="Lyon", op="indexed_lion_"))
+    message = "expected one struct derived from RuleDefaults and named lion, in any capitalization; found Lyon"
+    assert message in project.run().stderr

@@ -1,6 +1,7 @@
-// A rule is the arithmetic of one optimizer, written once for both devices: a struct with
+// A rule is the arithmetic of one optimizer, written once for both devices: a header of this folder, which the build
+// finds by its names (generate.py), and in it a struct with
 //
-//   kOp              the name of its op
+//   kOp              the name of its op, which contains that of the file: indexed_adamw_ in adamw.h
 //   kStates          the names of its states, compact buffers of the op's schema, kMaxStates at most
 //   Options          its options; for_each(visit) calls visit(name in the schema, member) with double and bool members
 //   CallScalars      what all elements of a call share: call_scalars(options), on the host

@@ -5,9 +5,9 @@
 // parameter, where dense AdamW moves 28.
 #include <utility>
 
-#include "../../rules/rules.h"
 #include "../common/multiversion.h"
 #include "../kernels.h"
+#include "generated/rules.h"
 #include "step_block.h"
 #include "step_lanes.h"
 

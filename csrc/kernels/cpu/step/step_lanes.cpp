@@ -4,8 +4,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "../../rules/rules.h"
 #include "../common/multiversion.h"
+#include "generated/rules.h"
 
 // Clang does not have the target pragma below.
 #if defined(SPARSE_OPT_AVX512) && !defined(__clang__)

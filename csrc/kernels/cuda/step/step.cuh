@@ -239,6 +239,7 @@ void dispatch_step(const StepArguments& args, Call call) {
   });
 }
 
+// rules/generate.py writes a source for each rule that instantiates this.
 template <typename Rule>
 void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
           cudaStream_t stream) {
