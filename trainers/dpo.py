@@ -11,6 +11,7 @@ Not implemented: losses that need more than the four log-probability sums of a p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenBatch, TokenSequence, collate_examples
+from .data.shared_prompts import check_shared_prompts, collate_shared_prompts, n_row_tokens
 from .options import LoggedOptions, ReferenceOptions
 from .policy.logprobs import completion_logprobs
 from .policy.reference import Reference
@@ -33,6 +35,8 @@ from .run.margins import MARGINS_FOLDER, MarginsLog
 from .run.progress import Progress
 from .run.samples import sample_completions
 from .run.training_run import TrainingRun
+
+logger = logging.getLogger(__name__)
 
 LossType = Literal["sigmoid", "robust", "hinge", "ipo"]
 Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
@@ -53,6 +57,9 @@ class DPOConfig(LoggedOptions, ReferenceOptions):
     ipo_average: bool = option(False, "loss ipo: take log-probabilities per token, as TRL does, not their sums")
     reference: Literal["weights", "precomputed"] = option(
         "weights", "run the reference in each step, or once over all examples before training"
+    )
+    share_prompts: bool = option(
+        False, "compute the prompt of a pair once: a row holds the prompt and both completions, separated in attention"
     )
     log_margins: bool = option(False, "write each step's margins to log_dir")
     log_dir: Path | None = option(None, "new or empty folder for margins; none is logs/margins in output_dir")
@@ -152,8 +159,11 @@ def train(config: DPOConfig) -> dict[str, Any]:
             during training if the loss is not finite.
     """
     run = TrainingRun(config, "dpo", "preference")
-    reference = _reference_logprobs(config, run)
-    collate = partial(collate_examples, pad_id=run.pad_id)
+    if config.share_prompts:
+        check_shared_prompts(run.model, _longest_row(run))
+        _log_shared_tokens(run.data)
+    collate = partial(collate_shared_prompts if config.share_prompts else collate_examples, pad_id=run.pad_id)
+    reference = _reference_logprobs(config, run, collate)
     with run:
         margins_log = None
         if config.log_margins and run.ranks.is_main:
@@ -164,7 +174,7 @@ def train(config: DPOConfig) -> dict[str, Any]:
             found = torch.zeros(3, len(run.eval_data), dtype=torch.float32, device=run.device)
             for rows in run.passes(len(run.eval_data)):
                 pairs = run.eval_data[rows]
-                batch = run.collate(pairs)
+                batch = collate(pairs).to(run.device)
                 policy = completion_logprobs(run.model, batch)
                 found[:, rows] = torch.stack(_losses(config, batch, policy, reference([pairs], [batch])[0]))
             losses, chosen, rejected = run.ranks.sum(found)
@@ -207,7 +217,7 @@ def _losses(config: DPOConfig, batch: TokenBatch, policy: Tensor, ref: Tensor) -
     (policy_chosen, policy_rejected), (ref_chosen, ref_rejected) = _halves(policy), _halves(ref)
     lengths = None
     if config.ipo_average:
-        chosen_lengths, rejected_lengths = _halves(batch.completion_mask.sum(dim=1))
+        chosen_lengths, rejected_lengths = _halves(batch.n_trained_of_sequences())
         lengths = chosen_lengths, rejected_lengths
     return dpo_loss(
         policy_chosen,
@@ -218,6 +228,18 @@ def _losses(config: DPOConfig, batch: TokenBatch, policy: Tensor, ref: Tensor) -
         config.loss_type,
         config.label_smoothing,
         lengths,
+    )
+
+
+def _longest_row(run: TrainingRun) -> int:
+    return max(map(n_row_tokens, [*run.data, *(run.eval_data or [])]))
+
+
+def _log_shared_tokens(pairs: Pairs) -> None:
+    n_separate = sum(len(sequence.ids) for pair in pairs for sequence in pair)
+    n_computed = sum(map(n_row_tokens, pairs))
+    logger.info(
+        "share_prompts: computes %d of %d tokens (%.0f %%)", n_computed, n_separate, 100 * n_computed / n_separate
     )
 
 
@@ -237,25 +259,35 @@ def _reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
 
 # The reference's log-probabilities
 
+Collate = Callable[[Pairs], TokenBatch]
 ReferenceLogprobs = Callable[[Sequence[Pairs], Sequence[TokenBatch]], list[Tensor]]
 
 
-def _reference_logprobs(config: DPOConfig, run: TrainingRun) -> ReferenceLogprobs:
+def _reference_logprobs(config: DPOConfig, run: TrainingRun, collate: Collate) -> ReferenceLogprobs:
     """A function that maps groups of pairs and their batches to the reference's log-probability sums [2B] of each."""
     if config.reference == "precomputed":
-        known = _precompute(config, run)
+        known = _precompute(config, run, collate)
 
         def look_up(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
             return [known.of(pairs) for pairs in groups]
 
         return look_up
-    reference = run.reference()
+    reference = _reference(config, run)
 
     def compute(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
         with torch.no_grad(), reference.weights():
             return [completion_logprobs(reference.model, batch) for batch in batches]
 
     return compute
+
+
+def _reference(config: DPOConfig, run: TrainingRun) -> Reference:
+    """The reference during training. A model of its own is checked like the policy."""
+    reference = run.reference()
+    if config.share_prompts and config.ref_name is not None:
+        with reference.weights():
+            check_shared_prompts(reference.model, _longest_row(run))
+    return reference
 
 
 class _KnownLogprobs:
@@ -276,7 +308,7 @@ class _KnownLogprobs:
         return columns.reshape(-1).to(self._device)
 
 
-def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
+def _precompute(config: DPOConfig, run: TrainingRun, collate: Collate) -> _KnownLogprobs:
     """Compute the reference's sums of all training pairs that the run uses, and of the evaluation pairs.
 
     The pairs are batched as in the first epoch, so that on a CPU the steps of that epoch get the same bits as with
@@ -292,11 +324,11 @@ def _precompute(config: DPOConfig, run: TrainingRun) -> _KnownLogprobs:
     logprobs = torch.zeros(2, len(pairs), dtype=torch.float32, device=run.device)
 
     # Before the first step the policy equals the reference in every mode.
-    reference = Reference(run.model, nullcontext) if config.ref_name is None else run.reference()
+    reference = Reference(run.model, nullcontext) if config.ref_name is None else _reference(config, run)
     progress = Progress("dpo reference", len(passes), hidden=not run.ranks.is_main)
     with torch.no_grad(), reference.weights(), progress:
         for n, rows in enumerate(passes, 1):
-            sums = completion_logprobs(reference.model, run.collate(pairs[rows]))
+            sums = completion_logprobs(reference.model, collate(pairs[rows]).to(run.device))
             logprobs[:, rows] = _halves(sums)
             progress.advance(n, {})
     return _KnownLogprobs(pairs, run.ranks.sum(logprobs))

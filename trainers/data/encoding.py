@@ -121,7 +121,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[T
     else:
         prompt_ids = chat_ids(tokenizer, prompt, add_generation_prompt=True)
         all_ids = [chat_ids(tokenizer, [*prompt, *completion]) for completion in completions]
-    prompt_length = min(_common_prefix_length(prompt_ids, ids) for ids in all_ids)
+    prompt_length = min(common_prefix_length(prompt_ids, ids) for ids in all_ids)
     return [TokenSequence(ids, prompt_length) for ids in all_ids], prompt_length < len(prompt_ids)
 
 
@@ -181,7 +181,8 @@ def _is_empty(text: Text) -> bool:
     return not joined_text(text).strip()
 
 
-def _common_prefix_length(a: list[int], b: list[int]) -> int:
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading elements that are equal in both."""
     length = 0
     while length < min(len(a), len(b)) and a[length] == b[length]:
         length += 1
@@ -199,6 +200,9 @@ class TokenBatch:
     n_tokens: int  # tokens without padding
     n_trained: int  # tokens in completion_mask
     position_ids: torch.Tensor | None = None  # [B, T] int64 in packed rows: from 0 in each sequence (see `packing`)
+    # [B, T] int64 in rows of two sequences with a shared prompt (see `shared_prompts`): 0 in shared tokens, 1 in the
+    # first sequence's own, 2 in the second's.
+    branches: torch.Tensor | None = None
 
     @classmethod
     def placeholder(cls, device: torch.device) -> TokenBatch:
@@ -216,6 +220,21 @@ class TokenBatch:
         """The batch in page-locked memory; torch's DataLoader calls it."""
         return self._with(torch.Tensor.pin_memory)
 
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over each sequence's tokens: [B], or [2B] of rows with two branches, the first of each row first.
+
+        Args:
+            values: [B, T - first_trained], 0 where `completion_mask` is false.
+        """
+        if self.branches is None:
+            return values.sum(dim=1)
+        branches = self.branches[:, self.first_trained :]
+        return torch.cat([torch.where(branches == number, values, 0).sum(dim=1) for number in (1, 2)])
+
+    def n_trained_of_sequences(self) -> torch.Tensor:
+        """Number of trained tokens of each sequence, in the order of `sequence_sums`: int64."""
+        return self.sequence_sums(self.completion_mask[:, self.first_trained :].long())
+
     def _with(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TokenBatch:
         return replace(
             self,
@@ -223,6 +242,7 @@ class TokenBatch:
             attention_mask=function(self.attention_mask),
             completion_mask=function(self.completion_mask),
             position_ids=None if self.position_ids is None else function(self.position_ids),
+            branches=None if self.branches is None else function(self.branches),
         )
 
 

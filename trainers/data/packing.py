@@ -124,7 +124,7 @@ def collate_packed(rows: Sequence[Sequence[TokenSequence]], pad_id: int) -> Toke
 
 # Relative to the norm of the logits. Rounding in a forward pass of another shape causes errors of some units of the
 # dtype's precision (2^-24, 2^-9) per layer; a wrong position or an additional token changes logits by their own size.
-_SAME = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+SAME_LOGITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def check_packing(model: Any) -> None:
     if not torch.equal(after_first, after_other):
         raise ConfigError(f"option 'packing': in {name} a packed sequence depends on the one before; train it without")
     error_norm = ((after_first - alone).norm() / alone.norm()).item()
-    allowed = _SAME[next(model.parameters()).dtype]
+    allowed = SAME_LOGITS[next(model.parameters()).dtype]
     if not error_norm <= allowed:
         raise ConfigError(
             f"option 'packing': {name} gives a packed sequence other logits than alone (by {error_norm:.2g} of their "

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from sparse_opt.optim.gradients.tile_backward import route_of
 
 from ..data.encoding import TokenBatch
+from .branch_mask import attention_dtype, branch_mask
 from .chunked_logprobs import WeightGrad, linear_logprobs, selected_logprobs
 from .models import autocast_of, causal_lm, has_compiled_layers, skip_padding_masks
 from .output_layer import hidden_states, plain_head
@@ -35,8 +36,11 @@ from .sharding import in_forward, is_sharded
 
 
 def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Sum of the log-probabilities of each sequence's trained tokens: [B] fp32."""
-    return token_logprobs(model, batch).sum(dim=1)
+    """Sum of the log-probabilities of each sequence's trained tokens, as `TokenBatch.sequence_sums` orders them: fp32.
+
+    [B], or [2B] if a row has two branches.
+    """
+    return batch.sequence_sums(token_logprobs(model, batch))
 
 
 def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> Tensor:
@@ -93,7 +97,8 @@ def _pass(
     }
     if batch.position_ids is not None:
         # Without an attention mask, transformers makes one that separates packed sequences.
-        inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
+        mask = None if batch.branches is None else branch_mask(batch.branches, attention_dtype(model))
+        inputs |= {"attention_mask": mask, "position_ids": batch.position_ids}
     head = plain_head(model)
     fused = has_compiled_layers(model)
     weight_grad = None if head is None else WeightGrad.of(head.weight, route_of(head), fused=fused)

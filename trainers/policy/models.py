@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Attribute of a model that `autocast_of` reads; copies of the model have it too.
 _AUTOCAST_DTYPE = "_sparse_opt_autocast_dtype"
 # torch's attention, registered under another name so that `_mask` makes its masks.
-_SKIPPABLE = "sparse_opt_sdpa"
+SKIPPABLE_ATTENTION = "sparse_opt_sdpa"
 # Models whose layers attend to all previous tokens, unless a window is set.
 _CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -148,9 +148,9 @@ def make_masks_skippable(model: Any) -> bool:
         return False
     if config._attn_implementation != "sdpa":
         return False
-    AttentionInterface.register(_SKIPPABLE, sdpa_attention_forward)
-    AttentionMaskInterface.register(_SKIPPABLE, _mask)
-    model.set_attn_implementation(_SKIPPABLE)
+    AttentionInterface.register(SKIPPABLE_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(SKIPPABLE_ATTENTION, _mask)
+    model.set_attn_implementation(SKIPPABLE_ATTENTION)
     return True
 
 

@@ -6,8 +6,9 @@ A loop uses it as follows:
         reference = run.reference()
         for step in run.steps(evaluate):
             examples = run.examples_of(step)
-            for rows, is_last in run.training_passes(len(examples)):
-                ...  # run.collate(examples[rows]), forward
+            passes = zip(run.training_passes(len(examples)), run.batches(step, collate), strict=True)
+            for (_, is_last), batch in passes:
+                ...  # forward
                 run.backward(loss, is_last)
             run.update()
             run.log(step, n_tokens, loss=loss)
@@ -44,7 +45,7 @@ from sparse_opt import backends
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.optim import SparseOptimizer
 
-from ..data.encoding import TokenBatch, TokenSequence, collate_examples, require_known_tokens
+from ..data.encoding import TokenBatch, require_known_tokens
 from ..data.loaders import DataKind, LoadData, data_loader
 from ..data.order import GroupedOrder, ShuffledOrder, held_out
 from ..data.prefetch import StepBatches
@@ -271,11 +272,6 @@ class TrainingRun:
         The backward pass of the last forward pass of an optimizer step averages the gradients over the ranks.
         """
         self._averaging.backward(self._scaling.scaled(loss), is_last)
-
-    def collate(self, examples: Sequence[Sequence[TokenSequence]]) -> TokenBatch:
-        """`collate_examples` on the device, padded as the batches of steps."""
-        multiple = self.config.length_multiple if isinstance(self.config, GraphOptions) else 1
-        return collate_examples(examples, self.pad_id, multiple).to(self.device)
 
     def batches(self, step: int, collate: Callable[[Sequence[Any]], TokenBatch]) -> Iterator[TokenBatch]:
         """The batches of this rank's forward passes in the step, on the device, in the order of `passes`.
