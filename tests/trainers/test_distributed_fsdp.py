@@ -27,7 +27,7 @@ from sparse_opt.trainers.rollouts import Sampling, make_engine
 from sparse_opt.trainers.run.training_run import TrainingRun
 
 CASES = {
-    "dense": {"dtype": "bf16"},
+    "dense": {"dtype": "bf16", "share_prompts": True},
     "sparse": {"mode": "sparse", "dtype": "bf16", "gather_for_generation": False},
     "lora": {"mode": "lora", "learning_rate": 1e-2},
 }

@@ -31,6 +31,7 @@ from sparse_opt.trainers.data.shared_prompts import (
     n_shared_tokens,
 )
 from sparse_opt.trainers.dpo import dpo_loss
+from sparse_opt.trainers.policy import chunked_logprobs
 from sparse_opt.trainers.policy import logprobs as logprobs_module
 from sparse_opt.trainers.policy.adapters import add_lora
 from sparse_opt.trainers.policy.logprobs import completion_logprobs, token_logprobs, token_logprobs_and_states
@@ -204,6 +205,16 @@ def test_logits_as_returned(monkeypatch):
     assert_trains_like_separate_rows(small(LlamaConfig), ALL)
 
 
+def test_compiled_layers(monkeypatch):
+    monkeypatch.setattr(chunked_logprobs, "_compiled", lambda function: function)  # inductor takes long on a CPU
+    model = small(LlamaConfig)
+    make_masks_skippable(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    check_shared_prompts(model, LONGEST_ROW)
+    assert_trains_like_separate_rows(model, ALL)
+
+
 def test_under_autocast():
     model = small(LlamaConfig)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -315,7 +326,9 @@ def test_a_window_that_is_not_used_is_no_window():
 def test_attention_that_takes_no_4d_mask_is_refused():
     model = small(LlamaConfig)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ConfigError, match="LlamaForCausalLM runs with attention 'flash_attention_2', which takes no 4D"):
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM runs with attention 'flash_attention_2', which takes no 4D"
+    ):
         check_shared_prompts(model, LONGEST_ROW)
 
 
