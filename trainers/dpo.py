@@ -11,7 +11,6 @@ Not implemented: losses that need more than the four log-probability sums of a p
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ from .run.margins import MARGINS_FOLDER, MarginsLog
 from .run.progress import Progress
 from .run.samples import sample_completions
 from .run.training_run import TrainingRun
-
-logger = logging.getLogger(__name__)
 
 LossType = Literal["sigmoid", "robust", "hinge", "ipo"]
 Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
@@ -161,7 +158,6 @@ def train(config: DPOConfig) -> dict[str, Any]:
     run = TrainingRun(config, "dpo", "preference")
     if config.share_prompts:
         check_shared_prompts(run.model, _longest_row(run))
-        _log_shared_tokens(run.data)
     collate = partial(collate_shared_prompts if config.share_prompts else collate_examples, pad_id=run.pad_id)
     reference = _reference_logprobs(config, run, collate)
     with run:
@@ -203,11 +199,13 @@ def train(config: DPOConfig) -> dict[str, Any]:
                 margins_log.write(step, chosen - rejected)
             if run.samples_due(step):
                 run.log_samples(step, sample_completions(run, [pair[0] for pair in examples[: config.batch_size]]))
+            computed = {"n_computed_tokens": sum(map(n_row_tokens, examples))} if config.share_prompts else {}
             run.log(
                 step,
                 n_tokens=sum(len(sequence.ids) for pair in examples for sequence in pair),
                 loss=losses.mean(),
                 **_reward_metrics(chosen, rejected),
+                **computed,
             )
         return run.finish()
 
@@ -233,14 +231,6 @@ def _losses(config: DPOConfig, batch: TokenBatch, policy: Tensor, ref: Tensor) -
 
 def _longest_row(run: TrainingRun) -> int:
     return max(map(n_row_tokens, [*run.data, *(run.eval_data or [])]))
-
-
-def _log_shared_tokens(pairs: Pairs) -> None:
-    n_separate = sum(len(sequence.ids) for pair in pairs for sequence in pair)
-    n_computed = sum(map(n_row_tokens, pairs))
-    logger.info(
-        "share_prompts: computes %d of %d tokens (%.0f %%)", n_computed, n_separate, 100 * n_computed / n_separate
-    )
 
 
 def _halves(values: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def weights_of(summary):
 def assert_close_rows(found, expected):
     assert len(found) == len(expected)
     for row, other in zip(found, expected, strict=True):
-        assert row.keys() == other.keys()
+        assert row.keys() - {"n_computed_tokens"} == other.keys()
         assert row.get("n_tokens") == other.get("n_tokens")
         for name in row.keys() & {"loss", "margin", "rewards_chosen", "rewards_rejected", "eval_loss", "eval_margin"}:
             assert row[name] == pytest.approx(other[name], rel=2e-4, abs=ROUNDING), name
@@ -125,8 +125,8 @@ def test_fp16_autocast(options_of, mode):
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_length": 12, "truncation_mode": "keep_end"}], ids=["whole", "truncated"])
-def test_fewer_tokens_are_computed_and_as_many_are_counted(options_of, monkeypatch, changes):
-    """No pass of a run with shared prompts has the separate rows, not the reference's and not the evaluation's."""
+def test_all_passes_compute_shared_rows(options_of, monkeypatch, read_metrics, changes):
+    """Those of the policy, the reference and the evaluation; in 3 steps and 2 evaluations of 24 pairs."""
     widths = []
     forward = dpo.completion_logprobs
 
@@ -135,9 +135,11 @@ def test_fewer_tokens_are_computed_and_as_many_are_counted(options_of, monkeypat
         return forward(model, batch)
 
     monkeypatch.setattr(dpo, "completion_logprobs", watched)
-    dpo.train(options_of("dense", share_prompts=True, **changes))
-    assert widths and all(n_rows == 4 and branches for n_rows, branches, _ in widths)
+    metrics = read_metrics(dpo.train(options_of("dense", share_prompts=True, **changes)))
+    assert len(widths) == 2 * (3 + 3 * 6) and all(n_rows == 4 and branches for n_rows, branches, _ in widths)
     n_shared = sum(n for *_, n in widths)
+    of_steps = [n for *_, n in widths]
+    assert all(row["n_computed_tokens"] in of_steps for row in metrics)
     widths.clear()
     dpo.train(options_of("dense", output_dir=options_of("dense").output_dir / "separate", **changes))
     assert all(n_rows == 8 and not branches for n_rows, branches, _ in widths)

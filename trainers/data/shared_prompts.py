@@ -40,7 +40,9 @@ _WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
 def n_shared_tokens(first: TokenSequence, second: TokenSequence) -> int:
     """Number of leading tokens that a row computes once for both sequences."""
     n_untrained = min(first.prompt_length, second.prompt_length)
-    return max(min(common_prefix_length(first.ids, second.ids), n_untrained) - 1, 0)
+    a, b = first.ids[:n_untrained], second.ids[:n_untrained]
+    n_common = n_untrained if a == b else common_prefix_length(a, b)
+    return max(n_common - 1, 0)
 
 
 def n_row_tokens(pair: Sequence[TokenSequence]) -> int:
@@ -54,14 +56,15 @@ def collate_shared_prompts(pairs: Sequence[Sequence[TokenSequence]], pad_id: int
 
     `n_tokens` counts the shared tokens once.
     """
-    length = max((n_row_tokens(pair) for pair in pairs), default=1)
+    lengths = [n_row_tokens(pair) for pair in pairs]
+    length = max(lengths, default=1)
     length += -length % _ALIGNMENT
     input_ids = torch.full((len(pairs), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask, position_ids, branches = (torch.zeros_like(input_ids) for _ in range(3))
     completion_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, (first, second) in enumerate(pairs):
-        shared, middle = n_shared_tokens(first, second), len(first.ids)
-        end = n_row_tokens((first, second))
+    for row, ((first, second), end) in enumerate(zip(pairs, lengths, strict=True)):
+        middle = len(first.ids)
+        shared = middle + len(second.ids) - end
         ids = [*first.ids, *second.ids[shared:]]
         input_ids[row, :end] = torch.tensor(ids, dtype=torch.int64, device="cpu")
         attention_mask[row, :end] = 1
@@ -76,7 +79,7 @@ def collate_shared_prompts(pairs: Sequence[Sequence[TokenSequence]], pad_id: int
         attention_mask,
         completion_mask,
         first_trained=min((max(first.prompt_length, 1) for first, _ in pairs), default=1),
-        n_tokens=int(attention_mask.sum()),
+        n_tokens=sum(lengths),
         n_trained=sum(sequence.n_trained for pair in pairs for sequence in pair),
         position_ids=position_ids,
         branches=branches,
@@ -112,10 +115,10 @@ def _unsupported(model: Any, longest_row: int) -> str:
         return f"runs with attention '{implementation}', which takes no 4D mask (sdpa and eager do)"
     if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
         return "takes no position ids"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    kinds = set(getattr(config, "layer_types", None) or ())
     if other := sorted(kinds - _WINDOWED_LAYERS - {"full_attention"}):
         return f"has layers of {other[0]}, which read all previous tokens of a row"
-    if kinds == {"full_attention"} and hasattr(config, "layer_types"):
+    if kinds == {"full_attention"}:
         return ""
     for name in _WINDOWS if getattr(config, "use_sliding_window", True) else ():
         window = getattr(config, name, None)
@@ -161,7 +164,7 @@ def _logits(model: Any, batch: TokenBatch) -> Tensor:
     Raises:
         ConfigError: the model fails on the inputs of a branching row.
     """
-    inputs = {"attention_mask": batch.attention_mask}
+    inputs: dict[str, Tensor | None] = {"attention_mask": batch.attention_mask}
     if batch.branches is not None:
         mask = branch_mask(batch.branches, attention_dtype(model))
         inputs = {"attention_mask": mask, "position_ids": batch.position_ids}
