@@ -32,7 +32,7 @@ import importlib.util
 import sys
 import tempfile
 from argparse import Namespace
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -61,9 +61,9 @@ from .inputs import (
     words_config,
     write_pairs,
 )
-from .modes import Job, Mode
+from .modes import Job, Mode, shared_name
 from .plot import plot
-from .report import ratios, summary, text, wrong_results
+from .report import ratios, shared_ratios, summary, text, wrong_results
 
 MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
@@ -73,7 +73,7 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 _SETTINGS = (
     *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
     *("max_new_tokens", "lora_rank", "shira_rank", "learning_rate", "gradient_checkpointing", "compile"),
-    "precomputed_reference",
+    *("precomputed_reference", "share_prompts", "prompt_share"),
     *(
         "l2_fetch_granularity",
         "seed",
@@ -94,6 +94,7 @@ _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
+  sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
   sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
   sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
@@ -137,6 +138,11 @@ def options(parser: CommandParser) -> None:
         action="store_true",
         help="dpo: compute the reference's log-probabilities before the first step, in every mode",
     )
+    what.add_argument(
+        "--share_prompts",
+        action="store_true",
+        help="dpo: run every mode a second time, with a pair's prompt computed once",
+    )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("on what")
@@ -149,6 +155,9 @@ def options(parser: CommandParser) -> None:
     )
     data.add_argument("--batch_size", type=int, default=1, help="pairs or prompts a step (%(default)s)")
     data.add_argument("--sequence_length", type=int, default=512, help="tokens, prompt and completion (%(default)s)")
+    data.add_argument(
+        "--prompt_share", type=float, help="dpo: the prompt's share of the tokens of random words (default: an eighth)"
+    )
     data.add_argument("--n_generations", type=int, default=8, help="grpo: completions of a prompt (%(default)s)")
     data.add_argument("--max_new_tokens", type=int, default=128, help="grpo: tokens of every completion (%(default)s)")
     run = parser.add_argument_group("how")
@@ -179,6 +188,8 @@ def problem(args: Namespace) -> str:
         return error
     if args.precomputed_reference and args.algorithm != "dpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
+    if error := _prompt_problem(args):
+        return error
     if not 0 <= args.n_warmup < args.n_steps:
         return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
     own_model = args.model_name is not None or args.checkpoint is not None
@@ -211,13 +222,31 @@ def problem(args: Namespace) -> str:
     return why_unwritable(args.plot)
 
 
+def _prompt_problem(args: Namespace) -> str:
+    """The error in what is said about prompts; empty if it is valid."""
+    if args.share_prompts and args.algorithm != "dpo":
+        return "--share_prompts is of dpo, which has two completions of a prompt in a row"
+    if args.prompt_share is None:
+        return ""
+    if args.algorithm != "dpo" or args.dataset is not None:
+        return "--prompt_share is of dpo on random words: leave out --dataset"
+    n_prompt = round(args.prompt_share * args.sequence_length)
+    longest = args.sequence_length - 2  # before a word and EOS
+    if not 1 <= n_prompt <= longest:
+        return (
+            f"--prompt_share {args.prompt_share:g} of {args.sequence_length} tokens is a prompt of {n_prompt}, expected "
+            f"1 to {longest}"
+        )
+    return ""
+
+
 def run(args: Namespace, report: Report) -> None:
     """Run every mode in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
         jobs = _prepare(Path(folder), args, report)
         results = [_run(job, Path(folder), own_data=args.dataset is None) for job in jobs]
     rows = [summary(result, args.n_warmup) for result in results if result is not None]
-    report |= {"ratios": ratios(rows), "rows": rows}
+    report |= {"ratios": ratios(rows), "shared_ratios": shared_ratios(rows), "rows": rows}
     if args.plot is not None and rows:
         plot(report, args.plot, text(report).partition("\n")[0])
         print(f"plot: {args.plot}")
@@ -251,9 +280,12 @@ def _prepare(folder: Path, args: Namespace, report: Report) -> list[Job]:
         make_checkpoint(Path(model_name), config, seed=args.seed, device=torch.device(args.device))
     dataset = args.dataset
     if dataset is None:
-        n_prompt = args.sequence_length - args.max_new_tokens if args.algorithm == "grpo" else None
-        # A rollout takes the prompts alone; as data they come with a word and EOS.
-        length = args.sequence_length if n_prompt is None else n_prompt + 2
+        length, n_prompt = args.sequence_length, None
+        if args.algorithm == "grpo":
+            n_prompt = length - args.max_new_tokens
+            length = n_prompt + 2  # a rollout takes the prompts alone; as data they come with a word and EOS
+        elif args.prompt_share is not None:
+            n_prompt = round(args.prompt_share * length)
         dataset = str(folder / "pairs.jsonl")
         write_pairs(Path(dataset), preference_pairs(args.subset_size or N_PAIRS, length, args.seed, n_prompt))
     report |= {
@@ -275,7 +307,10 @@ def _prepare(folder: Path, args: Namespace, report: Report) -> list[Job]:
         "subset_size": args.subset_size if args.dataset is not None else None,
     }
     masks = {mode: str(tile_mask_file if mode == "tiles" else mask_file) for mode in args.modes}
-    return [Job(**(shared | {"mode": mode, "mask": masks[mode]})) for mode in args.modes]
+    jobs = [Job(**(shared | {"mode": mode, "mask": masks[mode], "share_prompts": False})) for mode in args.modes]
+    if not args.share_prompts:
+        return jobs
+    return [job for separate in jobs for job in (separate, replace(separate, share_prompts=True))]
 
 
 def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
@@ -294,11 +329,12 @@ def _run(job: Job, folder: Path, own_data: bool) -> dict[str, Any] | None:
     """One mode in a process of its own, so that its peaks are its own; None, with its error printed, if it failed."""
     # The cache of `datasets` for the random words is deleted with them.
     caches = {"HF_DATASETS_CACHE": str(folder / "datasets")} if own_data else {}
-    return run_in_process("sparse_opt.bench.training.baseline.run", job.mode, asdict(job), folder, caches)
+    return run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), folder, caches)
 
 
 def failures(report: Report, args: Namespace) -> list[str]:
-    failed = [mode for mode in args.modes if mode not in {row["mode"] for row in report["rows"]}]
+    expected = [name for mode in args.modes for name in (mode, *([shared_name(mode)] if args.share_prompts else []))]
+    failed = [name for name in expected if name not in {row["mode"] for row in report["rows"]}]
     wrong = wrong_results(args.algorithm, report["rows"], compiled=args.compile)
     return [f"WRONG RESULT: {line}" for line in wrong] + [f"FAILED: mode {mode}" for mode in failed]
 

@@ -20,6 +20,11 @@ Mode = Literal["dense", "sparse", "tiles", "lora", "shira"]
 MAX_GRAD_NORM = 1.0
 
 
+def shared_name(mode: str) -> str:
+    """The name in reports of a mode with shared prompts."""
+    return f"{mode}, shared prompts"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What one mode trains, and for how long. Paths are strings, so that it goes through JSON."""
@@ -41,11 +46,17 @@ class Job:
     shira_rank: int | None = None  # required by mode shira
     gradient_checkpointing: bool = False
     compile: bool = False  # the model's layers, with torch.compile
+    share_prompts: bool = False  # DPO: a pair's prompt is computed once
     precomputed_reference: bool = False  # DPO: the reference's log-probabilities are computed before the first step
     l2_fetch_granularity: int | None = None  # bytes; None leaves the device's default
     kernel_time: bool = False
     device: str
     seed: int
+
+    @property
+    def name(self) -> str:
+        """The mode, and whether prompts are shared: each job of a benchmark has another name."""
+        return shared_name(self.mode) if self.share_prompts else self.mode
 
     def options(self) -> TrainingOptions:
         """As the trainers' options, for what loads models and data."""

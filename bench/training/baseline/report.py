@@ -10,6 +10,7 @@ from sparse_opt.tables import table
 
 from ...common.report import machine_name
 from ...common.timing import percentiles
+from .modes import shared_name
 
 # The first step's policy is its reference: DPO's loss is ln 2 whatever the weights, and GRPO's policy is the one that
 # sampled, so ratios are 1 and the divergence is 0. The tolerance covers kernels that differ between a forward pass
@@ -18,6 +19,8 @@ FIRST_LOSS_ATOL = 1e-3
 FIRST_RATIO_ATOL = 1e-3
 # Compiled, the two passes are fused differently and round their bf16 values at different places: 0.012 on an H200.
 COMPILED_LOSS_ATOL = 0.05
+# Shared prompts round differently: errors of a bf16 norm, 2^-8 each, and of the gradients it is taken of.
+SHARED_NORM_RTOL = 0.02
 # A section whose launches take this share of the time between its events was waiting for them.
 HOST_BOUND = 0.9
 _AT_PEAK = "activations and scratch at the peak"
@@ -26,7 +29,8 @@ _AT_PEAK = "activations and scratch at the peak"
 def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
     """Statistics of a run: medians over the steps after warm-up, and the steps themselves.
 
-    step_s is the wall time of a step, host_s of that the time until the host had launched it, section_s and
+    step_s is the wall time of a step, host_s of that the time until the host had launched it, cpu_s its CPU time, kept
+    where there is no GPU, section_s and
     section_host_s the sections' on the device and on the host, sections_s a step's sum of the former.
     """
     timed = result["steps"][n_warmup:]
@@ -47,7 +51,9 @@ def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
         "n_timed": len(timed),
         "steps": result["steps"],
     }
-    if row["peak_memory_bytes"] is not None:
+    if row["peak_memory_bytes"] is None:
+        row["cpu_s"] = statistics.median(step["cpu_s"] for step in timed)
+    else:
         waiting = sum(device[name] for name in sections if host[name] >= HOST_BOUND * device[name])
         row["host_bound_share"] = waiting / sum(device.values())
         row["limit"] = "host" if row["host_bound_share"] > 0.5 else "GPU"
@@ -55,19 +61,37 @@ def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The ratios of each other mode to dense: step, peak_memory and kernels, if both modes have them."""
+    """The ratios of each other mode to dense: step, cpu_time, peak_memory and kernels, if both modes have them."""
     by_mode = {row["mode"]: row for row in rows}
     if "dense" not in by_mode:
         return {}
-    dense = _compared(by_mode.pop("dense"))
-    found = {mode: _compared(row) for mode, row in by_mode.items()}
-    return {
-        mode: {key: value / dense[key] for key, value in row.items() if key in dense} for mode, row in found.items()
-    }
+    dense = by_mode.pop("dense")
+    return {mode: _ratio(row, dense) for mode, row in by_mode.items()}
+
+
+def shared_ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The same ratios of each mode with shared prompts to the mode with separate rows."""
+    return {separate["mode"]: _ratio(shared, separate) for separate, shared in _with_shared_prompts(rows)}
+
+
+def _with_shared_prompts(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(with separate rows, with shared prompts) of each mode that was measured with both."""
+    by_mode = {row["mode"]: row for row in rows}
+    return [(row, by_mode[shared_name(mode)]) for mode, row in by_mode.items() if shared_name(mode) in by_mode]
+
+
+def _ratio(row: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
+    found, expected = _compared(row), _compared(base)
+    return {key: value / expected[key] for key, value in found.items() if key in expected}
 
 
 def _compared(row: dict[str, Any]) -> dict[str, float]:
-    found = {"step": row["step_s"], "peak_memory": row["peak_memory_bytes"], "kernels": row["kernel_s"]}
+    found = {
+        "step": row["step_s"],
+        "cpu_time": row.get("cpu_s"),
+        "peak_memory": row["peak_memory_bytes"],
+        "kernels": row["kernel_s"],
+    }
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -83,13 +107,19 @@ def wrong_results(algorithm: str, rows: list[dict[str, Any]], *, compiled: bool 
             wrong.append(f"mode {mode} begins with ratios off by {first['ratio_error']}, expected 1: policy = sampler")
         if algorithm == "grpo" and not first["k3"] <= FIRST_RATIO_ATOL:
             wrong.append(f"mode {mode} begins at a divergence of {first['k3']}, expected 0: policy = reference")
-        if mode == "tiles" and not row["n_tiled"]:
-            wrong.append("mode tiles computes no weight gradient by tiles: its optimizer's tiled_parameters are empty")
+        if mode in ("tiles", shared_name("tiles")) and not row["n_tiled"]:
+            wrong.append(
+                f"mode {mode} computes no weight gradient by tiles: its optimizer's tiled_parameters are empty"
+            )
         still = [i + 1 for i, step in enumerate(row["steps"]) if not step["grad_norm"] > 0]
         if algorithm == "dpo" and still:
             wrong.append(f"mode {mode} has a gradient norm of 0 in step {still[0]}, expected more than 0")
         if algorithm == "grpo" and len(still) == len(row["steps"]):  # a group may have equal rewards
             wrong.append(f"mode {mode} has a gradient norm of 0 in every step, expected more than 0 in one")
+    for separate, shared in _with_shared_prompts(rows):
+        norms = shared["first"]["grad_norm"], separate["first"]["grad_norm"]
+        if not math.isclose(*norms, rel_tol=SHARED_NORM_RTOL):
+            wrong.append(f"mode {shared['mode']} begins with a gradient norm of {norms[0]}, expected {norms[1]}")
     digests = {row["mode"]: row["data_digest"] for row in rows}
     if len(set(digests.values())) > 1:
         wrong.append(f"the modes trained on different data, with digests {digests}")
@@ -105,7 +135,7 @@ def cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         *rows[0]["section_s"],
         "whole step",
         "p20 - p80",
-        *(["launched"] if on_gpu else []),
+        "launched" if on_gpu else "CPU time",
         *(["kernels"] if profiled else []),
         *(["peak GiB", "reserved", "limit"] if on_gpu else []),
     ]
@@ -114,7 +144,7 @@ def cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             row["mode"],
             *(f"{1e3 * seconds:.1f}" for seconds in (*row["section_s"].values(), row["step_s"])),
             f"{1e3 * row['p20_s']:.1f} - {1e3 * row['p80_s']:.1f}",
-            *([f"{1e3 * row['host_s']:.1f}"] if on_gpu else []),
+            f"{1e3 * row['host_s' if on_gpu else 'cpu_s']:.1f}",
             *([f"{1e3 * row['kernel_s']:.1f}"] if profiled else []),
             *([_gib(row["peak_memory_bytes"]), _gib(row["peak_reserved_bytes"]), row["limit"]] if on_gpu else []),
         ]
@@ -160,10 +190,14 @@ def text(report: dict[str, Any]) -> str:
 
 
 def ratio_lines(report: dict[str, Any]) -> list[str]:
-    """What each other mode takes of dense, a line each."""
+    """What each other mode takes of dense, and what it takes with shared prompts of separate rows, a line each."""
+    compared = {f"{mode}/dense": found for mode, found in report["ratios"].items()}
+    compared |= {
+        f"{mode}, shared prompts/separate rows": found for mode, found in report.get("shared_ratios", {}).items()
+    }
     return [
-        f"{mode}/dense: " + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in found.items())
-        for mode, found in report["ratios"].items()
+        f"{name}: " + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in found.items())
+        for name, found in compared.items()
     ]
 
 
@@ -172,6 +206,8 @@ def heading(report: dict[str, Any]) -> str:
     settings = report["settings"]
     if report["algorithm"] == "dpo":
         work = f"{settings['batch_size']} pair(s) of at most {settings['sequence_length']} tokens a step"
+        if settings.get("prompt_share") is not None:
+            work += f", prompts of {settings['prompt_share']:.0%}"
     else:
         work = (
             f"{settings['batch_size']} prompt(s) a step, {settings['n_generations']} completions each of "

@@ -34,8 +34,9 @@ from torch import Tensor
 
 from sparse_opt import set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate, load_examples
+from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate_examples, load_examples
 from sparse_opt.trainers.data.order import ShuffledOrder
+from sparse_opt.trainers.data.shared_prompts import check_shared_prompts, collate_shared_prompts, n_row_tokens
 from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.grpo import group_advantages, grpo_loss
 from sparse_opt.trainers.policy.logprobs import completion_logprobs, token_logprobs
@@ -180,9 +181,11 @@ def run(job: Job) -> dict[str, Any]:
             compile_layers(model)
     section = Sections(device)
     if job.algorithm == "dpo":
-        pairs = [[sequence for column in zip(*rows, strict=True) for sequence in column] for rows in chosen]
-        data: Any = [[sequence.ids for sequence in sequences] for sequences in pairs]
-        batches = [collate(sequences, pad_id).to(device) for sequences in pairs]
+        data: Any = [[[sequence.ids for sequence in pair] for pair in pairs] for pairs in chosen]
+        if job.share_prompts:
+            check_shared_prompts(trained.policy, max(map(n_row_tokens, examples)))
+        collate = collate_shared_prompts if job.share_prompts else collate_examples
+        batches = [collate(pairs, pad_id).to(device) for pairs in chosen]
         references = [reference_logprobs(trained, batch) for batch in batches] if job.precomputed_reference else None
         step = dpo_step(trained, batches, section, references)
     else:
@@ -195,7 +198,7 @@ def run(job: Job) -> dict[str, Any]:
     steps = take_steps(step, job.n_steps, section, device)
     on_gpu = device.type == "cuda"
     return {
-        "mode": job.mode,
+        "mode": job.name,
         "n_trained": trained.n_trained,
         "n_tiled": trained.n_tiled,
         "data_digest": xxhash.xxh3_128_hexdigest(json.dumps(data).encode()),
@@ -208,22 +211,26 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def take_steps(step: Step, n_steps: int, section: Sections, device: torch.device) -> list[dict[str, Any]]:
-    """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section."""
+    """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section.
+
+    cpu_s is the CPU time of all threads, which other work on the machine disturbs less.
+    """
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     steps = []
     for i in range(n_steps):
         synchronize()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         metrics = step(i)
         launched = time.perf_counter()
         synchronize()
-        ended = time.perf_counter()
+        ended, cpu_ended = time.perf_counter(), time.process_time()
         on_device, on_host = section.read()
         steps.append(
             {
                 **{name: _finite(value.item(), name, i) for name, value in metrics.items()},
                 "step_s": ended - began,
                 "host_s": launched - began,
+                "cpu_s": cpu_ended - cpu_began,
                 "section_s": on_device,
                 "section_host_s": on_host,
             }

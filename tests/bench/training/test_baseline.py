@@ -65,6 +65,7 @@ def test_dpo_in_all_modes(tmp_path, bench, in_this_process):
         assert list(row["section_s"]) == list(row["section_host_s"]) == SECTIONS
         assert all(seconds > 0 for seconds in row["section_s"].values())
         assert row["p20_s"] <= row["step_s"] <= row["p80_s"]
+        assert 0 < row["cpu_s"]
         assert row["sections_s"] <= row["p80_s"]
         assert (row["n_timed"], len(row["steps"])) == (3, 4)
         assert row["peak_memory_bytes"] is None and row["kernel_s"] is None  # no GPU
@@ -92,6 +93,29 @@ def test_dpo_in_all_modes(tmp_path, bench, in_this_process):
     (held,) = [line.split() for line in out.splitlines() if line.startswith("shira ") and line.endswith(" 2,240")]
     assert held == ["shira", "0.42", "-", "0.01", "0.00", "0.02", "-", "2,240"]
     assert [path.name for path in tmp_path.iterdir()] == ["baseline.json"]
+
+
+@pytest.mark.slow
+def test_dpo_with_shared_prompts(tmp_path, bench, in_this_process):
+    code, out, err = bench(
+        "dpo", "--small", "--modes", "dense,tiles", "--share_prompts", "--prompt_share", 0.75, "--sequence_length", 32,
+        "--n_steps", 2, "--n_warmup", 0,
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads((tmp_path / "baseline.json").read_text())
+    names = ["dense", "dense, shared prompts", "tiles", "tiles, shared prompts"]
+    assert [row["mode"] for row in report["rows"]] == names
+    assert len({row["data_digest"] for row in report["rows"]}) == 1
+    assert set(report["shared_ratios"]) == {"dense", "tiles"}
+    assert "1 pair(s) of at most 32 tokens a step, prompts of 75%" in out
+    assert "tiles, shared prompts/separate rows: step " in out
+
+
+def test_a_missing_mode_with_shared_prompts_is_a_failure(monkeypatch, bench):
+    monkeypatch.setattr(baseline, "_run", lambda job, folder, own_data: None)
+    code, _, err = bench("dpo", "--small", "--modes", "dense", "--share_prompts")
+    assert code == 1
+    assert "FAILED: mode dense\n" in err and "FAILED: mode dense, shared prompts\n" in err
 
 
 @pytest.mark.slow
@@ -156,6 +180,13 @@ def test_grpo_with_a_picture(tmp_path, bench):
         (["dpo", "--small", "--checkpoint", "/nowhere"], "--small makes a model of its own"),
         (["dpo", "--device", "cpu", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: expected a folder"),
         (["dpo", "--small", "--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
+        (["grpo", "--small", "--share_prompts"], "--share_prompts is of dpo"),
+        (["grpo", "--small", "--prompt_share", 0.5], "--prompt_share is of dpo on random words"),
+        (
+            ["dpo", "--small", "--sequence_length", 8, "--prompt_share", 0.9],
+            "--prompt_share 0.9 of 8 tokens is a prompt of 7, expected 1 to 6",
+        ),
+        (["dpo", "--small", "--prompt_share", 0], "--prompt_share 0 of 512 tokens is a prompt of 0, expected 1 to 510"),
         (["dpo", "--small", "--n_step", 3], "unknown option 'n_step' (from --n_step); the nearest is 'n_steps'"),
         (["ppo", "--small"], "is 'ppo': expected one of dpo, grpo"),
     ],
@@ -326,6 +357,7 @@ def result(mode: str, loss: float, digest: str = "d") -> dict[str, Any]:
         "grad_norm": 1.0,
         "step_s": 0.1,
         "host_s": 0.1,
+        "cpu_s": 0.1,
         "section_s": dict.fromkeys(SECTIONS, 0.02),
         "section_host_s": dict.fromkeys(SECTIONS, 0.02),
     }

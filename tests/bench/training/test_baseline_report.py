@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from sparse_opt.bench.training.baseline.report import ratios, summary, text, wrong_results
+from sparse_opt.bench.training.baseline.report import (
+    SHARED_NORM_RTOL,
+    ratio_lines,
+    ratios,
+    shared_ratios,
+    summary,
+    text,
+    wrong_results,
+)
 
 
 def gpu_result(mode: str, host_s: float, peak: int, kernel_s: float | None = None) -> dict:
@@ -93,6 +101,29 @@ def test_mode_tiles_has_to_compute_tiles():
     rows[1]["n_tiled"] = 0
     assert wrong_results("dpo", rows) == [
         "mode tiles computes no weight gradient by tiles: its optimizer's tiled_parameters are empty"
+    ]
+
+
+def test_shared_prompts_are_compared_with_separate_rows():
+    names = ("dense", "dense, shared prompts", "tiles", "tiles, shared prompts", "lora, shared prompts")
+    rows = [summary(gpu_result(name, host_s=0.01, peak=2**30 + 2**28 * i), n_warmup=1) for i, name in enumerate(names)]
+    for row in rows[2:4]:
+        row["n_tiled"] = 1
+    rows[3]["step_s"] = rows[2]["step_s"] * 0.6
+    found = shared_ratios(rows)
+    assert found == {
+        "dense": {"step": 1.0, "peak_memory": 1.25},
+        "tiles": {"step": pytest.approx(0.6), "peak_memory": pytest.approx(7 / 6)},
+    }
+    lines = ratio_lines({"ratios": ratios(rows), "shared_ratios": found})
+    assert lines[-1] == "tiles, shared prompts/separate rows: step 0.60, peak memory 1.17"
+    assert lines[0] == "dense, shared prompts/dense: step 1.00, peak memory 1.25" and len(lines) == 6
+    assert wrong_results("dpo", rows) == []
+    rows[1]["first"]["grad_norm"] = 1 + 2 * SHARED_NORM_RTOL
+    rows[3]["n_tiled"] = 0
+    assert wrong_results("dpo", rows) == [
+        "mode tiles, shared prompts computes no weight gradient by tiles: its optimizer's tiled_parameters are empty",
+        "mode dense, shared prompts begins with a gradient norm of 1.04, expected 1.0",
     ]
 
 

@@ -230,6 +230,19 @@ def test_a_precomputed_reference_gives_the_same_losses(job, mode):
     assert without == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_shared_prompts_give_the_same_losses(job, mode):
+    if mode in ("lora", "shira"):
+        pytest.importorskip("peft", reason=f"mode {mode} needs peft: pip install 'sparse-opt[bench]'")
+    rows = [run(changed(job, mode=mode, share_prompts=flag)) for flag in (False, True)]
+    assert [row["mode"] for row in rows] == [mode, f"{mode}, shared prompts"]
+    assert rows[0]["data_digest"] == rows[1]["data_digest"]
+    for separate, shared in zip(*(row["steps"] for row in rows), strict=True):
+        # beta = 0.1 times sums of some 20 log-probabilities of about 8, whose bf16 logits round to 2^-8.
+        assert shared["loss"] == pytest.approx(separate["loss"], abs=0.1 * 20 * 8 * 2**-8)
+        assert shared["grad_norm"] == pytest.approx(separate["grad_norm"], rel=0.05)
+
+
 @pytest.mark.parametrize("mode", ["sparse", "shira"])
 def test_gradient_checkpointing_changes_no_figure(job, mode):
     if mode == "shira":
