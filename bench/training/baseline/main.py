@@ -234,8 +234,8 @@ def _prompt_problem(args: Namespace) -> str:
     longest = args.sequence_length - 2  # before a word and EOS
     if not 1 <= n_prompt <= longest:
         return (
-            f"--prompt_share {args.prompt_share:g} of {args.sequence_length} tokens is a prompt of {n_prompt}, expected "
-            f"1 to {longest}"
+            f"--prompt_share {args.prompt_share:g} of {args.sequence_length} tokens is a prompt of {n_prompt}, "
+            f"expected 1 to {longest}"
         )
     return ""
 
