@@ -4,7 +4,8 @@ The policy learns to prefer the chosen completion of each pair over the rejected
 to a reference. The reference is the initial policy or another model. Dense training keeps it as a second, frozen model.
 Sparse training needs no second model, because `SparseAdamW.base_weights` swaps the initial values of the active
 elements in and out; neither does LoRA, which disables its adapters. With `reference: precomputed` no mode needs it
-during training.
+during training. With `share_prompts` both completions of a pair are in one row behind their prompt, which is then
+computed once (see `data/shared_prompts.py`).
 
 Not implemented: losses that need more than the four log-probability sums of a pair, and combinations of losses.
 """

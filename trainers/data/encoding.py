@@ -221,7 +221,7 @@ class TokenBatch:
         return self._with(torch.Tensor.pin_memory)
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums over each sequence's tokens: [B], or [2B] of rows with two branches, the first of each row first.
+        """Sums over each sequence's tokens: [B]; of rows with two branches [2B], all first sequences, then the second.
 
         Args:
             values: [B, T - first_trained], 0 where `completion_mask` is false.
