@@ -24,8 +24,9 @@ from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenSequence
 from .data.order import chunks
+from .data.shared_prompts import check_shared_prompts
 from .options import LoggedOptions, RolloutOptions
-from .policy.logprobs import token_logprobs
+from .policy.reference import Reference
 from .rewards.functions import Rewards, Scores, load_rewards
 from .rollouts import Engine, Rollout, configured_engine, sample
 from .run.rollout_step import (
@@ -215,6 +216,12 @@ class GroupOptions(RolloutOptions):
     mask_truncated_completions: bool = option(
         False, "exclude completions truncated at max_completion_length from the loss, as DAPO does"
     )
+    completions_per_row: int = option(
+        1,
+        "training: put up to so many completions of a prompt into one row after it, separated in attention, so that "
+        "the prompt is computed once for them; share_prompts does so while completions are sampled",
+        at_least=1,
+    )
 
 
 @dataclass(kw_only=True)
@@ -240,6 +247,24 @@ class GRPOConfig(LoggedOptions, GroupOptions):
         if self.scale_rewards == "auto":
             return "none" if self.loss_type == "dr_grpo" else "group"
         return self.scale_rewards
+
+
+def check_rows(run: TrainingRun, reference: Reference | None) -> None:
+    """Refuse a policy or a reference that cannot compute several completions in a row, if the options ask for it.
+
+    Raises:
+        ConfigError: see `check_shared_prompts`.
+    """
+    config = run.config
+    assert isinstance(config, GroupOptions)
+    if config.completions_per_row == 1:
+        return
+    longest = max(len(example.ids) for example in run.data)
+    longest += config.completions_per_row * (config.max_completion_length + 1)
+    check_shared_prompts(run.model, longest, "completions_per_row")
+    if reference is not None and config.ref_name is not None:
+        with reference.weights():
+            check_shared_prompts(reference.model, longest, "completions_per_row")
 
 
 def update_on_rollout(
@@ -285,7 +310,7 @@ def update_on_rollout(
                 mask = part.mask & part.ended[:, None] if config.mask_truncated_completions else part.mask
                 with run.time("forward_backward"):
                     loss, ratio, k3 = grpo_loss(
-                        token_logprobs(run.model, part.batch, config.temperature),
+                        part.token_logprobs(run.model, config.temperature),
                         part.logprobs,
                         advantages[rows],
                         mask,
@@ -357,12 +382,13 @@ def train(config: GRPOConfig) -> dict[str, Any]:
     rewards = load_rewards(config.reward_functions, config.reward_weights)  # fails before the run writes files
     run = TrainingRun(config, "grpo", "prompt")
     reference = run.reference() if config.beta > 0 else None
+    check_rows(run, reference)
     engine = configured_engine(config, run.model, run.tokenizer)
     with closing(engine), run:
         for step in run.steps(lambda: evaluate(run, engine, rewards, config)):
             prompts = run.examples_of(step)
             examples = [example for example in prompts for _ in range(config.n_generations)]
-            sampled = sample_rollout(run, engine, prompts, config.n_generations)
+            sampled = sample_rollout(run, engine, prompts, config.n_generations, config.completions_per_row)
             agreement = engine_agreement(config, sampled)
             with run.time("reward"):
                 texts, scores = score_completions(run, rewards, sampled.sequences, examples)

@@ -34,7 +34,7 @@ from .data.lessons import Templates
 from .data.loaders import LoadData
 from .data.order import chunks
 from .data.teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
-from .grpo import GroupOptions, LossType, group_advantages, update_on_rollout
+from .grpo import GroupOptions, LossType, check_rows, group_advantages, update_on_rollout
 from .policy.models import resolve_device
 from .policy.reference import Reference, load_frozen, placed
 from .ranks import Ranks
@@ -324,6 +324,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
     reference = None
     if config.beta > 0 or student is None:
         reference = run.reference(offload=config.offload_untrained_models)
+    check_rows(run, reference)
     student = student or reference
     assert student is not None
     at_once = config.generation_aggregation_steps and config.batch_size * config.generation_aggregation_steps
@@ -332,7 +333,7 @@ def train(config: RLTConfig) -> dict[str, Any]:
         parts = run.row_file(PARTS_FILE) if config.activate_debugging_logs else None
 
         def explain(examples: Sequence[TeacherExample], n: int) -> tuple[Rollout, Judged, list[TeacherExample]]:
-            sampled = sample_rollout(run, engine, examples, n)
+            sampled = sample_rollout(run, engine, examples, n, config.completions_per_row)
             of_rows = [example for example in examples for _ in range(n)]
             with run.time("reward"):
                 return sampled, judge(config, run, student, sampled, of_rows, engine.eos_ids), of_rows

@@ -200,8 +200,8 @@ class TokenBatch:
     n_tokens: int  # tokens without padding
     n_trained: int  # tokens in completion_mask
     position_ids: torch.Tensor | None = None  # [B, T] int64 in packed rows: from 0 in each sequence (see `packing`)
-    # [B, T] int64 in rows of two sequences with a shared prompt (see `shared_prompts`): 0 in shared tokens, 1 in the
-    # first sequence's own, 2 in the second's.
+    # [B, T] int64 in rows of several sequences with a shared prompt (see `shared_prompts`): 0 in shared tokens, 1 in
+    # the first sequence's own, 2 in the second's, and so on.
     branches: torch.Tensor | None = None
 
     @classmethod

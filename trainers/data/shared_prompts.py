@@ -1,10 +1,10 @@
-"""Rows that compute the prompt of a pair once: its tokens, then both completions, which do not see each other.
+"""Rows that compute a prompt once: its tokens, then its completions, which do not see each other.
 
-The two sequences of a pair share the tokens that are equal in both and not trained, except for the last of them: each
-branch of the row begins with a copy of it, so that every trained token is predicted from the column before it, as in
-separate rows. With a prompt of P tokens and completions of C and R tokens, a row has P + C + R + 1 tokens instead of
-2 P + C + R. Positions in a branch continue from the shared tokens. If the first tokens of the two sequences differ, as
-after truncation to their ends, they share nothing, and the row holds both as they are.
+The sequences of a row share the tokens that are equal in all and not trained, except for the last of them: each branch
+of the row begins with a copy of it, so that every trained token is predicted from the column before it, as in separate
+rows. With a prompt of P tokens and n completions of C, a row has P - 1 + n (C + 1) tokens instead of n (P + C).
+Positions in a branch continue from the shared tokens. If the first tokens of the sequences differ, as after truncation
+to their ends, they share nothing, and the row holds all as they are.
 
 The result equals that of separate rows, up to rounding, in models whose layers attend to all tokens of a mask and
 read positions from position ids. `check_shared_prompts` refuses the others.
@@ -37,63 +37,69 @@ _WINDOWS = (
 _WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
 
 
-def n_shared_tokens(first: TokenSequence, second: TokenSequence) -> int:
-    """Number of leading tokens that a row computes once for both sequences."""
-    n_untrained = min(first.prompt_length, second.prompt_length)
-    a, b = first.ids[:n_untrained], second.ids[:n_untrained]
-    n_common = n_untrained if a == b else common_prefix_length(a, b)
+def n_shared_tokens(group: Sequence[TokenSequence]) -> int:
+    """Number of leading tokens that a row computes once for all sequences of a group."""
+    n_untrained = min(sequence.prompt_length for sequence in group)
+    first, *others = (sequence.ids[:n_untrained] for sequence in group)
+    n_common = min(
+        (n_untrained if other == first else common_prefix_length(first, other) for other in others), default=n_untrained
+    )
     return max(n_common - 1, 0)
 
 
-def n_row_tokens(pair: Sequence[TokenSequence]) -> int:
-    """Number of tokens of a pair's row, without padding."""
-    first, second = pair
-    return len(first.ids) + len(second.ids) - n_shared_tokens(first, second)
+def n_row_tokens(group: Sequence[TokenSequence]) -> int:
+    """Number of tokens of a group's row, without padding."""
+    return sum(len(sequence.ids) for sequence in group) - (len(group) - 1) * n_shared_tokens(group)
 
 
-def collate_shared_prompts(pairs: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
-    """One row for each pair on the CPU: the shared tokens, the rest of the first sequence, that of the second, padding.
+def branch_offsets(group: Sequence[TokenSequence]) -> list[int]:
+    """For each sequence of a group, the column of its own tokens in the row, minus their position in the sequence."""
+    shared = n_shared_tokens(group)
+    lengths = [len(sequence.ids) - shared for sequence in group[:-1]]
+    return [sum(lengths[:number]) for number in range(len(group))]
+
+
+def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
+    """One row for each group on the CPU: the shared tokens, the rest of each sequence, and padding.
 
     `n_tokens` counts the shared tokens once.
     """
-    lengths = [n_row_tokens(pair) for pair in pairs]
+    lengths = [n_row_tokens(group) for group in groups]
     length = max(lengths, default=1)
     length += -length % _ALIGNMENT
-    input_ids = torch.full((len(pairs), length), pad_id, dtype=torch.int64, device="cpu")
+    input_ids = torch.full((len(groups), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask, position_ids, branches = (torch.zeros_like(input_ids) for _ in range(3))
     completion_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, ((first, second), end) in enumerate(zip(pairs, lengths, strict=True)):
-        middle = len(first.ids)
-        shared = middle + len(second.ids) - end
-        ids = [*first.ids, *second.ids[shared:]]
-        input_ids[row, :end] = torch.tensor(ids, dtype=torch.int64, device="cpu")
-        attention_mask[row, :end] = 1
-        position_ids[row, :middle] = torch.arange(middle, device="cpu")
-        position_ids[row, middle:end] = torch.arange(shared, len(second.ids), device="cpu")
-        branches[row, shared:middle] = 1
-        branches[row, middle:] = 2  # with the padding, which no token sees
-        completion_mask[row, max(first.prompt_length, 1) : middle] = True
-        completion_mask[row, middle + max(second.prompt_length, 1) - shared : end] = True
+    for row, group in enumerate(groups):
+        shared = n_shared_tokens(group)
+        for number, (sequence, offset) in enumerate(zip(group, branch_offsets(group), strict=True)):
+            end, begin = offset + len(sequence.ids), 0 if number == 0 else offset + shared
+            input_ids[row, begin:end] = torch.tensor(sequence.ids[begin - offset :], dtype=torch.int64, device="cpu")
+            attention_mask[row, begin:end] = 1
+            position_ids[row, begin:end] = torch.arange(begin - offset, len(sequence.ids), device="cpu")
+            branches[row, offset + shared :] = number + 1  # the last with the padding, which no token sees
+            completion_mask[row, offset + max(sequence.prompt_length, 1) : end] = True
     return TokenBatch(
         input_ids,
         attention_mask,
         completion_mask,
-        first_trained=min((max(first.prompt_length, 1) for first, _ in pairs), default=1),
+        first_trained=min((max(group[0].prompt_length, 1) for group in groups), default=1),
         n_tokens=sum(lengths),
-        n_trained=sum(sequence.n_trained for pair in pairs for sequence in pair),
+        n_trained=sum(sequence.n_trained for group in groups for sequence in group),
         position_ids=position_ids,
         branches=branches,
     )
 
 
-def check_shared_prompts(model: Any, longest_row: int) -> None:
-    """Refuse a model that computes a row of two branches differently from two rows.
+def check_shared_prompts(model: Any, longest_row: int, option: str = "share_prompts") -> None:
+    """Refuse a model that computes a row of several branches differently from as many rows.
 
     Its configuration shows most of these models. The others fail a test on random tokens: within rounding, the logits
     of the second branch must not depend on the first, and those of both must equal the logits of separate rows.
 
     Args:
         longest_row: maximum number of tokens in a row.
+        option: the option that asks for such rows, in messages.
 
     Raises:
         ConfigError: the model is refused; the message names the model and the cause.
@@ -101,10 +107,10 @@ def check_shared_prompts(model: Any, longest_row: int) -> None:
     cause = _unsupported(causal_lm(model), longest_row)
     if not cause:
         with torch.no_grad(), running_eagerly(model):
-            cause = _difference(model)
+            cause = _difference(model, option)
     if cause:
         name = type(causal_lm(model)).__name__
-        raise ConfigError(f"option 'share_prompts': {name} {cause}; set it to false")
+        raise ConfigError(f"option '{option}': {name} {cause}; leave it out")
 
 
 def _unsupported(model: Any, longest_row: int) -> str:
@@ -127,7 +133,7 @@ def _unsupported(model: Any, longest_row: int) -> str:
     return ""
 
 
-def _difference(model: Any) -> str:
+def _difference(model: Any, option: str) -> str:
     """How the logits of a branching row differ from those of separate rows; empty if they are the same."""
     device = next(model.parameters()).device
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -135,10 +141,10 @@ def _difference(model: Any) -> str:
     prompt, first, other, second = torch.randint(vocabulary, (4, 8), generator=generator, device="cpu").tolist()
     sequences = [TokenSequence(prompt + completion, len(prompt)) for completion in (first, other, second)]
     after_first, after_other = (
-        _logits(model, collate_shared_prompts([(before, sequences[2])], pad_id=0).to(device))[0]
+        _logits(model, collate_shared_prompts([(before, sequences[2])], pad_id=0).to(device), option)[0]
         for before in (sequences[0], sequences[1])
     )
-    alone = _logits(model, collate([sequences[0], sequences[2]], pad_id=0).to(device))
+    alone = _logits(model, collate([sequences[0], sequences[2]], pad_id=0).to(device), option)
     allowed = SAME_LOGITS[attention_dtype(model)]
     starts_at, n_each = len(prompt) - 1, len(first) + 1  # a branch begins with the prompt's last token
     ends = starts_at + n_each
@@ -158,7 +164,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def _logits(model: Any, batch: TokenBatch) -> Tensor:
+def _logits(model: Any, batch: TokenBatch, option: str) -> Tensor:
     """Logits of all tokens: [B, T, V] fp32.
 
     Raises:
@@ -173,7 +179,7 @@ def _logits(model: Any, batch: TokenBatch) -> Tensor:
         logits: Tensor = call(input_ids=batch.input_ids, **inputs, use_cache=False).logits
     except (TypeError, ValueError, RuntimeError) as error:  # models differ in how they fail on a mask of 4 dimensions
         raise ConfigError(
-            f"option 'share_prompts': {type(call).__name__} fails with a 4D mask and position ids; set it to false "
+            f"option '{option}': {type(call).__name__} fails with a 4D mask and position ids; leave it out "
             f"({type(error).__name__}: {one_line(error)})"
         ) from error
     return logits.float()

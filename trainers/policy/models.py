@@ -156,7 +156,7 @@ def make_masks_skippable(model: Any) -> bool:
 
 def attends_without_masks(model: Any) -> bool:
     """Whether `make_masks_skippable` supported the model."""
-    found: bool = causal_lm(model).config._attn_implementation == _SKIPPABLE
+    found: bool = causal_lm(model).config._attn_implementation == SKIPPABLE_ATTENTION
     return found
 
 

@@ -14,7 +14,6 @@ from sparse_opt.optim import SparseOptimizer
 from ..options import ReferenceOptions, TrainingOptions
 from ..ranks import ONE_RANK, Ranks
 from ..rollouts import Rollout
-from .logprobs import token_logprobs
 from .models import (
     compile_layers,
     disable_dropout,
@@ -114,5 +113,5 @@ def rollout_logprobs(
     logprobs = torch.zeros_like(sampled.logprobs)
     with torch.no_grad(), reference.weights():
         for rows, part in sampled.minibatches(rows_per_pass, ranks):
-            sampled.cut(logprobs, rows).copy_(token_logprobs(reference.model, part.batch, temperature))
+            sampled.cut(logprobs, rows).copy_(part.token_logprobs(reference.model, temperature))
     return ranks.sum(logprobs)

@@ -17,6 +17,7 @@ from ..data.order import chunks
 from ..policy.logprobs import token_logprobs
 from ..policy.pretrained import max_positions
 from ..ranks import ONE_RANK, Ranks
+from .grouped import grouped_logprobs
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Rollout:
     sequences: list[TokenSequence]  # the R rows' token ids, without padding
     # [R, P] fp32, of the sampled tokens as the engine reports them; 0 elsewhere. None if it does not report them.
     engine_logprobs: Tensor | None = None
+    completions_per_row: int = 1  # in forward passes of `token_logprobs`: of one prompt, see `grouped`
 
     @property
     def mask(self) -> Tensor:
@@ -130,6 +132,12 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def token_logprobs(self, model: Any, temperature: float) -> Tensor:
+        """Log-probabilities of the sampled tokens under a model, in one forward pass: [R, P] fp32, 0 elsewhere."""
+        if self.completions_per_row == 1:
+            return token_logprobs(model, self.batch, temperature)
+        return grouped_logprobs(model, self.batch, self.sequences, self.completions_per_row, temperature)
 
     def select(self, rows: slice | Sequence[int]) -> Rollout:
         """These rows, trimmed to the longest of them, with columns from their first sampled token on."""
@@ -146,7 +154,14 @@ class Rollout:
             n_trained=sum(sequence.n_trained for sequence in sequences),
         )
         engine_logprobs = None if self.engine_logprobs is None else self.cut(self.engine_logprobs, rows)
-        return Rollout(batch, self.cut(self.logprobs, rows), self.ended[rows], sequences, engine_logprobs)
+        return replace(
+            self,
+            batch=batch,
+            logprobs=self.cut(self.logprobs, rows),
+            ended=self.ended[rows],
+            sequences=sequences,
+            engine_logprobs=engine_logprobs,
+        )
 
     def cut(self, values: Tensor, rows: slice | Sequence[int]) -> Tensor:
         """The part of a [R, P] tensor (advantages, values, reference log-probabilities) for `select(rows)`."""
@@ -186,6 +201,7 @@ def rollout(
     pad_id: int,
     rows_per_pass: int | None = None,
     rows_per_step: int | None = None,
+    completions_per_row: int = 1,
     ranks: Ranks = ONE_RANK,
 ) -> Rollout:
     """Sample `n_generations` completions of each prompt, and compute their log-probabilities under the model.
@@ -201,6 +217,7 @@ def rollout(
         rows_per_pass: consecutive completions per forward pass, trimmed to their longest; None takes all. If training
             uses the same rows in one pass, its first log-probabilities are bit-identical to these.
         rows_per_step: consecutive completions that the ranks share, as in an optimizer step; None shares all.
+        completions_per_row: see `Rollout.completions_per_row`.
         ranks: processes that share the work; all get the whole rollout.
 
     Raises:
@@ -213,8 +230,9 @@ def rollout(
     sampled = sample(
         engine, prompts, n_generations=n_generations, sampling=sampling, pad_id=pad_id, device=device, ranks=ranks
     )
+    sampled = replace(sampled, completions_per_row=completions_per_row)
     for rows, part in sampled.minibatches(rows_per_pass or len(sampled), ranks, rows_per_step):
-        sampled.cut(sampled.logprobs, rows).copy_(token_logprobs(model, part.batch, sampling.logprob_temperature))
+        sampled.cut(sampled.logprobs, rows).copy_(part.token_logprobs(model, sampling.logprob_temperature))
     ranks.sum(sampled.logprobs)
     return sampled
 

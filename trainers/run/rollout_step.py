@@ -34,7 +34,13 @@ def sampling_of(config: RolloutOptions, temperature: float | None = None) -> Sam
     return Sampling(length, temperature, config.top_p, config.top_k, config.min_completion_length)
 
 
-def sample_rollout(run: TrainingRun, engine: Engine, prompts: Sequence[Prompt], n_generations: int) -> Rollout:
+def sample_rollout(
+    run: TrainingRun,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    n_generations: int,
+    completions_per_row: int = 1,
+) -> Rollout:
     """Sample `n_generations` completions of each prompt with their log-probabilities; timed as `rollout`."""
     config = run.config
     assert isinstance(config, RolloutOptions)
@@ -48,6 +54,7 @@ def sample_rollout(run: TrainingRun, engine: Engine, prompts: Sequence[Prompt], 
             pad_id=run.pad_id,
             rows_per_pass=config.batch_size,
             rows_per_step=config.batch_size * config.gradient_accumulation_steps,
+            completions_per_row=completions_per_row,
             ranks=run.ranks,
         )
 

@@ -103,7 +103,7 @@ def model(request):
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_row_holds_both_sequences_and_their_common_start_once(name):
     (first, second), n_shared = PAIRS[name]
-    assert n_shared_tokens(first, second) == n_shared
+    assert n_shared_tokens([first, second]) == n_shared
     batch = collate_shared_prompts([[first, second]], PAD)
     row, positions, branches = batch.input_ids[0], batch.position_ids[0], batch.branches[0]
     is_token = batch.attention_mask[0].bool()
@@ -315,7 +315,7 @@ def tiny(config_class, **sizes):
     ids=["window", "window of some layers", "local layers", "alibi", "recurrent", "hybrid", "2D masks only"],
 )  # fmt: skip
 def test_a_model_is_refused_with_the_cause(make, cause):
-    with pytest.raises(ConfigError, match=f"option 'share_prompts': {cause}.*set it to false"):
+    with pytest.raises(ConfigError, match=f"option 'share_prompts': {cause}.*leave it out"):
         check_shared_prompts(make(), LONGEST_ROW)
 
 
