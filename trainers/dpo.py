@@ -12,7 +12,7 @@ Not implemented: losses that need more than the four log-probability sums of a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from sparse_opt.errors import ConfigError
 
 from .data.encoding import TokenBatch, TokenSequence, collate_examples
 from .data.shared_prompts import check_shared_prompts, collate_shared_prompts, n_row_tokens
-from .options import LoggedOptions, ReferenceOptions
+from .options import GraphOptions, LoggedOptions, ReferenceOptions
 from .policy.logprobs import completion_logprobs
 from .policy.reference import Reference
 from .run.margins import MARGINS_FOLDER, MarginsLog
@@ -41,7 +41,7 @@ Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
 
 
 @dataclass(kw_only=True)
-class DPOConfig(LoggedOptions, ReferenceOptions):
+class DPOConfig(LoggedOptions, GraphOptions, ReferenceOptions):
     """Train a causal language model on preference pairs by DPO, dense, under a mask or with adapters."""
 
     beta: float = option(0.1, "strength of the pull towards the reference policy", above=0, aliases=("dpo_beta",))
@@ -71,6 +71,11 @@ class DPOConfig(LoggedOptions, ReferenceOptions):
             )
         if self.ipo_average and self.loss_type != "ipo":
             raise ConfigError(f"option 'ipo_average' is for loss_type ipo, not '{self.loss_type}'")
+        if self.share_prompts and self.length_multiple > 1:
+            raise ConfigError(
+                "option 'share_prompts' is true, and cuda_graphs or pad_to_multiple_of pads batches with one sequence "
+                "in each row: give one"
+            )
         if self.mount_dir is not None and self.output_dir is None:
             self.save_dir = self.save_dir or Path("dpo_model")
             self.log_dir = self.log_dir or MARGINS_FOLDER
@@ -159,7 +164,10 @@ def train(config: DPOConfig) -> dict[str, Any]:
     run = TrainingRun(config, "dpo", "preference")
     if config.share_prompts:
         check_shared_prompts(run.model, _longest_row(run))
-    collate = partial(collate_shared_prompts if config.share_prompts else collate_examples, pad_id=run.pad_id)
+    if config.share_prompts:
+        collate = partial(collate_shared_prompts, pad_id=run.pad_id)
+    else:
+        collate = partial(collate_examples, pad_id=run.pad_id, multiple=config.length_multiple)
     reference = _reference_logprobs(config, run, collate)
     with run:
         margins_log = None
@@ -173,29 +181,32 @@ def train(config: DPOConfig) -> dict[str, Any]:
                 pairs = run.eval_data[rows]
                 batch = collate(pairs).to(run.device)
                 policy = completion_logprobs(run.model, batch)
-                found[:, rows] = torch.stack(_losses(config, batch, policy, reference([pairs], [batch])[0]))
+                found[:, rows] = torch.stack(
+                    _losses(config, batch, policy, reference.of([batch], reference.known([pairs]))[0])
+                )
             losses, chosen, rejected = run.ranks.sum(found)
             return {"loss": losses.mean(), **_reward_metrics(chosen, rejected)}
 
-        for step in run.steps(evaluate):
-            examples = run.examples_of(step)
-            groups = [examples[rows] for rows in run.passes(len(examples))]
-            batches = list(run.batches(step, collate))
-
+        def take_step(batches: Iterable[TokenBatch], known: Sequence[Tensor]) -> Tensor:
+            batches, n_pairs = list(batches), config.examples_per_step
             with run.time("reference"):
-                ref_logprobs = reference(groups, batches)
-
-            found = torch.zeros(3, len(examples), dtype=torch.float32, device=run.device)
+                ref_logprobs = reference.of(batches, known)
+            found = torch.zeros(3, n_pairs, dtype=torch.float32, device=run.device)
             with run.time("forward_backward"):
-                passes = run.training_passes(len(examples))
+                passes = run.training_passes(n_pairs)
                 for (rows, is_last), batch, ref in zip(passes, batches, ref_logprobs, strict=True):
                     losses, chosen, rejected = _losses(config, batch, completion_logprobs(run.model, batch), ref)
                     # The mean over all pairs of the step, independent of the number of forward passes and ranks.
-                    run.backward(losses.sum() / len(examples), is_last)
+                    run.backward(losses.sum() / n_pairs, is_last)
                     found[:, rows] = torch.stack([losses.detach(), chosen, rejected])
             run.update()
+            return found
 
-            losses, chosen, rejected = run.ranks.sum(found)
+        training_step = run.whole_step(take_step)
+        for step in run.steps(evaluate):
+            examples = run.examples_of(step)
+            known = reference.known([examples[rows] for rows in run.passes(len(examples))])
+            losses, chosen, rejected = run.ranks.sum(training_step(run.batches(step, collate), known))
             if margins_log is not None:
                 margins_log.write(step, chosen - rejected)
             if run.samples_due(step):
@@ -251,25 +262,31 @@ def _reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
 # The reference's log-probabilities
 
 Collate = Callable[[Pairs], TokenBatch]
-ReferenceLogprobs = Callable[[Sequence[Pairs], Sequence[TokenBatch]], list[Tensor]]
 
 
-def _reference_logprobs(config: DPOConfig, run: TrainingRun, collate: Collate) -> ReferenceLogprobs:
-    """A function that maps groups of pairs and their batches to the reference's log-probability sums [2B] of each."""
+@dataclass(frozen=True)
+class _ReferenceLogprobs:
+    """The reference's log-probability sums of batches of pairs: precomputed, or by forward passes of the reference."""
+
+    precomputed: _KnownLogprobs | None
+    reference: Reference | None
+
+    def known(self, groups: Sequence[Pairs]) -> list[Tensor]:
+        """The sums [2B] of each group of pairs, or nothing if they are not precomputed."""
+        return [] if self.precomputed is None else [self.precomputed.of(pairs) for pairs in groups]
+
+    def of(self, batches: Sequence[TokenBatch], known: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The sums [2B] of each batch; `known` is the result of `known` for the same pairs."""
+        if self.reference is None:
+            return known
+        with torch.no_grad(), self.reference.weights():
+            return [completion_logprobs(self.reference.model, batch) for batch in batches]
+
+
+def _reference_logprobs(config: DPOConfig, run: TrainingRun, collate: Collate) -> _ReferenceLogprobs:
     if config.reference == "precomputed":
-        known = _precompute(config, run, collate)
-
-        def look_up(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
-            return [known.of(pairs) for pairs in groups]
-
-        return look_up
-    reference = _reference(config, run)
-
-    def compute(groups: Sequence[Pairs], batches: Sequence[TokenBatch]) -> list[Tensor]:
-        with torch.no_grad(), reference.weights():
-            return [completion_logprobs(reference.model, batch) for batch in batches]
-
-    return compute
+        return _ReferenceLogprobs(_precompute(config, run, collate), None)
+    return _ReferenceLogprobs(None, _reference(config, run))
 
 
 def _reference(config: DPOConfig, run: TrainingRun) -> Reference:

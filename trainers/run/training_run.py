@@ -189,9 +189,12 @@ class TrainingRun:
 
         With `offload`, a second model, if the mode needs one, is kept on the CPU while it is not in use.
         """
-        return make_reference(
+        reference = make_reference(
             self.config, self.model, self.optimizer, self.device, offload=offload, sharded=self.ranks.sharded
         )
+        if self._graphs:
+            require_graphs(reference.model, self.optimizer, self.device, self.ranks.size)
+        return reference
 
     def whole_model(self) -> Any:
         """The model, or if it is sharded an ordinary copy of it, on the CPU of rank 0, and None on the other ranks.

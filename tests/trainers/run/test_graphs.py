@@ -11,7 +11,7 @@ from stopping import assert_same_run, rows, stop_and_resume
 from torch import Tensor
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers import sft
+from sparse_opt.trainers import dpo, sft
 from sparse_opt.trainers.data.encoding import TokenSequence, collate
 from sparse_opt.trainers.run import graphs, training_run
 
@@ -120,6 +120,39 @@ def test_sft_replays_are_its_steps(sft_options, changes):
     options = {"pad_to_multiple_of": 8, "n_steps": 16, "device": "cuda", "dtype": "bf16", **changes}
     eager, graphed = (sft.train(sft_options(str(on), cuda_graphs=on, **options)) for on in (False, True))
     assert_same_steps(graphed, eager)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"reference": "precomputed"}, {"loss_type": "ipo", "ipo_average": True}, {"eval_ratio": 0.2, "eval_steps": 4}],
+    ids=str,
+)
+def test_dpo_with_graphs_is_dpo(on_a_cpu, dpo_options, mask_file, tmp_path, changes):
+    options = {"mask": mask_file, "n_steps": 10, "batch_size": 2, "gradient_accumulation_steps": 2, **changes}
+    options |= {"pad_to_multiple_of": 4, "log_margins": True}
+    eager, graphed = (
+        dpo.train(dpo_options(output_dir=tmp_path / str(on), cuda_graphs=on, **options)) for on in (False, True)
+    )
+    assert_same_steps(graphed, eager)
+    (step,) = StandIn.made
+    assert 1 < len(step.buffers) < 10
+    margins = [sorted(path for path in (tmp_path / str(on) / "logs").rglob("*.npy")) for on in (False, True)]
+    assert margins[0] and [a.read_bytes() for a in margins[0]] == [b.read_bytes() for b in margins[1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"reference": "precomputed"}, {"gradient_checkpointing": True}], ids=str)
+def test_dpo_replays_are_its_steps(dpo_options, mask_file, tmp_path, changes):
+    options = {"mask": mask_file, "n_steps": 16, "device": "cuda", "dtype": "bf16", "pad_to_multiple_of": 8, **changes}
+    eager, graphed = (
+        dpo.train(dpo_options(output_dir=tmp_path / str(on), cuda_graphs=on, **options)) for on in (False, True)
+    )
+    assert_same_steps(graphed, eager)
+
+
+def test_dpo_with_shared_prompts_is_refused(dpo_options, mask_file):
+    with pytest.raises(ConfigError, match="option 'share_prompts' is true, and cuda_graphs or pad_to_multiple_of"):
+        dpo_options(mask=mask_file, cuda_graphs=True, share_prompts=True)
 
 
 def test_a_resumed_run_with_graphs_is_the_run(on_a_cpu, sft_options, monkeypatch):
