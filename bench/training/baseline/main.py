@@ -141,7 +141,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument(
         "--share_prompts",
         action="store_true",
-        help="dpo: run every mode a second time, with a pair's prompt computed once",
+        help="run every mode a second time, with a prompt computed once for its completions when they are trained",
     )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
@@ -224,8 +224,6 @@ def problem(args: Namespace) -> str:
 
 def _prompt_problem(args: Namespace) -> str:
     """The error in what is said about prompts; empty if it is valid."""
-    if args.share_prompts and args.algorithm != "dpo":
-        return "--share_prompts is of dpo, which has two completions of a prompt in a row"
     if args.prompt_share is None:
         return ""
     if args.algorithm != "dpo" or args.dataset is not None:

@@ -46,7 +46,7 @@ class Job:
     shira_rank: int | None = None  # required by mode shira
     gradient_checkpointing: bool = False
     compile: bool = False  # the model's layers, with torch.compile
-    share_prompts: bool = False  # DPO: a pair's prompt is computed once
+    share_prompts: bool = False  # a prompt is computed once for its completions, except while they are sampled
     precomputed_reference: bool = False  # DPO: the reference's log-probabilities are computed before the first step
     l2_fetch_granularity: int | None = None  # bytes; None leaves the device's default
     kernel_time: bool = False

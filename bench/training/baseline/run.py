@@ -39,7 +39,7 @@ from sparse_opt.trainers.data.order import ShuffledOrder
 from sparse_opt.trainers.data.shared_prompts import check_shared_prompts, collate_shared_prompts, n_row_tokens
 from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.grpo import group_advantages, grpo_loss
-from sparse_opt.trainers.policy.logprobs import completion_logprobs, token_logprobs
+from sparse_opt.trainers.policy.logprobs import completion_logprobs
 from sparse_opt.trainers.policy.models import compile_layers, load_policy, load_tokenizer
 from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
 from sparse_opt.trainers.run.timing import StepTimer
@@ -116,13 +116,19 @@ def grpo_step(
         torch.manual_seed(job.seed + i)
         with section("rollout"):
             sampled = rollout(
-                engine, trained.policy, prompts[i], n_generations=job.n_generations, sampling=sampling, pad_id=pad_id
+                engine,
+                trained.policy,
+                prompts[i],
+                n_generations=job.n_generations,
+                sampling=sampling,
+                pad_id=pad_id,
+                completions_per_row=job.n_generations if job.share_prompts else 1,
             )
             advantages = group_advantages(even_share(sampled.batch), job.n_generations)
         with section("reference"), torch.no_grad(), trained.reference_weights():
-            ref = token_logprobs(trained.reference, sampled.batch)
+            ref = sampled.token_logprobs(trained.reference, sampling.temperature)
         with section("forward"):
-            logprobs = token_logprobs(trained.policy, sampled.batch)
+            logprobs = sampled.token_logprobs(trained.policy, sampling.temperature)
             loss, ratio, k3 = grpo_loss(
                 logprobs, sampled.logprobs, advantages, sampled.mask, ref_logprobs=ref, beta=GRPO_BETA
             )
@@ -191,6 +197,8 @@ def run(job: Job) -> dict[str, Any]:
     else:
         longest = job.sequence_length - job.max_new_tokens
         data = [[_prompt(row[0], longest) for row in rows] for rows in chosen]
+        if job.share_prompts:
+            check_shared_prompts(trained.policy, longest + job.n_generations * (job.max_new_tokens + 1))
         step = grpo_step(job, trained, data, pad_id, tokenizer.eos_token_id, section)
 
     if device.type == "cuda":
