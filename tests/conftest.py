@@ -153,6 +153,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Gradients are added up in a fixed order, also on a GPU, so that runs can be compared by bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def tiny_llama() -> Callable[..., torch.nn.Module]:
     """`tiny_llama(seed=0, dtype=torch.float32, **config)`: a Llama of two layers with random weights, on the CPU.
 

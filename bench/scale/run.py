@@ -11,16 +11,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparse_opt import MaskSet
-from sparse_opt.optim import GraphedStep, SparseOptimizer
 from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
 from sparse_opt.trainers.policy.adapters import add_lora
 from sparse_opt.trainers.policy.models import make_masks_skippable
@@ -29,7 +26,7 @@ from ..common.environment import commit
 from ..common.harness import job_main
 from ..distributed.models import make_model, pair
 from ..training.baseline.modes import Trained, adapter_training, dense_training, sparse_training
-from ..training.baseline.run import Sections, Step, dpo_step, reference_logprobs, take_steps
+from ..training.baseline.run import NoSections, Sections, dpo_step, graphed, reference_logprobs, take_steps
 from .cases import SPARSE_OPTIONS, Case
 
 
@@ -88,35 +85,6 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-class NoSections(Sections):
-    """Times no section, because the events of a graph are not those of its capture."""
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        yield
-
-
-def graphed(
-    trained: Trained, batches: Sequence[TokenBatch], section: Sections, references: Sequence[Tensor] | None = None
-) -> Step:
-    """A step of DPO as a CUDA graph. All batches have the shapes of the first."""
-    assert isinstance(trained.optimizer, SparseOptimizer)
-    first = batches[0]
-
-    def function(input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor, *ref: Tensor) -> dict[str, Tensor]:
-        batch = replace(first, input_ids=input_ids, attention_mask=attention_mask, completion_mask=completion_mask)
-        return dpo_step(trained, [batch], section, ref or None)(0)
-
-    step = GraphedStep(function, trained.optimizer)
-
-    def call(i: int) -> dict[str, Tensor]:
-        batch, ref = batches[i], [] if references is None else [references[i]]
-        found: dict[str, Tensor] = step(batch.input_ids, batch.attention_mask, batch.completion_mask, *ref)
-        return found
-
-    return call
-
-
 def make_training(case: Case, device: torch.device) -> Trained:
     """The model with random weights, made layer by layer on the device, and what trains it."""
     torch.manual_seed(case.seed)
@@ -129,9 +97,8 @@ def make_training(case: Case, device: torch.device) -> Trained:
         adapted: Any = add_lora(policy, case.lora_rank)
         return adapter_training(policy, adapted.disable_adapter, case.learning_rate)
     mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
-    lr = torch.tensor(case.learning_rate, device=device) if case.cuda_graphs else case.learning_rate
     keep = not case.precomputed_reference
-    return sparse_training(policy, mask, lr, keep_base_weights=keep, **SPARSE_OPTIONS[case.method])
+    return sparse_training(policy, mask, case.learning_rate, keep_base_weights=keep, **SPARSE_OPTIONS[case.method])
 
 
 def random_pair(case: Case, index: int, vocab: int) -> TokenBatch:

@@ -69,11 +69,12 @@ MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
 TILE_PATTERNS = tuple(name for name in PATTERNS if name.startswith("tile"))
 N_PAIRS = 64
+_STEPS_BEFORE_REPLAYS = 4  # three ordinary ones and the capture
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings")
 _SETTINGS = (
     *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
     *("max_new_tokens", "lora_rank", "shira_rank", "learning_rate", "gradient_checkpointing", "compile"),
-    *("precomputed_reference", "share_prompts", "prompt_share"),
+    *("precomputed_reference", "share_prompts", "prompt_share", "cuda_graphs"),
     *(
         "l2_fetch_granularity",
         "seed",
@@ -94,6 +95,7 @@ _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
+  sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs
   sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
   sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
@@ -144,6 +146,11 @@ def options(parser: CommandParser) -> None:
         help="run every mode a second time, with a prompt computed once for its completions when they are trained",
     )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
+    what.add_argument(
+        "--cuda_graphs",
+        action="store_true",
+        help="dpo on random words, modes sparse and tiles: replay steps as CUDA graphs",
+    )
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("on what")
     data.add_argument(
@@ -188,7 +195,7 @@ def problem(args: Namespace) -> str:
         return error
     if args.precomputed_reference and args.algorithm != "dpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
-    if error := _prompt_problem(args):
+    if error := _prompt_problem(args) or _graphs_problem(args):
         return error
     if not 0 <= args.n_warmup < args.n_steps:
         return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
@@ -220,6 +227,19 @@ def problem(args: Namespace) -> str:
         return ""
     require_matplotlib("plot")
     return why_unwritable(args.plot)
+
+
+def _graphs_problem(args: Namespace) -> str:
+    """The error in what is said about CUDA graphs; empty if it is valid."""
+    if not args.cuda_graphs:
+        return ""
+    if args.algorithm != "dpo" or args.share_prompts or args.dataset is not None:
+        return "--cuda_graphs is of dpo on random words in separate rows: leave out --share_prompts and --dataset"
+    if not set(args.modes) <= {"sparse", "tiles"} or args.device == "cpu":
+        return "--cuda_graphs needs a GPU and --modes of sparse,tiles"
+    if args.n_warmup < _STEPS_BEFORE_REPLAYS:
+        return f"--n_warmup is {args.n_warmup}, expected at least {_STEPS_BEFORE_REPLAYS} with --cuda_graphs"
+    return ""
 
 
 def _prompt_problem(args: Namespace) -> str:

@@ -48,6 +48,7 @@ class Job:
     compile: bool = False  # the model's layers, with torch.compile
     share_prompts: bool = False  # a prompt is computed once for its completions, except while they are sampled
     precomputed_reference: bool = False  # DPO: the reference's log-probabilities are computed before the first step
+    cuda_graphs: bool = False  # DPO: steps are replayed as CUDA graphs
     l2_fetch_granularity: int | None = None  # bytes; None leaves the device's default
     kernel_time: bool = False
     device: str

@@ -30,8 +30,8 @@ def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
     """Statistics of a run: medians over the steps after warm-up, and the steps themselves.
 
     step_s is the wall time of a step, host_s of that the time until the host had launched it, cpu_s its CPU time, kept
-    where there is no GPU, section_s and
-    section_host_s the sections' on the device and on the host, sections_s a step's sum of the former.
+    where there is no GPU, section_s and section_host_s the sections' on the device and on the host, sections_s a step's
+    sum of the former. Steps that are CUDA graphs have no sections.
     """
     timed = result["steps"][n_warmup:]
     sections = list(timed[0]["section_s"])
@@ -54,8 +54,11 @@ def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
     if row["peak_memory_bytes"] is None:
         row["cpu_s"] = statistics.median(step["cpu_s"] for step in timed)
     else:
-        waiting = sum(device[name] for name in sections if host[name] >= HOST_BOUND * device[name])
-        row["host_bound_share"] = waiting / sum(device.values())
+        parts = [(device[name], host[name]) for name in sections] or [
+            (median, row["host_s"])
+        ]  # a graph has no sections
+        waiting = sum(on_device for on_device, on_host in parts if on_host >= HOST_BOUND * on_device)
+        row["host_bound_share"] = waiting / sum(on_device for on_device, _ in parts)
         row["limit"] = "host" if row["host_bound_share"] > 0.5 else "GPU"
     return row
 
@@ -215,6 +218,7 @@ def heading(report: dict[str, Any]) -> str:
         )
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     notes += ", layers compiled" if settings.get("compile") else ""
+    notes += ", CUDA graphs" if settings.get("cuda_graphs") else ""
     if settings.get("l2_fetch_granularity") is not None:
         notes += f", {settings['l2_fetch_granularity']}-byte fetches"
     mask = report["mask"]

@@ -24,7 +24,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from sparse_opt import set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
+from sparse_opt.optim import SparseOptimizer
 from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate_examples, load_examples
 from sparse_opt.trainers.data.order import ShuffledOrder
 from sparse_opt.trainers.data.shared_prompts import check_shared_prompts, collate_shared_prompts, n_row_tokens
@@ -42,6 +43,7 @@ from sparse_opt.trainers.grpo import group_advantages, grpo_loss
 from sparse_opt.trainers.policy.logprobs import completion_logprobs
 from sparse_opt.trainers.policy.models import compile_layers, load_policy, load_tokenizer
 from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
+from sparse_opt.trainers.run.graphs import GraphedSteps, require_graphs
 from sparse_opt.trainers.run.timing import StepTimer
 
 from ...common.harness import job_main
@@ -101,6 +103,34 @@ def dpo_step(
             losses, *_ = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, DPO_BETA)
             loss = losses.mean()
         return {"loss": loss.detach(), **_update(trained, loss, section)}
+
+    return step
+
+
+class NoSections(Sections):
+    """Times no section, because the events of a graph are not those of its capture."""
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        yield
+
+
+def graphed(
+    trained: Trained, batches: Sequence[TokenBatch], section: Sections, references: Sequence[Tensor] | None = None
+) -> Step:
+    """`dpo_step` as a CUDA graph for each shape of the batches: three ordinary steps, a capture, and replays."""
+    optimizer = trained.optimizer
+    assert isinstance(optimizer, SparseOptimizer)
+
+    def whole_step(given: Iterable[TokenBatch], known: Sequence[Tensor]) -> Tensor:
+        return dpo_step(trained, list(given), section, known or None)(0)["loss"]
+
+    call = GraphedSteps(whole_step, optimizer)
+
+    def step(i: int) -> dict[str, Tensor]:
+        loss = call([batches[i]], [] if references is None else [references[i]])
+        assert optimizer.grad_norm is not None
+        return {"loss": loss, "grad_norm": optimizer.grad_norm}
 
     return step
 
@@ -185,7 +215,9 @@ def run(job: Job) -> dict[str, Any]:
     if job.compile:
         for model in {id(m): m for m in (trained.policy, trained.reference)}.values():
             compile_layers(model)
-    section = Sections(device)
+    section = NoSections(device) if job.cuda_graphs else Sections(device)
+    if job.cuda_graphs:
+        require_graphs(trained.policy, trained.optimizer, device, n_ranks=1)
     if job.algorithm == "dpo":
         data: Any = [[[sequence.ids for sequence in pair] for pair in pairs] for pairs in chosen]
         if job.share_prompts:
@@ -193,7 +225,7 @@ def run(job: Job) -> dict[str, Any]:
         collate = collate_shared_prompts if job.share_prompts else collate_examples
         batches = [collate(pairs, pad_id).to(device) for pairs in chosen]
         references = [reference_logprobs(trained, batch) for batch in batches] if job.precomputed_reference else None
-        step = dpo_step(trained, batches, section, references)
+        step = (graphed if job.cuda_graphs else dpo_step)(trained, batches, section, references)
     else:
         longest = job.sequence_length - job.max_new_tokens
         data = [[_prompt(row[0], longest) for row in rows] for rows in chosen]

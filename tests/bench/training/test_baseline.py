@@ -184,6 +184,9 @@ def test_grpo_with_shared_prompts_begins_with_the_same_gradient(tmp_path, bench)
         (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl needs a model"),
         (["dpo", "--small", "--mask", "/nowhere/mask"], "--mask /nowhere/mask: no such file"),
         (["dpo", "--small", "--work_dir", "/nowhere"], "--work_dir /nowhere: no such folder"),
+        (["dpo", "--small", "--modes", "sparse", "--cuda_graphs"], "--cuda_graphs needs a GPU and --modes of sparse"),
+        (["grpo", "--small", "--cuda_graphs"], "--cuda_graphs is of dpo on random words in separate rows"),
+        (["dpo", "--small", "--share_prompts", "--cuda_graphs"], "leave out --share_prompts and --dataset"),
         (["dpo", "--small", "--kernel_time"], "--kernel_time needs a GPU, and the device is cpu"),
         (
             ["dpo", "--small", "--l2_fetch_granularity", "32"],

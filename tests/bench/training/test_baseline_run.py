@@ -30,6 +30,7 @@ from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.data.encoding import TokenSequence, collate
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 from sparse_opt.trainers.policy.models import load_policy
+from sparse_opt.trainers.run import graphs
 
 MODES = ("dense", "sparse", "lora", "shira")
 
@@ -127,6 +128,36 @@ def tile_masks(tmp_path_factory) -> dict[str, str]:
     tiles.save(folder / "tiles.safetensors")
     MaskSet({name: tiles[name] for name in bools}, tiles.shapes).save(folder / "elements.safetensors")
     return {"tiles": str(folder / "tiles.safetensors"), "sparse": str(folder / "elements.safetensors")}
+
+
+def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
+    """On a CPU, with a stand-in that calls the function on copies of the inputs."""
+    monkeypatch.setattr(baseline_run, "require_graphs", lambda *_, **__: None)
+    monkeypatch.setattr(
+        graphs, "GraphedStep", lambda function, _: lambda *inputs: function(*(tensor.clone() for tensor in inputs))
+    )
+    for precomputed in (False, True):
+        of_graphs, ordinary = (
+            run(changed(job, cuda_graphs=on, precomputed_reference=precomputed)) for on in (True, False)
+        )
+        for step, other in zip(of_graphs["steps"], ordinary["steps"], strict=True):
+            assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"])
+        assert ordinary["steps"][0]["section_s"] and not of_graphs["steps"][0]["section_s"]
+        assert wrong_results("dpo", [summary(of_graphs, n_warmup=1)]) == []
+    on_gpu = of_graphs | {"peak_memory_bytes": 1, "peak_reserved_bytes": 1}
+    for step in on_gpu["steps"]:
+        step |= {"step_s": 1.0, "host_s": 0.01}
+    row = summary(on_gpu, n_warmup=1)
+    assert (row["limit"], row["section_s"]) == ("GPU", {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["sparse", "tiles"])
+def test_replays_get_what_ordinary_steps_get(job, tile_masks, mode, deterministic):
+    changes = {"mode": mode, "mask": tile_masks[mode], "n_steps": 7, "device": "cuda"}
+    of_graphs, ordinary = (run(changed(job, cuda_graphs=on, **changes)) for on in (True, False))
+    for step, other in zip(of_graphs["steps"], ordinary["steps"], strict=True):
+        assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"])
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])

@@ -116,7 +116,7 @@ def test_sft_with_graphs_is_sft(on_a_cpu, sft_options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"compile": True}], ids=str)
-def test_sft_replays_are_its_steps(sft_options, changes):
+def test_sft_replays_are_its_steps(sft_options, changes, deterministic):
     options = {"pad_to_multiple_of": 8, "n_steps": 16, "device": "cuda", "dtype": "bf16", **changes}
     eager, graphed = (sft.train(sft_options(str(on), cuda_graphs=on, **options)) for on in (False, True))
     assert_same_steps(graphed, eager)
@@ -142,7 +142,7 @@ def test_dpo_with_graphs_is_dpo(on_a_cpu, dpo_options, mask_file, tmp_path, chan
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"reference": "precomputed"}, {"gradient_checkpointing": True}], ids=str)
-def test_dpo_replays_are_its_steps(dpo_options, mask_file, tmp_path, changes):
+def test_dpo_replays_are_its_steps(dpo_options, mask_file, tmp_path, changes, deterministic):
     options = {"mask": mask_file, "n_steps": 16, "device": "cuda", "dtype": "bf16", "pad_to_multiple_of": 8, **changes}
     eager, graphed = (
         dpo.train(dpo_options(output_dir=tmp_path / str(on), cuda_graphs=on, **options)) for on in (False, True)
