@@ -14,6 +14,7 @@ from sparse_opt.masks.parameters import select_names
 from ..common.shapes import (
     LLAMA_3_1_8B_SIZES,
     LLAMA_3_2_3B_SIZES,
+    LLAMA_3_70B_SIZES,
     QWEN_2_5_14B_SIZES,
     QWEN_2_5_32B_SIZES,
     TINY_SIZES,
@@ -45,6 +46,7 @@ SHAPES = {
     "8b": Shape("llama", LLAMA_3_1_8B_SIZES),
     "14b": Shape("qwen2", QWEN_2_5_14B_SIZES),
     "32b": Shape("qwen2", QWEN_2_5_32B_SIZES),
+    "70b": Shape("llama", LLAMA_3_70B_SIZES),
     "tiny": Shape("llama", TINY_SIZES, tied=True),
     "tiny_qwen2": Shape("qwen2", TINY_SIZES),
 }

@@ -119,8 +119,8 @@ def test_a_case_that_runs_out_of_memory_is_a_row(case, monkeypatch):
 
 def test_shapes_are_those_of_the_published_models():
     # As their model cards count.
-    counted = {name: n_parameters(name) for name in ("3b", "8b", "14b", "32b")}
-    assert counted == {"3b": 3_212_749_824, "8b": 8_030_261_248, "14b": 14_770_033_664, "32b": 32_763_876_352}
+    counted = {name: n_parameters(name) for name in ("3b", "8b", "14b", "32b", "70b")}
+    assert list(counted.values()) == [3_212_749_824, 8_030_261_248, 14_770_033_664, 32_763_876_352, 70_553_706_496]
     assert SHAPES["32b"].config(4096).max_position_embeddings == 4096
 
 
