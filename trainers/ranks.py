@@ -187,7 +187,7 @@ def joined() -> Iterator[None]:
         raise
     except BaseException as error:  # each rank's failure; only one rank's is printed
         if store.add("sparse_opt/failures", 1) > 1:
-            raise SystemExit(1) from None
+            raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None  # as the command line ends
         if isinstance(error, RuntimeError) and _is_of_collective(error):
             raise SparseOptError(f"another rank ended or does not respond: {one_line(error)}") from error
         raise
