@@ -50,7 +50,7 @@ class PretrainedOptions:
     """Train a pretrained model by GRPO on questions with verified answers, dense and under a mask of tiles."""
 
     model: str = option("smollm2", "smollm2, or the folder of a causal language model")
-    task: str = option("products", "questions of reasoning-gym, see sparse_opt.bench.study.tasks")
+    task: str = option("largest", "questions of reasoning-gym, see sparse_opt.bench.study.tasks")
     questions: Path | None = option(
         None, "folder of your own train.jsonl and test.jsonl, in place of task; with reward_functions"
     )
@@ -67,6 +67,9 @@ class PretrainedOptions:
     )
     n_prompts: int = option(32, "questions per step", at_least=1)
     n_generations: int = option(16, "sampled answers per question", at_least=2)
+    share_prompts: bool = option(
+        True, "compute a question once for all of its answers; false for models that cannot, which are refused"
+    )
     rows_per_pass: int = option(512, "answers per forward pass; fewer need less memory", at_least=1)
     max_completion_length: int = option(16, "longest answer in tokens", at_least=1)
     n_train: int = option(2000, "questions to train on", at_least=1)
@@ -263,6 +266,8 @@ def _grpo_options(
         "batch_size": batch_size,
         "gradient_accumulation_steps": n_completions // batch_size,
         "max_completion_length": args.max_completion_length,
+        "share_prompts": args.share_prompts,
+        "completions_per_row": args.n_generations if args.share_prompts else 1,
         # bf16 weights with fp32 master weights on a GPU; a CPU computes faster in fp32.
         "dtype": "fp32" if device == "cpu" else "bf16",
         "lr_schedule": "constant",

@@ -130,6 +130,14 @@ def tile_masks(tmp_path_factory) -> dict[str, str]:
     return {"tiles": str(folder / "tiles.safetensors"), "sparse": str(folder / "elements.safetensors")}
 
 
+def test_grpo_with_shared_prompts_begins_with_the_same_gradient(job):
+    separate, shared = (run(changed(job, algorithm="grpo", share_prompts=on, n_steps=1)) for on in (False, True))
+    assert (separate["mode"], shared["mode"]) == ("sparse", "sparse, shared prompts")
+    assert shared["steps"][0]["ratio_error"] <= 1e-3
+    for name in ("loss", "grad_norm"):
+        assert shared["steps"][0][name] == pytest.approx(separate["steps"][0][name], rel=2e-2, abs=1e-4), name
+
+
 def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
     """On a CPU, with a stand-in that calls the function on copies of the inputs."""
     monkeypatch.setattr(baseline_run, "require_graphs", lambda *_, **__: None)
