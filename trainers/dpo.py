@@ -71,11 +71,7 @@ class DPOConfig(LoggedOptions, GraphOptions, ReferenceOptions):
             )
         if self.ipo_average and self.loss_type != "ipo":
             raise ConfigError(f"option 'ipo_average' is for loss_type ipo, not '{self.loss_type}'")
-        if self.share_prompts and self.length_multiple > 1:
-            raise ConfigError(
-                "option 'share_prompts' is true, and cuda_graphs or pad_to_multiple_of pads batches with one sequence "
-                "in each row: give one"
-            )
+        self.require_no_padding("share_prompts")
         if self.mount_dir is not None and self.output_dir is None:
             self.save_dir = self.save_dir or Path("dpo_model")
             self.log_dir = self.log_dir or MARGINS_FOLDER

@@ -45,12 +45,8 @@ class SFTConfig(GraphOptions):
         super().__post_init__()
         if self.packing and self.padding_free:
             raise ConfigError("options 'packing' and 'padding_free' are true: give one")
-        for option_name in ("packing", "padding_free"):
-            if getattr(self, option_name) and self.length_multiple > 1:
-                raise ConfigError(
-                    f"option '{option_name}' is true, and cuda_graphs or pad_to_multiple_of pads batches with one "
-                    "sequence in each row: give one"
-                )
+        self.require_no_padding("packing")
+        self.require_no_padding("padding_free")
 
 
 def sft_loss(logprobs: Tensor, n_trained: int | Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -284,10 +285,12 @@ def measured(device: torch.device, *, seed: int, n_rounds: int | None, on_row: C
     runnable = [name for name in ("triton", "cuda") if not backends.why_unavailable(name, device)]
     tuner = Tuner(device, start, runnable, generator, n_rounds or Tuner.n_rounds, on_row=on_row)
     table = tuner.run()
+    path = files.save(key, table, tuner.rows)
     return {
         "source": source,
         "builtin": asdict(start),
         "tuning": asdict(table),
         "rows": tuner.rows,
-        "path": str(files.save(key, table, tuner.rows)),
+        # Without the name of the user, because the report may be published.
+        "path": f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path),
     }

@@ -177,6 +177,8 @@ def _logits(model: Any, batch: TokenBatch, option: str) -> Tensor:
     call = causal_lm(model)
     try:
         logits: Tensor = call(input_ids=batch.input_ids, **inputs, use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:  # models differ in how they fail on a mask of 4 dimensions
         raise ConfigError(
             f"option '{option}': {type(call).__name__} fails with a 4D mask and position ids; leave it out "

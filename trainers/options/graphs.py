@@ -36,6 +36,14 @@ class GraphOptions(TrainingOptions):
                 "expected bf16 or fp32"
             )
 
+    def require_no_padding(self, name: str) -> None:
+        """Raise ConfigError if option `name`, of several sequences in a row, is true although batches are padded."""
+        if getattr(self, name) and self.length_multiple > 1:
+            raise ConfigError(
+                f"option '{name}' is true, and cuda_graphs or pad_to_multiple_of pads batches with one sequence in "
+                "each row: give one"
+            )
+
     @property
     def length_multiple(self) -> int:
         """Batches are padded to a multiple of so many tokens."""

@@ -1,7 +1,7 @@
 """Log-probabilities of completions with several of one prompt in a row, so that the prompt is computed once for them.
 
 As in Prefix Grouper (https://arxiv.org/abs/2506.05433), up to rounding the result and its gradient are those of
-completions in rows of their own, and a group of n completions computes P + n C tokens in place of n (P + C).
+completions in rows of their own. A row of n completions has P - 1 + n (C + 1) tokens in place of n (P + C).
 """
 
 from __future__ import annotations

@@ -54,9 +54,8 @@ def summary(result: dict[str, Any], n_warmup: int) -> dict[str, Any]:
     if row["peak_memory_bytes"] is None:
         row["cpu_s"] = statistics.median(step["cpu_s"] for step in timed)
     else:
-        parts = [(device[name], host[name]) for name in sections] or [
-            (median, row["host_s"])
-        ]  # a graph has no sections
+        parts = [(device[name], host[name]) for name in sections]
+        parts = parts or [(median, row["host_s"])]  # a graph has no sections
         waiting = sum(on_device for on_device, on_host in parts if on_host >= HOST_BOUND * on_device)
         row["host_bound_share"] = waiting / sum(on_device for on_device, _ in parts)
         row["limit"] = "host" if row["host_bound_share"] > 0.5 else "GPU"

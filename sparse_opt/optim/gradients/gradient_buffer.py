@@ -95,7 +95,11 @@ class GradientBuffer(Segments, ABC):
         """Return a route for the layer whose weight is parameter i; `sink` does not get gradients received directly."""
 
     def set_direct(self, direct: bool, found_inf: Tensor | None) -> None:
-        """Allow or forbid to receive gradients directly; after `direct=False` none is being received."""
+        """Allow or forbid to receive gradients directly; after `direct=False` none is being received.
+
+        Args:
+            found_inf: set to inf if one of them is not finite; None: nobody asks.
+        """
 
     def set_queue_limits(
         self, *, tiles: int | None = None, tile_bytes: int | None = None, gradient_bytes: int | None = None
