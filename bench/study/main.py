@@ -33,7 +33,7 @@ from ..common.report import why_unwritable, write_json
 from ..common.training import beyond
 from .plan import CLAIMS, FINDING_SEED, OF_DENSE, TUNING_SEED, Choice, Part, Run, Subject, first_rates, plan
 from .plot import plot
-from .pool import Pool
+from .pool import Pool, visible_gpus
 from .report import report
 from .results import Results
 from .runs import Chore, before, do, do_chore, is_done, needed_by
@@ -150,7 +150,8 @@ class Study:
                     return False
                 self.ended(job, work(self.world, job), None)
             return True
-        with Pool(work, self.world, self.jobs, self.world.folder / "logs") as pool:
+        gpus = visible_gpus() if self.world.device == "cuda" else ()
+        with Pool(work, self.world, self.jobs, self.world.folder / "logs", gpus) as pool:
             while True:
                 while not pool.is_full and time.monotonic() < deadline and (job := self.next(pool.running)) is not None:
                     pool.start(job)
@@ -284,7 +285,7 @@ def _parser() -> CommandParser:
         "--jobs",
         type=int,
         default=1,
-        help="runs at once on the device, each in a process of its own; their times are not compared (%(default)s)",
+        help="runs at once, each in a process of its own, on all GPUs; their times are not compared (%(default)s)",
     )
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU where there is one")
     return parser

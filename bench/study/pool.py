@@ -1,6 +1,7 @@
-"""Several runs of the study at once, each in a process of its own on the same device.
+"""Several runs of the study at once, each in a process of its own.
 
-A small model leaves most of a large GPU idle, because sampling is bound by the host. The processes are forked from a
+A small model leaves most of a large GPU idle, because sampling is bound by the host, so that several share one. With more
+than one GPU, a run gets the one with the fewest runs. The processes are forked from a
 server that has imported the packages, which takes seconds, and has not touched the GPU. A run whose process fails is
 reported, and the others go on. The processes end with this one, however it ends.
 """
@@ -11,7 +12,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,10 +37,14 @@ class Pool:
         world: its first argument.
         size: processes at once.
         logs: folder for what the processes print.
+        gpus: names of the GPUs as CUDA_VISIBLE_DEVICES has them, each process sees one; empty: all see what this one sees.
     """
 
-    def __init__(self, work: Callable[[Any, Any], Any], world: Any, size: int, logs: Path):
-        self._work, self._world, self.size, self._logs = work, world, size, logs
+    def __init__(
+        self, work: Callable[[Any, Any], Any], world: Any, size: int, logs: Path, gpus: Sequence[str] = ()
+    ):
+        self._work, self._world, self.size, self._logs, self._gpus = work, world, size, logs, list(gpus)
+        self._gpu_of: dict[Any, str] = {}
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         self._running: dict[Any, tuple[Any, connection.Connection]] = {}
@@ -68,7 +73,10 @@ class Pool:
         receiver, sender = self._context.Pipe(duplex=False)
         threads = max(1, (os.cpu_count() or 1) // self.size)
         self._logs.mkdir(parents=True, exist_ok=True)
-        arguments = (self._work, self._world, job, self._log(job), sender, threads)
+        if self._gpus:
+            taken = [self._gpu_of[other] for other in self._running]
+            self._gpu_of[job] = min(self._gpus, key=taken.count)
+        arguments = (self._work, self._world, job, self._log(job), sender, threads, self._gpu_of.get(job))
         process = self._context.Process(target=_call, args=arguments, daemon=True)
         process.start()
         sender.close()
@@ -106,8 +114,21 @@ class Pool:
         return jobs
 
 
-def _call(work: Callable[[Any, Any], Any], world: Any, job: Any, log: Path, sender: Any, threads: int) -> None:
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. Does not initialize CUDA."""
+    import torch
+
+    n = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:n] or [str(i) for i in range(n)]
+
+
+def _call(
+    work: Callable[[Any, Any], Any], world: Any, job: Any, log: Path, sender: Any, threads: int, gpu: str | None
+) -> None:
     """The main function of a process: send (result, None), or (None, the error); what it prints goes to the log."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA is initialized, which nothing has done yet
     import torch
 
     from sparse_opt.errors import SparseOptError

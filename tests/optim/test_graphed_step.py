@@ -33,7 +33,10 @@ def train(graphs, inputs, *, pattern, checkpointing=False, n_micro=1, optimizer_
     model = Model(checkpointing).to("cuda", torch.bfloat16)
     mask = MaskSet.random({f"layers.{i}.weight": (128, 128) for i in range(3)}, density=0.5, pattern=pattern)
     lr = torch.tensor(1e-2, device="cuda")
-    optimizer = optimizer_class(model, mask, lr=lr, stochastic_rounding=True, grad_dtype=torch.bfloat16)
+    options = {"stochastic_rounding": True, "grad_dtype": torch.bfloat16}
+    if pattern != "element":
+        options["tile_backward"] = True  # at this density a tiled backward pass is not the default
+    optimizer = optimizer_class(model, mask, lr=lr, **options)
     if compiled:
         for layer in model.layers:
             layer.compile()

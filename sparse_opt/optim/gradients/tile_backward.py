@@ -200,7 +200,9 @@ def remove(module: nn.Module, route: Route) -> None:
         del module.forward
 
 
-# The ops. The route's number is on the host: reading it needs no synchronization, but rules out CUDA graphs.
+# The ops. The route's number is on the host: reading it needs no synchronization. Inductor's own CUDA graphs leave the
+# backward op out (`cudagraph_unsafe`): whether a gradient is the first one is decided on the host, so only a graph of
+# whole steps (`GraphedStep`) may hold it.
 
 _library = torch.library.Library("sparse_opt", "FRAGMENT")
 _library.define(
@@ -253,11 +255,6 @@ def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tens
 def _linear_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor | None, route: Tensor, transposed: bool
 ) -> Tensor:
-    if grad_output.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph can't hold this backward pass: whether a gradient is the first one is decided outside of it; "
-            "build the optimizer with tile_backward=False"
-        )
     found = _routes.get(int(route))
     use = "accumulated" if found is None else found.gradient_use()
     if use == "returned":
