@@ -1,9 +1,9 @@
 """Several runs of the study at once, each in a process of its own.
 
-A small model leaves most of a large GPU idle, because sampling is bound by the host, so that several share one. With more
-than one GPU, a run gets the one with the fewest runs. The processes are forked from a
-server that has imported the packages, which takes seconds, and has not touched the GPU. A run whose process fails is
-reported, and the others go on. The processes end with this one, however it ends.
+A small model leaves most of a large GPU idle, because sampling is bound by the host, so several runs share one. With
+more than one GPU, a run gets the GPU that has the fewest. The processes are forked from a server that has imported the
+packages, which takes seconds, and has not touched the GPU. A run whose process fails is reported, and the others go on.
+The processes end with this one, however it ends.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ class Pool:
         world: its first argument.
         size: processes at once.
         logs: folder for what the processes print.
-        gpus: names of the GPUs as CUDA_VISIBLE_DEVICES has them, each process sees one; empty: all see what this one sees.
+        gpus: the GPUs, named as in CUDA_VISIBLE_DEVICES; each process sees one of them. If empty, all processes see
+            what this one sees.
     """
 
-    def __init__(
-        self, work: Callable[[Any, Any], Any], world: Any, size: int, logs: Path, gpus: Sequence[str] = ()
-    ):
+    def __init__(self, work: Callable[[Any, Any], Any], world: Any, size: int, logs: Path, gpus: Sequence[str] = ()):
         self._work, self._world, self.size, self._logs, self._gpus = work, world, size, logs, list(gpus)
         self._gpu_of: dict[Any, str] = {}
         self._context = get_context("forkserver")
