@@ -25,7 +25,7 @@ from .checks import checked_positions, positions_of_bool, require_own_memory
 from .parameters import Part, group_by_layer, group_by_part
 from .patterns import PATTERNS, most_specific_pattern
 from .positions import intersection_size
-from .sampling import random_indices
+from .sampling import random_indices, random_indices_of_all
 from .stats import MaskStats
 
 
@@ -100,12 +100,17 @@ class MaskSet:
         density: float,
         pattern: str = "element",
         seed: int = 0,
+        pool: str = "tensor",
     ) -> MaskSet:
         """Draw a uniformly random mask; the same seed gives the same mask on every machine.
 
-        Each tensor gets round(density * units) units of the pattern (elements, runs or tiles; halves round up), drawn
-        without replacement from a random stream seeded by the seed and the tensor's name. Its units do not depend on
-        the other tensors. Takes time linear in numel, and one byte of scratch memory per unit of the largest tensor.
+        Units of the pattern (elements, runs or tiles) are drawn without replacement. With pool `tensor`, each tensor
+        gets round(density * units) of its own (halves round up), from a random stream seeded by the seed and the
+        tensor's name, so that they do not depend on the other tensors. A tensor with fewer than 1 / (2 * density) units
+        gets none. With pool `global`, units of all tensors are drawn from one stream, in a random order until the next
+        one would exceed round(density * numel) elements, so that the whole mask has its density to part of a unit.
+
+        Takes time linear in numel, and one byte of scratch memory per unit of the largest tensor, or of all tensors.
 
         Args:
             model_or_shapes: a module, whose floating-point parameters are used, tied ones once under their first
@@ -113,14 +118,17 @@ class MaskSet:
             density: fraction of active units, 0 to 1.
             pattern: see `MaskSet`.
             seed: any integer.
+            pool: whether the density is that of each tensor (tensor) or of all together (global).
 
         Raises:
-            MaskError: density or pattern is out of range, or two parameters of the model share memory.
+            MaskError: density, pattern or pool is out of range, or two parameters of the model share memory.
         """
         if not 0.0 <= density <= 1.0:
             raise MaskError(f"mask density is {density}, expected 0 to 1")
         if pattern not in PATTERNS:
             raise MaskError(f"mask pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}")
+        if pool not in ("tensor", "global"):
+            raise MaskError(f"pool is {pool!r}, expected tensor or global")
         shapes: dict[str, tuple[int, ...]] = {}
         if isinstance(model_or_shapes, nn.Module):
             params = named_parameters_of(model_or_shapes)
@@ -129,8 +137,12 @@ class MaskSet:
         else:
             for name, item in model_or_shapes.items():
                 shapes[name] = tuple(item.shape) if isinstance(item, Tensor) else tuple(map(int, item))
-        indices = {name: random_indices(name, shape, density, pattern, seed) for name, shape in shapes.items()}
         metadata = {"method": "random", "sparsity": f"{100 * (1 - density):.10g}", "seed": str(seed)}
+        if pool == "global":
+            indices = random_indices_of_all(shapes, density, pattern, seed)
+            metadata["pool"] = pool
+        else:
+            indices = {name: random_indices(name, shape, density, pattern, seed) for name, shape in shapes.items()}
         return cls._of_checked(indices, shapes, pattern, metadata)
 
     @classmethod

@@ -39,6 +39,15 @@ def unit_grid(shape: Sequence[int], pattern: str) -> tuple[int, int]:
     return -(-rows // height), -(-columns // width)
 
 
+def unit_sizes(units: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
+    """Return the number of elements of some units, numbered row by row over `unit_grid`."""
+    height, width = PATTERNS[pattern]
+    rows, columns = matrix_shape(shape)
+    _, across = unit_grid(shape, pattern)
+    heights = (rows - units // across * height).clamp(max=height)
+    return heights * (columns - units % across * width).clamp(max=width)
+
+
 def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | None:
     """Return the number of a unit, counted row by row, that `indices` contains in part only; None if there is none.
 

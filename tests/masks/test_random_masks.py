@@ -95,3 +95,67 @@ def test_an_embedding_of_a_large_model(pattern: str, density: float) -> None:
     mask = MaskSet.random({"w": shape}, density=density, pattern=pattern)
     assert abs(mask.density - density) < 1e-3
     assert bool((mask["w"][1:] > mask["w"][:-1]).all())
+
+
+# The layers of SmolLM2-135M: 0.1 % of most of its matrices is less than half a tile of 64 x 64.
+SMALL_MATRICES = {
+    "embed": (4096, 576),
+    **{f"{i}.k": (192, 576) for i in range(12)},
+    **{f"{i}.up": (1536, 576) for i in range(4)},
+    **{f"{i}.norm": (576,) for i in range(9)},
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.025, 0.5, 0.9, 1.0])
+def test_global_counts_are_exact_to_a_unit(density: float, pattern: str) -> None:
+    shapes = {"a": (257, 130), "b": (77,), "c": (), "d": (0, 5), **SMALL_MATRICES}
+    mask = MaskSet.random(shapes, density=density, pattern=pattern, seed=5, pool="global")
+    assert mask.names == tuple(shapes) and mask.metadata["pool"] == "global"
+    missing = math.floor(density * mask.numel + 0.5) - mask.nnz
+    assert 0 <= missing < math.prod(PATTERNS[pattern])
+    MaskSet(mask.indices, shapes, pattern=pattern)
+
+
+def test_a_global_mask_does_not_depend_on_the_order_of_tensors() -> None:
+    first = MaskSet.random(SMALL_MATRICES, density=0.01, pattern="run16", seed=1, pool="global")
+    second = MaskSet.random(
+        dict(reversed(SMALL_MATRICES.items())), density=0.01, pattern="run16", seed=1, pool="global"
+    )
+    assert first == second
+    assert first != MaskSet.random(SMALL_MATRICES, density=0.01, pattern="run16", seed=2, pool="global")
+
+
+@pytest.mark.parametrize("density", [0.1, 0.7])
+def test_no_unit_of_any_tensor_is_preferred_globally(density: float) -> None:
+    """A unit of each tensor is active as often as one of any other; all units are of one size."""
+    shapes, draws = {"a": (4,), "b": (3, 2), "c": (10,)}, 1000
+    counts = Counter(
+        (name, i)
+        for seed in range(draws)
+        for name, of in MaskSet.random(shapes, density=density, seed=seed, pool="global").indices.items()
+        for i in of.tolist()
+    )
+    # Each count is binomial; 5 standard deviations, as above.
+    for name, shape in shapes.items():
+        for i in range(math.prod(shape)):
+            assert abs(counts[name, i] - draws * density) < 5 * math.sqrt(draws * density * (1 - density))
+
+
+def test_small_matrices_get_their_share_of_a_global_mask() -> None:
+    """0.1 % in tiles: round(0.001 * units) is 0 for every matrix here but the embedding, which has 576 tiles."""
+    draws, of_k = 100, 0
+    for seed in range(draws):
+        mask = MaskSet.random(SMALL_MATRICES, density=0.002, pattern="tile64", seed=seed, pool="global")
+        of_k += sum(mask[name].numel() for name in mask.names if name.endswith(".k")) // 4096
+    assert MaskSet.random(SMALL_MATRICES, density=0.001, pattern="tile64")["0.k"].numel() == 0
+    # A mask has 3 of 1764 tiles and 81 units of norms; 12 * 27 tiles are of k. Poisson, 5 standard deviations.
+    expected = draws * 3 * 12 * 27 / (1764 + 81)
+    assert abs(of_k - expected) < 5 * math.sqrt(expected)
+
+
+def test_the_global_stream_never_changes() -> None:
+    mask = MaskSet.random({"v": (6,), "w": (4, 4)}, density=0.25, seed=0, pool="global")
+    assert {name: of.tolist() for name, of in mask.indices.items()} == {"v": [4], "w": [0, 2, 4, 8, 14]}
+    with pytest.raises(MaskError, match="pool is 'layer', expected tensor or global"):
+        MaskSet.random({"w": (3,)}, density=0.5, pool="layer")
