@@ -4,9 +4,11 @@ Measures the time of a step (forward, backward, optimizer) on one pair of sequen
 and the bytes that the step's collectives reduce, counted call by call. Before a step is timed, its first update is
 compared with that of one device on the pairs of all GPUs.
 
-Started by itself, it runs torchrun once for each number of GPUs and each network, and ends with the table, the ratios
-to the targets, and the efficiency. Started by torchrun, it measures with the processes of that torchrun, for example
-on several hosts, and adds the rows to the results file.
+Started by itself, it runs torchrun once for each number of GPUs and each network, and ends with the table and the
+targets. Started by torchrun, it measures with the processes of that torchrun, for example on several hosts, on one
+network; rank 0 writes the results file, the table and the plot.
+
+The first measured rows replace the results file; with --resume they are added to it.
 
 Rows (--variants):
   local_PATTERN_DTYPE      SparseAdamW, every GPU for itself: the step without communication
@@ -38,12 +40,14 @@ import torch.distributed as dist
 
 from sparse_opt.analysis.figures import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import SparseOptError
 
-from ..common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range
+from ..common.harness import Benchmark, Report, comma_separated, exit_code, one_of_each, out_of_range
 from ..common.report import why_unwritable, write_json
 from .models import SHAPES
 from .plot import plot
-from .report import read_report, text, wrong_lines
+from .report import text, wrong_lines
+from .results import new_report, read_report, timed
 from .variants import VARIANTS
 from .world import NETWORKS, measure_world
 
@@ -56,7 +60,7 @@ _EPILOG = """examples:
       --gradient_checkpointing --dpo
   sparse-opt bench distributed --small --gpus 1,2                    # a tiny model, on the CPU with gloo
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint HOST:29500 --rdzv_backend c10d \\
-      -m sparse_opt bench distributed --variants ddp,replicate_element_bf16
+      -m sparse_opt bench distributed --variants ddp,replicate_element_bf16 --resume
 """
 
 
@@ -72,7 +76,10 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--dpo", action="store_true", help="with a reference, the base weights; sparse variants only")
     run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")
-    run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
+    run.add_argument(
+        "--networks", type=comma_separated, help="of default,sockets (both; on a CPU and under torchrun default)"
+    )
+    run.add_argument("--limit_gib", type=float, help="GiB of each GPU that torch's allocator may use (default: all)")
     run.add_argument("--n_rounds", type=int, default=100, help="timed steps of each row, at most (%(default)s)")
     run.add_argument("--group_s", type=float, default=30.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
@@ -89,21 +96,17 @@ def problem(args: Namespace) -> str:
     on_cpu = args.device == "cpu"
     if args.small:
         args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
-    n_gpus = 2 if on_cpu else torch.cuda.device_count()
-    try:
-        args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
-    except ValueError:
-        return f"--gpus {','.join(args.gpus)}: expected numbers"
-    args.networks = args.networks or ["default"] if on_cpu else args.networks or list(NETWORKS)
     names = args.variants or []
     if error := (
-        out_of_range(args, "sequence_length", at_least=2)
+        (_ranks_problem(args) if dist.is_torchelastic_launched() else _gpus_problem(args, on_cpu=on_cpu))
+        or out_of_range(args, "sequence_length", at_least=2)
+        or out_of_range(args, "limit_gib", at_least=0)
         or one_of_each("networks", args.networks, ["default"] if on_cpu else list(NETWORKS))
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")
     ):
         return error
-    if not all(1 <= n and (on_cpu or n <= n_gpus) for n in args.gpus):
-        return f"--gpus {','.join(map(str, args.gpus))}: expected 1 to {n_gpus}, the GPUs of this machine"
+    if args.limit_gib is not None and on_cpu:
+        return f"--limit_gib {args.limit_gib:g} limits the memory of GPUs, and the device is the CPU"
     for name in ("group_s", "timeout_s", "limit_s"):
         if (value := getattr(args, name)) is not None and value <= 0:
             return f"--{name} is {value}, expected more than 0"
@@ -120,27 +123,79 @@ def problem(args: Namespace) -> str:
     return why_unwritable(args.plot)
 
 
+def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
+    """The error of the numbers of GPUs and the networks of this host; empty if they are valid. Fills the defaults."""
+    n_gpus = 2 if on_cpu else torch.cuda.device_count()
+    try:
+        args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
+    except ValueError:
+        return f"--gpus {','.join(args.gpus)}: expected numbers"
+    args.networks = args.networks or (["default"] if on_cpu else list(NETWORKS))
+    if not all(1 <= n and (on_cpu or n <= n_gpus) for n in args.gpus):
+        return f"--gpus {','.join(map(str, args.gpus))}: expected 1 to {n_gpus}, the GPUs of this machine"
+    return ""
+
+
+def _ranks_problem(args: Namespace) -> str:
+    """The same under torchrun, whose processes are started already: one number of GPUs and one network."""
+    size = int(os.environ["WORLD_SIZE"])
+    if args.gpus not in (None, [str(size)]):
+        return f"--gpus {','.join(args.gpus)}: torchrun has started {size} processes, expected {size} or no --gpus"
+    args.gpus, args.networks = [size], args.networks or ["default"]
+    if len(args.networks) > 1:
+        return f"--networks {','.join(args.networks)}: under torchrun expected one, which its processes use to the end"
+    if args.networks == ["sockets"] and size > int(os.environ["LOCAL_WORLD_SIZE"]):
+        return "--networks sockets uses the loopback interface, and the processes are on several hosts"
+    return ""
+
+
 def run(args: Namespace, report: Report) -> None:
-    """Run torchrun for each number of GPUs and network; fill the report with what the results file has then."""
-    deadline = None if args.limit_s is None else time.time() + args.limit_s
-    if not args.resume:
-        args.output.unlink(missing_ok=True)
-    earlier = read_report(args)
-    write_json(args.output, earlier | {"environment": report["environment"], "completed": False})
-    failed = []
-    with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as folder:
+    """Measure with the processes of this torchrun, or run torchrun for each number of GPUs and network.
+
+    Fills the report with the rows, which are in the results file then.
+    """
+    rows = read_report(args) if args.resume else new_report(args)
+    rows |= {"environment": report["environment"], "completed": False}
+    if dist.is_torchelastic_launched():
+        measure_world(_job(args, args.networks[0], _deadline(args)), rows, [args.output])
+        failed = []
+    else:
+        rows, failed = _run_each(args, rows)
+    if not rows["rows"]:
+        raise SparseOptError(f"no row was measured; {args.output} is as it was before")
+    report |= {name: value for name, value in rows.items() if name != "completed"} | {"failed": failed}
+    if args.plot is not None and timed(report):
+        plot(report, args.plot)
+        print(f"plot: {args.plot}")
+
+
+def _deadline(args: Namespace) -> float | None:
+    """When --limit_s has passed, by `time.time()`."""
+    return None if args.limit_s is None else time.time() + args.limit_s
+
+
+def _job(args: Namespace, network: str, deadline: float | None) -> Namespace:
+    """The options of the processes of one torchrun."""
+    return Namespace(
+        **{name: value for name, value in vars(args).items() if name != "plot"}, network=network, deadline=deadline
+    )
+
+
+def _run_each(args: Namespace, report: Report) -> tuple[Report, list[str]]:
+    """Run torchrun for each number of GPUs and network; return the report with their rows, and which have failed."""
+    failed, deadline = [], _deadline(args)
+    with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as name:
+        folder = Path(name)
+        rows = folder / "rows.json"  # what is in the results file, too, once a row has been measured
+        write_json(rows, report)
         # The largest first, because the targets are on it.
         for n in sorted(args.gpus, reverse=True):
             for network in args.networks if n > 1 else args.networks[:1]:
-                job = {name: value for name, value in vars(args).items() if name != "plot"} | {"network": network}
-                job |= {"output": str(args.output), "mask_dir": str(args.mask_dir or folder), "deadline": deadline}
-                if not _torchrun(n, job, Path(folder) / "job.json"):
+                job = vars(_job(args, network, deadline)) | {"mask_dir": str(args.mask_dir or folder)}
+                job |= {"output": str(args.output), "rows": str(rows)}
+                if not _torchrun(n, job, folder / "job.json"):
                     failed.append(f"{n} x {network}")
-    report |= {name: value for name, value in read_report(args).items() if name != "completed"}
-    report["failed"] = failed
-    if args.plot is not None and report["rows"]:
-        plot(report, args.plot)
-        print(f"plot: {args.plot}")
+        return json.loads(rows.read_text(encoding="utf-8")), failed
 
 
 def _torchrun(n: int, job: dict[str, Any], file: Path) -> bool:
@@ -187,10 +242,15 @@ BENCHMARK = Benchmark(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, or under torchrun this process's part of it; the exit code as of all benchmarks."""
-    if not dist.is_torchelastic_launched():
+    if not dist.is_torchelastic_launched() or os.environ["RANK"] == "0":
         return BENCHMARK.main(argv)
-    args = BENCHMARK.arguments(sys.argv[1:] if argv is None else argv)
-    return measure_world(Namespace(**vars(args), network=args.networks[0], deadline=None))
+
+    def other_rank() -> int:
+        args = BENCHMARK.arguments(sys.argv[1:] if argv is None else argv)
+        measure_world(_job(args, args.networks[0], _deadline(args)), new_report(args), [])
+        return 0
+
+    return exit_code(other_rank)
 
 
 if __name__ == "__main__":

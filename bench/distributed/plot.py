@@ -14,12 +14,14 @@ from sparse_opt.analysis.figures import new_figure, save_png
 from ..common.harness import Report
 from ..common.plots import COLOURS, network_bars, plot_main
 from ..common.report import machine_line
-from .report import efficiencies, find, heading, timed
+from .report import heading
+from .results import find, timed
+from .targets import efficiencies
 
 
 def plot(report: Report, path: Path) -> None:
     """Write a PNG: the time of a step on the most GPUs for each network, and the efficiency by number of GPUs."""
-    n = max(row["world_size"] for row in report["rows"])
+    n = max(row["world_size"] for row in timed(report))
     rows = [row for row in timed(report) if row["world_size"] == n]
     names, networks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("variant", "network"))
     scaled = sorted(efficiencies(report), key=itemgetter("variant"))

@@ -1,67 +1,13 @@
-"""Report of `bench distributed`: the results file, the tables, and ratios to targets."""
+"""Report of `bench distributed`: the table of the rows, the checks of their results, and the targets."""
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-from sparse_opt.errors import ConfigError
-
-from ..common.environment import environment
 from ..common.harness import Report
 from ..common.report import Columns, machine_line, render
-from .variants import VARIANTS
-
-Row = Mapping[str, Any]
-
-# A file has rows of one of each.
-SETTINGS = (
-    *("shape", "sequence_length", "density", "learning_rate", "seed"),
-    *("gradient_checkpointing", "compile", "dpo", "device"),
-)
-
-
-def read_report(args: Namespace) -> Report:
-    """The results file, or a report without rows if it does not exist.
-
-    Raises:
-        ConfigError: the file is of other settings, or no report of this benchmark.
-    """
-    path: Path = args.output
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    if not path.is_file():
-        here = environment(args.device)
-        return {"benchmark": "distributed", "environment": here, "completed": False, "settings": settings, "rows": []}
-    try:
-        report: Report = json.loads(path.read_text(encoding="utf-8"))
-        found = report["settings"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--output {path}: expected a results file of this benchmark: {error!r}") from error
-    for name, value in settings.items():
-        if found.get(name) != value:
-            raise ConfigError(
-                f"--output {path} has rows of {name} {found.get(name)}, expected {value}: name another file"
-            )
-    return report
-
-
-def find(report: Report, world_size: int, network: str, variant: str) -> Row | None:
-    """The timed row, or None."""
-    for row in timed(report):
-        if (row["world_size"], row["network"], row["variant"]) == (world_size, network, variant):
-            return row
-    return None
-
-
-def timed(report: Report) -> list[Row]:
-    """The timed rows by network, number of GPUs and variant."""
-    names = list(VARIANTS)
-    rows = [row for row in report["rows"] if row["ms"] is not None]
-    return sorted(rows, key=lambda row: (row["network"], row["world_size"], names.index(row["variant"])))
+from .results import Row, find, timed
+from .targets import BOUND_COLUMNS, EFFICIENCY_COLUMNS, RATIO_COLUMNS, bounds, efficiencies, ratios
 
 
 def columns(report: Report) -> Columns:
@@ -110,6 +56,8 @@ def heading(report: Report) -> str:
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     notes += ", layers compiled" if settings.get("compile") else ""
     notes += ", DPO against the base weights" if settings["dpo"] else ""
+    limit = settings.get("limit_gib")
+    notes += "" if limit is None else f", at most {limit:g} GiB of each GPU"
     return (
         f"Llama of the shape {settings['shape']}, random bf16 weights; one pair of {settings['sequence_length']} "
         f"tokens per GPU, forward, backward and step{notes}; {settings['density']:.1%} of the matrices' elements active"
@@ -117,7 +65,7 @@ def heading(report: Report) -> str:
 
 
 def text(report: Report, *, markdown: bool = False) -> str:
-    """The report for a terminal, or in Markdown: the rows, the checks, the ratios to targets and the efficiency."""
+    """The report for a terminal, or in Markdown: the rows, the checks, the targets and the efficiency."""
     parts = [
         f"{heading(report)}." if markdown else f"{heading(report)}\n{machine_line(report)}",
         render(columns(report), timed(report), n_words=1, markdown=markdown),
@@ -125,6 +73,8 @@ def text(report: Report, *, markdown: bool = False) -> str:
     ]
     if found := ratios(report):
         parts.append(render(RATIO_COLUMNS, found, n_words=3, n_last_words=1, markdown=markdown))
+    if found := bounds(report):
+        parts.append(render(BOUND_COLUMNS, found, n_words=2, n_last_words=1, markdown=markdown))
     if found := efficiencies(report):
         parts.append(render(EFFICIENCY_COLUMNS, found, n_last_words=1, markdown=markdown))
     return "\n\n".join(parts)
@@ -170,72 +120,3 @@ def check_line(report: Report) -> str:
     several = f" Rows of commits {', '.join(commits)}." if len(commits) > 1 else ""
     checked = f"{n_met} of {len(found)} checked rows"
     return f"The first update is that of one device on the pairs of all GPUs in {checked}.{several}"
-
-
-@dataclass(frozen=True)
-class Target:
-    """A bound on the ratio of a row to another row of as many GPUs."""
-
-    layout: str
-    network: str
-    other: str  # the other row's variant, with the row's values in braces
-    other_network: str
-    at_most: float
-    field: str = "ms"
-
-
-TARGETS = (
-    Target("replicate", "default", "local_{pattern}_{grad_dtype}", "default", 1.03),
-    Target("replicate", "default", "ddp", "default", 0.70),
-    Target("replicate", "sockets", "ddp", "sockets", 1 / 18),
-    Target("replicate", "sockets", "{variant}", "default", 1.5),
-    Target("fsdp2", "default", "fsdp2", "default", 0.85),
-    Target("fsdp2", "default", "fsdp2", "default", 0.70, "peak_memory_bytes"),
-)
-TARGET_EFFICIENCY = 0.95
-RATIO_COLUMNS: Columns = {
-    "row": "{row[variant]}, {row[network]}, {row[world_size]} GPUs",
-    "compared with": "{other[variant]}, {other[network]}",
-    "what": lambda found: {"ms": "time", "peak_memory_bytes": "peak memory"}[found["field"]],
-    "ratio": "{ratio:.3f}",
-    "target": "<= {at_most:.3f}",
-    "verdict": lambda found: _verdict(found["ratio"] <= found["at_most"]),
-}
-EFFICIENCY_COLUMNS: Columns = {
-    "time on one GPU / time": "{variant}",
-    "GPUs": "{world_size}",
-    "efficiency": "{efficiency:.3f}",
-    "target": lambda found: f">= {TARGET_EFFICIENCY}" if found["pattern"] else "",
-    "verdict": lambda found: _verdict(found["efficiency"] >= TARGET_EFFICIENCY) if found["pattern"] else "",
-}
-
-
-def _verdict(met: bool) -> str:
-    return "met" if met else "missed"
-
-
-def ratios(report: Report) -> list[dict[str, Any]]:
-    """The ratio of each target whose two rows were measured, on the largest number of GPUs of each target's row."""
-    largest = max((row["world_size"] for row in report["rows"]), default=1)
-    found = []
-    for target in TARGETS:
-        for row in timed(report):
-            if (row["layout"], row["network"], row["world_size"]) != (target.layout, target.network, largest):
-                continue
-            other = find(report, largest, target.other_network, target.other.format_map(row))
-            if row["pattern"] is None or other is None or other[target.field] is None:
-                continue
-            ratio = row[target.field] / other[target.field]
-            found.append({**vars(target), "row": row, "other": other, "ratio": ratio})
-    return found if largest > 1 else []
-
-
-def efficiencies(report: Report) -> list[dict[str, Any]]:
-    """Time on one GPU over the time on more, at the same work per GPU; one GPU of replicate is local."""
-    found = []
-    for row in timed(report):
-        name = row["variant"].replace("replicate", "local")
-        alone = find(report, 1, "default", name)
-        if alone is not None and row["network"] == "default" and row["world_size"] > 1 and row["layout"] != "local":
-            found.append({**row, "efficiency": alone["ms"] / row["ms"]})
-    return found

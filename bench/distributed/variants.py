@@ -51,6 +51,20 @@ VARIANTS = {
 }
 
 
+def default_variants(world_size: int, network: str) -> list[str]:
+    """The variants that are measured unless some are named.
+
+    Replicate on one device is local, and local needs no network. Over sockets a step of FSDP2 takes seconds: one of its
+    rows is enough. FSDP2's time hardly depends on the dtype of compact gradients.
+    """
+    if network == "sockets":
+        return [name for name, v in VARIANTS.items() if v.layout in ("replicate", "ddp") or name == "fsdp2"]
+    left_out = {"fsdp2_element_fp32", "fsdp2_tile64_fp32"}
+    return [
+        name for name, v in VARIANTS.items() if name not in left_out and (v.layout != "replicate" or world_size > 1)
+    ]
+
+
 @dataclass
 class Training:
     """A model with its optimizer, and how a step is made with them."""

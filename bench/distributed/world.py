@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=N -m sparse_opt.bench.distributed.world JOB
 
-JOB is a JSON file of the options of `sparse-opt bench distributed`.
+JOB is a JSON file of the options of `sparse-opt bench distributed`, for one number of GPUs and one network. Its `rows`
+is the file with the report so far.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,15 @@ from torch import Tensor
 from sparse_opt import MaskSet, SparseAdamW
 
 from ..common.environment import commit
-from ..common.harness import exit_code
+from ..common.harness import Report, exit_code
+from ..common.memory import limit_memory
 from ..common.report import write_json
 from ..common.timing import measure
 from .collectives import CollectiveCounter
 from .models import masked_shapes, model_config, n_bytes_of_weights, pair
 from .reference import Reference, first_step
-from .report import progress_line, read_report
-from .variants import VARIANTS, Training, Variant, make_training
+from .report import progress_line
+from .variants import VARIANTS, Training, Variant, default_variants, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free: DDP holds weights, gradients and
 # two moments, and a step needs activations.
@@ -57,15 +59,18 @@ class World:
     """The processes of one torchrun.
 
     Args:
-        args: the options of the benchmark; rank 0 adds rows to the file `output`, which other ranks do not use.
+        args: the options of the benchmark, with one `network`, and the `deadline` by `time.time()` or None.
+        report: rank 0 adds the rows to it; the other ranks do not use theirs.
+        outputs: the files that rank 0 writes the report to, after each group of rows.
     """
 
-    def __init__(self, args: Namespace) -> None:
-        self.args, self.began = args, time.monotonic()
+    def __init__(self, args: Namespace, report: Report, outputs: Sequence[Path]) -> None:
+        self.args, self.report, self.outputs, self.began = args, report, outputs, time.monotonic()
         self.device = torch.device("cpu")
         if args.device != "cpu":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
+        self.usable_bytes = limit_memory(self.device, args.limit_gib)
         os.environ.update(NETWORKS[args.network])
         timeout = timedelta(seconds=args.timeout_s)
         dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
@@ -98,10 +103,9 @@ class World:
             self._release_memory()
 
     def _missing(self) -> list[str]:
-        rows = read_report(self.args)["rows"]
         done = {
             row["variant"]
-            for row in rows
+            for row in self.report["rows"]
             if (row["world_size"], row["network"]) == (self.size, self.args.network) and row["ms"] is not None
         }
         return [
@@ -175,15 +179,15 @@ class World:
                 assert isinstance(training.optimizer, SparseAdamW)
                 training.optimizer.check_ranks()  # after all steps
         if self.rank == 0:
-            report = read_report(self.args)
             new = {row["variant"] for _, row in group}
             here = (self.size, self.args.network)
-            report["rows"] = [
+            self.report["rows"] = [
                 row
-                for row in report["rows"]
+                for row in self.report["rows"]
                 if (row["world_size"], row["network"]) != here or row["variant"] not in new
             ] + [row for _, row in group]
-            write_json(self.args.output, report)
+            for output in self.outputs:
+                write_json(output, self.report)
         for _, row in group:
             self._print(progress_line(row))
 
@@ -242,10 +246,8 @@ class World:
 
     def _reference(self, pattern: str) -> Reference | None:
         """The update of one device on the pairs of all ranks; None if the model does not fit one device."""
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            if 2 * n_bytes_of_weights(self.config) > total:
-                return None
+        if 2 * n_bytes_of_weights(self.config) > self.usable_bytes:
+            return None
         if pattern not in self.references:
             training = self._make(VARIANTS[f"local_{pattern}_fp32"])
             pairs = [self._pair(rank) for rank in range(self.size)]
@@ -274,7 +276,8 @@ class World:
         if self.device.type == "cpu":
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        free = min(free, self.usable_bytes - reserved) + reserved - torch.cuda.memory_allocated(self.device)
         least = torch.tensor(free, device=self.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return least.item() > FREE_WEIGHTS * n_bytes_of_weights(self.config)
@@ -316,31 +319,24 @@ class World:
             print(f"[{time.monotonic() - self.began:4.0f} s] {line}", flush=True)
 
 
-def default_variants(world_size: int, network: str) -> list[str]:
-    """The variants that are measured unless some are named.
-
-    Replicate on one device is local, and local needs no network. Over sockets a step of FSDP2 takes seconds: one of its
-    rows is enough. FSDP2's time hardly depends on the dtype of compact gradients.
-    """
-    if network == "sockets":
-        return [name for name, v in VARIANTS.items() if v.layout in ("replicate", "ddp") or name == "fsdp2"]
-    left_out = {"fsdp2_element_fp32", "fsdp2_tile64_fp32"}
-    return [
-        name for name, v in VARIANTS.items() if name not in left_out and (v.layout != "replicate" or world_size > 1)
-    ]
+def measure_world(args: Namespace, report: Report, outputs: Sequence[Path]) -> None:
+    """Measure in the processes of this torchrun, all of which call this; the arguments are those of `World`."""
+    World(args, report, outputs).measure()
+    dist.destroy_process_group()
 
 
-def measure_world(args: Namespace) -> int:
-    """Measure in the processes of this torchrun; the exit code."""
+def main(job_file: Path) -> int:
+    """Run a job and add its rows to the job's file `rows` and to the results file; the exit code."""
+    job = json.loads(job_file.read_text(encoding="utf-8"))
+    rows = Path(job.pop("rows"))
 
     def run() -> int:
-        World(args).measure()
-        dist.destroy_process_group()
+        report = json.loads(rows.read_text(encoding="utf-8"))
+        measure_world(Namespace(**job), report, [rows, Path(job["output"])])
         return 0
 
     return exit_code(run)
 
 
 if __name__ == "__main__":
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    sys.exit(measure_world(Namespace(**{**job, "output": Path(job["output"])})))
+    sys.exit(main(Path(sys.argv[1])))

@@ -8,7 +8,6 @@ are computed in slices, and the reference is the base weights, the model without
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from sparse_opt.trainers.policy.models import make_masks_skippable
 
 from ..common.environment import commit
 from ..common.harness import job_main
+from ..common.memory import limit_memory
 from ..distributed.models import make_model, pair
 from ..training.baseline.modes import Trained, adapter_training, dense_training, sparse_training
 from ..training.baseline.run import NoSections, Sections, dpo_step, graphed, reference_logprobs, take_steps
@@ -41,12 +41,8 @@ def run(case: Case) -> dict[str, Any]:
         "commit": commit(),
         "least_bytes": case.least_bytes(),
     }
-    total = torch.cuda.get_device_properties(device).total_memory if on_gpu else math.inf
-    usable = total if case.limit_gib is None else min(total, case.limit_gib * 2**30)
-    if case.least_bytes() > usable:  # it would run out of memory, but later
+    if case.least_bytes() > limit_memory(device, case.limit_gib):  # it would run out of memory, but later
         return row | {"fits": False, "needs_more_than_bytes": case.least_bytes(), "error": "not tried"}
-    if on_gpu:
-        torch.cuda.set_per_process_memory_fraction(usable / total, device)
     try:
         measured = _measure(case, device)
     except torch.OutOfMemoryError as error:

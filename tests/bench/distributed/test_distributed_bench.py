@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spa
 
 from sparse_opt import MaskSet
 from sparse_opt.bench.distributed import report as reports
+from sparse_opt.bench.distributed import results, targets
 from sparse_opt.bench.distributed.collectives import CollectiveCounter
 from sparse_opt.bench.distributed.models import masked_shapes, model_config, pair
 from sparse_opt.bench.distributed.reference import Reference, first_step
 from sparse_opt.bench.distributed.variants import VARIANTS, make_training
 from sparse_opt.cli.main import main
+from sparse_opt.errors import ConfigError
 
 SPARSE = ["local_element_fp32", "replicate_element_fp32", "replicate_tile64_bf16", "fsdp2_tile64_bf16"]
 DENSE = ["ddp", "fsdp2"]
@@ -54,14 +57,49 @@ def test_a_small_run(tmp_path, capfd):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "efficiency" in out and "11 of 11 checked rows" in out
 
-    # One more row, measured by processes with the variables of a torchrun that the user starts.
+    # One more row in an older file, one of whose rows is wrong, measured by processes with the variables of a torchrun
+    # that the user starts.
+    del report["settings"]["compile"], report["settings"]["limit_gib"]
+    wrong = report["rows"][0]
+    wrong["check"]["met"], wrong["ms"] = False, None
+    output.write_text(json.dumps(report))
+    picture.unlink()
     words[words.index("--variants") + 1] = "replicate_element_fp32,replicate_element_bf16"
     done = run_command(
-        2, ["bench", "distributed", *words], {**os.environ, "TORCHELASTIC_RUN_ID": "started-by-the-user"}
+        2,
+        ["bench", "distributed", *words, "--resume", "--plot", str(picture)],
+        {**os.environ, "TORCHELASTIC_RUN_ID": "started-by-the-user"},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("WRONG RESULT") == 1 and f"{wrong['variant']}: WRONG RESULT" in done.stderr
+    assert done.stdout.count("10 of 11 checked rows") == 1 and "efficiency" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(output.read_text())["rows"]
     assert rows[:-1] == report["rows"] and rows[-1]["variant"] == "replicate_element_bf16"
+
+    # Without --resume they replace the file.
+    words[words.index("--variants") + 1] = "local_element_fp32"
+    done = run_command(2, ["bench", "distributed", *words], {**os.environ, "TORCHELASTIC_RUN_ID": "another"})
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(output.read_text())["rows"]
+    assert (row["world_size"], row["variant"]) == (2, "local_element_fp32")
+
+
+def test_a_run_that_measures_nothing_keeps_the_results(tmp_path, capfd):
+    output = tmp_path / "o.json"
+    output.write_text("kept")
+    assert main(["bench", "distributed", "--small", "--limit_s", "0.001", "--output", str(output)]) == 1
+    assert f"no row was measured; {output} is as it was before" in capfd.readouterr().err
+    assert output.read_text() == "kept"
+
+
+def test_a_file_from_before_an_option_can_be_resumed(tmp_path):
+    committed = Path(__file__).parents[3] / "bench" / "results" / "distributed.json"
+    settings = {**json.loads(committed.read_text())["settings"], "compile": False, "limit_gib": None}
+    found = results.read_report(Namespace(**settings, output=committed))
+    assert found["settings"] == settings and found["rows"]
+    with pytest.raises(ConfigError, match="has rows of compile False, expected True"):
+        results.read_report(Namespace(**{**settings, "compile": True}, output=committed))
 
 
 @pytest.mark.slow
@@ -151,7 +189,7 @@ def report() -> dict[str, Any]:
 
 def test_ratios_are_to_rows_of_as_many_gpus(report):
     found = {
-        (r["row"]["network"], r["other"]["variant"], r["other"]["network"]): r["ratio"] for r in reports.ratios(report)
+        (r["row"]["network"], r["other"]["variant"], r["other"]["network"]): r["ratio"] for r in targets.ratios(report)
     }
     assert found == {
         ("default", "local_element_bf16", "default"): 1.02,
@@ -159,11 +197,40 @@ def test_ratios_are_to_rows_of_as_many_gpus(report):
         ("sockets", "ddp", "sockets"): 0.08,
         ("sockets", "replicate_element_bf16", "default"): pytest.approx(160 / 102),
     }
-    assert [(r["variant"], r["efficiency"]) for r in reports.efficiencies(report)] == [
+    assert [(r["variant"], r["efficiency"]) for r in targets.efficiencies(report)] == [
         ("replicate_element_bf16", pytest.approx(96 / 102))
     ]
     verdicts = [line.split()[-1] for line in reports.text(report).splitlines() if "<= " in line or ">= " in line]
     assert verdicts == ["met", "met", "missed", "missed", "missed"]
+
+
+def test_bytes_and_peak_memory_have_verdicts(report):
+    def verdicts(**settings):
+        found = {**report, "settings": {**report["settings"], **settings}}
+        return {(r["row"]["variant"], r["row"]["network"], r["what"]): r["met"] for r in targets.bounds(found)}
+
+    gib = 2**30
+    fsdp2 = {"other_bytes": 10**9, "peak_memory_bytes": 61 * gib, "build_peak_bytes": 40 * gib}
+    report["rows"].append(row("fsdp2_tile64_bf16", 150.0, **fsdp2))
+    expected = {
+        ("replicate_element_bf16", "default", "bytes of all collectives"): True,
+        ("replicate_element_bf16", "sockets", "bytes of all collectives"): True,
+        ("fsdp2_tile64_bf16", "default", "bytes reduced"): True,
+    }
+    assert verdicts() == expected
+    peak = ("fsdp2_tile64_bf16", "default", "peak memory of a GPU")
+    assert verdicts(shape="70b", dpo=True) == expected | {peak: True}
+    report["rows"][-1]["build_peak_bytes"] = 63 * gib
+    assert verdicts(shape="70b", dpo=True) == expected | {peak: False}
+    report["rows"][-1]["reduced_bytes"] += 2
+    report["rows"][0]["other_bytes"] = 4
+    missed = {
+        ("fsdp2_tile64_bf16", "default", "bytes reduced"),
+        ("replicate_element_bf16", "default", "bytes of all collectives"),
+    }
+    assert {key for key, met in verdicts().items() if not met} == missed
+    lines = [line.split() for line in reports.text(report).splitlines() if "= 1,000 x 2" in line]
+    assert [(words[-6], words[-1]) for words in lines] == [("2,004", "missed"), ("2,002", "missed"), ("2,000", "met")]
 
 
 def test_a_wrong_result_is_reported_and_has_no_time(report):
@@ -189,9 +256,27 @@ def test_a_wrong_result_is_reported_and_has_no_time(report):
         (["--dpo", "--variants", "fsdp2_tile64_bf16,ddp"], "--dpo needs --variants with sparse variants only"),
         (["--density", "0"], "--density is 0.0, expected more than 0"),
         (["--mask_dir", "nowhere"], "--mask_dir nowhere: no such folder"),
+        (["--limit_gib", "-1"], "--limit_gib is -1.0, expected at least 0"),
+        (["--limit_gib", "8"], "--limit_gib 8 limits the memory of GPUs, and the device is the CPU"),
     ],
 )
 def test_wrong_options_end_before_any_work(words, message, tmp_path, capsys):
+    assert main(["bench", "distributed", "--small", "--output", str(tmp_path / "o.json"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "1,2"], "--gpus 1,2: torchrun has started 4 processes, expected 4 or no --gpus"),
+        (["--networks", "default,sockets"], "--networks default,sockets: under torchrun expected one"),
+        (["--networks", "sockets"], "--networks sockets uses the loopback interface, and the processes are on several"),
+    ],
+)
+def test_options_that_torchrun_has_decided_are_refused(words, message, tmp_path, capsys, monkeypatch):
+    of_ranks = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in of_ranks.items():
+        monkeypatch.setenv(name, value)
     assert main(["bench", "distributed", "--small", "--output", str(tmp_path / "o.json"), *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -1,0 +1,134 @@
+"""Targets of `bench distributed`: ratios of rows, bounds on single rows, and the efficiency on more GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.harness import Report
+from ..common.report import Columns
+from .results import Row, find, timed
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+def _largest(report: Report) -> int:
+    """The largest number of GPUs of the rows; targets are on it."""
+    return max((row["world_size"] for row in report["rows"]), default=1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on the ratio of a row to another row of as many GPUs."""
+
+    layout: str
+    network: str
+    other: str  # the other row's variant, with the row's values in braces
+    other_network: str
+    at_most: float
+    field: str = "ms"
+
+
+TARGETS = (
+    Target("replicate", "default", "local_{pattern}_{grad_dtype}", "default", 1.03),
+    Target("replicate", "default", "ddp", "default", 0.70),
+    Target("replicate", "sockets", "ddp", "sockets", 1 / 18),
+    Target("replicate", "sockets", "{variant}", "default", 1.5),
+    Target("fsdp2", "default", "fsdp2", "default", 0.85),
+    Target("fsdp2", "default", "fsdp2", "default", 0.70, "peak_memory_bytes"),
+)
+RATIO_COLUMNS: Columns = {
+    "row": "{row[variant]}, {row[network]}, {row[world_size]} GPUs",
+    "compared with": "{other[variant]}, {other[network]}",
+    "what": lambda found: {"ms": "time", "peak_memory_bytes": "peak memory"}[found["field"]],
+    "ratio": "{ratio:.3f}",
+    "target": "<= {at_most:.3f}",
+    "verdict": lambda found: _verdict(found["ratio"] <= found["at_most"]),
+}
+
+
+def ratios(report: Report) -> list[dict[str, Any]]:
+    """The ratio of each target whose two rows were measured, on the largest number of GPUs of each target's row."""
+    largest = _largest(report)
+    found = []
+    for target in TARGETS:
+        for row in timed(report):
+            if (row["layout"], row["network"], row["world_size"]) != (target.layout, target.network, largest):
+                continue
+            other = find(report, largest, target.other_network, target.other.format_map(row))
+            if row["pattern"] is None or other is None or other[target.field] is None:
+                continue
+            ratio = row[target.field] / other[target.field]
+            found.append({**vars(target), "row": row, "other": other, "ratio": ratio})
+    return found if largest > 1 else []
+
+
+# A DPO step of the 70B shape on 4 GPUs of 80 GB: the peak of each, from building the model on.
+PEAK_SHAPE, PEAK_VARIANTS, PEAK_GPUS = "70b", ("fsdp2_tile64_fp32", "fsdp2_tile64_bf16"), 4
+PEAK_GIB = 62
+BOUND_COLUMNS: Columns = {
+    "row": "{row[variant]}, {row[network]}, {row[world_size]} GPUs",
+    "what": "{what}",
+    "measured": "{measured}",
+    "target": "{target}",
+    "verdict": lambda found: _verdict(found["met"]),
+}
+
+
+def bounds(report: Report) -> list[dict[str, Any]]:
+    """The bytes of collectives of each sparse row on the largest number of GPUs, and the peak memory of the 70B shape.
+
+    Replicate must send its compact gradients, of 2 or 4 bytes for each active element, and nothing else. FSDP2 gathers
+    weights too, but must reduce nothing else.
+    """
+    found = []
+    for row in timed(report):
+        if row["world_size"] == _largest(report) > 1 and row["layout"] in ("replicate", "fsdp2") and row["pattern"]:
+            found.append(_bytes_bound(row))
+        if _has_peak_bound(report, row):
+            peak = max(row["peak_memory_bytes"], row["build_peak_bytes"]) / 2**30
+            target = {"target": f"<= {PEAK_GIB} GiB", "met": peak <= PEAK_GIB}
+            found.append({"row": row, "what": "peak memory of a GPU", "measured": f"{peak:.1f} GiB", **target})
+    return found
+
+
+def _bytes_bound(row: Row) -> dict[str, Any]:
+    replicate = row["layout"] == "replicate"
+    itemsize = {"fp32": 4, "bf16": 2}[row["grad_dtype"]]
+    measured = row["reduced_bytes"] + (row["other_bytes"] if replicate else 0)
+    return {
+        "row": row,
+        "what": "bytes of all collectives" if replicate else "bytes reduced",
+        "measured": f"{measured:,}",
+        "target": f"= {row['nnz']:,} x {itemsize}",
+        "met": measured == row["nnz"] * itemsize,
+    }
+
+
+def _has_peak_bound(report: Report, row: Row) -> bool:
+    settings = report["settings"]
+    of_target = settings["shape"] == PEAK_SHAPE and settings["dpo"] and row["world_size"] == PEAK_GPUS
+    return of_target and row["variant"] in PEAK_VARIANTS and row["peak_memory_bytes"] is not None
+
+
+TARGET_EFFICIENCY = 0.95
+EFFICIENCY_COLUMNS: Columns = {
+    "time on one GPU / time": "{variant}",
+    "GPUs": "{world_size}",
+    "efficiency": "{efficiency:.3f}",
+    "target": lambda found: f">= {TARGET_EFFICIENCY}" if found["pattern"] else "",
+    "verdict": lambda found: _verdict(found["efficiency"] >= TARGET_EFFICIENCY) if found["pattern"] else "",
+}
+
+
+def efficiencies(report: Report) -> list[dict[str, Any]]:
+    """Time on one GPU over the time on more, at the same work per GPU; one GPU of replicate is local."""
+    found = []
+    for row in timed(report):
+        name = row["variant"].replace("replicate", "local")
+        alone = find(report, 1, "default", name)
+        if alone is not None and row["network"] == "default" and row["world_size"] > 1 and row["layout"] != "local":
+            found.append({**row, "efficiency": alone["ms"] / row["ms"]})
+    return found
