@@ -57,9 +57,9 @@ class SparseAdamW(SparseOptimizer):
         backend: reference, cpu, triton or cuda; the default is chosen by `sparse_opt.backends`.
         process_group: average the compact gradients over the ranks of this `torch.distributed.ProcessGroup`, next to
             the backward pass. Every rank holds the whole model, not wrapped in DistributedDataParallel. False: train on
-            this process's own gradients. None: the same, but raises if torch.distributed runs several processes. For a
-            model under `fully_shard` (FSDP2), None is the group of its device mesh, and each rank holds the state of
-            its rows.
+            this process's own gradients, or with grads='dense' on those that DistributedDataParallel has averaged.
+            None: the same, but raises if torch.distributed runs several processes. For a model under `fully_shard`
+            (FSDP2), None is the group of its device mesh, and each rank holds the state of its rows.
 
     Raises:
         ValueError: the mask has no active element, or one in a parameter that does not require grad; a parameter is in

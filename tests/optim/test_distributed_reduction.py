@@ -249,6 +249,8 @@ def refuses_ranks_that_differ(rank: int) -> None:
         SparseSGD(model, mask, lr=0.1 + (rank == 2), process_group=group)
     with pytest.raises(ValueError, match="runs 3 processes: pass process_group"):
         SparseAdamW(model, mask)
+    with pytest.raises(ValueError, match="runs 3 processes: with grads='dense' the optimizer does not average"):
+        SparseAdamW(model, mask, grads="dense")
     with pytest.raises(ValueError, match="grads is 'dense': use grads='compact'"):
         SparseAdamW(model, mask, grads="dense", process_group=group)
     optimizer = SparseAdamW(model, mask, process_group=group)
@@ -311,6 +313,27 @@ def is_wrapped_in_ddp(rank: int) -> None:
 
 def test_a_model_wrapped_in_ddp_is_refused(group_backend: str) -> None:
     launch_on(group_backend, is_wrapped_in_ddp, 2)
+
+
+def trains_dense_gradients_in_ddp(rank: int) -> None:
+    model = make_model()
+    mask = MaskSet.random(model, density=1.0)
+    averaged = copy.deepcopy(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    dense = SparseSGD(model, mask, lr=0.1, grads="dense", process_group=False)
+    compact = SparseSGD(averaged, mask, lr=0.1, process_group=dist.group.WORLD)
+    for _, mine in batches(rank):
+        for forward, optimizer in ((wrapped, dense), (averaged, compact)):
+            loss_of(forward, torch.cat(mine)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # Two ranks: the halves of both gradients, and one addition, whose order does not matter.
+    for p, q, start in zip(model.parameters(), averaged.parameters(), make_model().parameters(), strict=True):
+        assert torch.equal(p, q) and not torch.equal(p, start)
+
+
+def test_ddp_averages_dense_gradients(group_backend: str) -> None:
+    launch_on(group_backend, trains_dense_gradients_in_ddp, 2)
 
 
 class Raises(torch.autograd.Function):

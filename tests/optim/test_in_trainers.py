@@ -266,12 +266,14 @@ def test_momentum_turned_on_later_is_refused(device):
         optimizer.step()
 
 
-def test_compact_gradients_among_several_processes_need_a_process_group(monkeypatch, device):
+def test_several_processes_need_a_process_group(monkeypatch, device):
     model = make_model(device)
     mask = MaskSet.random(model, density=0.5)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    SparseAdamW(model, mask, grads="dense").close()  # what DistributedDataParallel averages
+    SparseAdamW(model, mask, grads="dense", process_group=False).close()  # what DistributedDataParallel averages
+    with pytest.raises(ValueError, match="runs 2 processes: with grads='dense'.*process_group=False if Distributed"):
+        SparseAdamW(model, mask, grads="dense")
     SparseAdamW(model, mask, process_group=False).close()
     with pytest.raises(ValueError, match="runs 2 processes: pass process_group=.*WORLD to average .* or .*=False"):
         SparseAdamW(model, mask)

@@ -25,8 +25,8 @@ def group_of(
         mesh: of the parameters that `fully_shard` has sharded; None without any.
 
     Raises:
-        ValueError: several processes run and compact gradients are collected, but the argument is None; or there is a
-            group that the optimizer cannot use.
+        ValueError: several processes run, the parameters are not sharded, and the argument is None; or there is a group
+            that the optimizer cannot use.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if mesh is not None:
@@ -36,18 +36,24 @@ def group_of(
             raise ValueError("process_group is False, but the parameters are sharded over several ranks")
         if process_group is None:
             process_group = _group_of_mesh(mesh)
-    if process_group is None and several and grads == "compact":
-        raise ValueError(
-            f"torch.distributed runs {dist.get_world_size()} processes: pass process_group="
-            "torch.distributed.group.WORLD to average the compact gradients over them, or process_group=False to train "
-            "on this process's own"
-        )
+    if process_group is None and several:
+        if grads == "compact":
+            choices = (
+                "pass process_group=torch.distributed.group.WORLD to average the compact gradients over them, or "
+                "process_group=False to train on this process's own"
+            )
+        else:
+            choices = (
+                "with grads='dense' the optimizer does not average gradients. Pass process_group=False if "
+                "DistributedDataParallel does, or to train on this process's own"
+            )
+        raise ValueError(f"torch.distributed runs {dist.get_world_size()} processes: {choices}")
     if process_group is None or process_group is False:
         return None
     if grads != "compact":
         raise ValueError(
-            "process_group averages compact gradients, but grads is 'dense': use grads='compact', or let "
-            "DistributedDataParallel average param.grad"
+            "process_group averages compact gradients, but grads is 'dense': use grads='compact', or process_group=False "
+            "and let DistributedDataParallel average param.grad"
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(
