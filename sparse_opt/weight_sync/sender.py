@@ -81,6 +81,11 @@ class WeightSender:
     def mask(self) -> MaskSet:
         return self._mask
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the active values, and of the tensors of updates and states."""
+        return self._device
+
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
         sent = self._sent

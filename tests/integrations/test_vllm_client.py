@@ -19,7 +19,7 @@ from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
-from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
+from sparse_opt.weight_sync.transports import ProcessGroupSender, open_receiver
 
 SHAPE = (40, 30)
 
@@ -294,13 +294,23 @@ def test_a_prefix_cache_in_use_is_an_error(weights, sender):
 
 
 class ChannelLLM(LLM):
-    """An `LLM` whose worker receives by a process group; `start_weight_update` fails if `is_broken`."""
+    """An `LLM` whose worker receives by a transport.
 
-    is_broken = False
+    `start_weight_update` fails if `is_broken`, and all calls if `is_dead`.
+    """
+
+    is_broken = is_dead = False
+
+    def get_weight_version(self) -> str:
+        if self.is_dead:
+            raise RuntimeError("the engine core is dead")
+        return super().get_weight_version()
 
     def init_weight_transfer_engine(self, content: dict) -> None:
+        if self.is_dead:
+            raise RuntimeError("the engine core is dead")
         info = content["init_info"]
-        self.channel = ProcessGroupReceiver(self.receiver, info["address"], timeout=info["timeout"])
+        self.channel = open_receiver(info["transport"], self.receiver, info["address"], timeout=info["timeout"])
 
     def start_weight_update(self) -> None:
         if self.is_broken:
@@ -323,6 +333,58 @@ def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
         expected = "has not replied within 1 s; start_weight_update of the vLLM engine failed: the engine core died"
         with pytest.raises(WeightSyncError, match=expected):
             sync.update()
+        llm.channel.close()
+
+
+def test_a_dead_engine_does_not_keep_the_others_from_the_update(weights, sender):
+    dead, alive = ChannelLLM(weights), ChannelLLM(weights)
+    with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
+        sync = VLLMChannelSync(channel, [dead, alive])
+        dead.is_dead = True
+        with pytest.raises(WeightSyncError, match="init_weight_transfer_engine of .* failed: the engine core is dead$"):
+            sync.connect()
+        assert alive.version == "0"
+        dead.is_dead = False
+        step(weights, sender)
+        assert sync.update() == 1 and dead.version == alive.version == "1"
+        dead.is_dead = True
+        step(weights, sender)
+        with pytest.raises(
+            WeightSyncError, match="get_weight_version of the vLLM engine failed: the engine core is dead"
+        ):
+            sync.update()
+        assert alive.version == "2" and torch.equal(alive.weights["w"], weights["w"])
+        dead.restart()
+        dead.is_dead = False
+        step(weights, sender)
+        assert sync.update() == 3
+        for llm in (dead, alive):
+            assert llm.version == "3" and torch.equal(llm.weights["w"], weights["w"])
+            llm.channel.close()
+
+
+def test_updates_are_sent_while_training_goes_on(weights, sender, servers):
+    (server,) = servers(1)
+    llm = ChannelLLM(weights)
+    other = WeightSender(weights, sender.mask)
+    with closing(ProcessGroupSender(other, "127.0.0.1:0", timeout=1.0)) as channel:
+        clients = [VLLMWeightSync(sender, server.address), VLLMChannelSync(channel, llm)]
+        for engine, sync in zip((server, llm), clients, strict=True):
+            sync.connect()
+            step(weights, sender)
+            sent = weights["w"].clone()
+            sync.begin_update()
+            with pytest.raises(WeightSyncError, match="an update has begun: call finish_update"):
+                sync.update()
+            step(weights, sender)
+            assert sync.finish_update() == 1
+            assert engine.version == "1" and torch.equal(engine.weights["w"], sent)
+        server.fails, llm.is_broken = "/start_weight_update", True
+        for sync in clients:
+            sync.begin_update()
+        for sync in clients:
+            with pytest.raises(WeightSyncError, match="start_weight_update"):
+                sync.finish_update()
         llm.channel.close()
 
 

@@ -307,7 +307,7 @@ def test_updates_by_a_process_group(history, llm):
             if version in history.tokens:
                 assert tokens_of(llm) == history.tokens[version]
         assert llm.get_weight_version() == "7"
-    with pytest.raises(Exception, match="transport is 'pigeons', expected bytes"):
+    with pytest.raises(Exception, match="transport is 'pigeons', expected one of bytes, gloo"):
         llm.init_weight_transfer_engine({"init_info": {"transport": "pigeons"}})
 
 

@@ -48,13 +48,18 @@ def test_a_receiver_in_another_process_has_the_senders_bits(tmp_path: Path) -> N
         for version in range(1, VERSIONS + 1):
             change(weights, mask, 0.1, seed=version)
             assert channel.update() == version
+        channel.begin_update()
+        torch.cuda._sleep(2 * 10**9)  # the next training step, about a second
+        busy = torch.cuda.current_stream().record_event()
+        assert channel.finish_update() == VERSIONS + 1
+        assert not busy.query(), "the update has waited for the training stream"
         channel.close()
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
     received = torch.load(tmp_path / "weights")
-    assert received["versions"] == list(range(VERSIONS + 1))
+    assert received["versions"] == list(range(VERSIONS + 2))
     assert same_bits(clones({name: w.cpu() for name, w in weights.items()}), received["weights"])
 
 

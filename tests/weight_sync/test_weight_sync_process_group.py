@@ -169,7 +169,7 @@ def test_a_receiver_by_another_transport_is_named() -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask), timeout=2.0) as channel:
         other = CudaIpcReceiver(WeightReceiver(clones(weights)), channel.address, name="other")
-        problem = "it receives by CUDA IPC, the sender sends by gloo"
+        problem = "it receives by cuda_ipc, the sender sends by gloo"
 
         def receive() -> None:
             with pytest.raises(WeightSyncError, match=f"^other: {problem}$"):
@@ -371,6 +371,11 @@ def test_nccl_between_two_processes(tmp_path: Path) -> None:
         for version in range(1, 4):
             change(weights, mask, 0.1, seed=version)
             assert channel.update() == version
+        channel.begin_update()
+        torch.cuda._sleep(2 * 10**9)  # the next training step, about a second
+        busy = torch.cuda.current_stream().record_event()
+        assert channel.finish_update() == 4
+        assert not busy.query(), "the update has waited for the training stream"
         channel.close()
         assert process.wait(60) == 0, (tmp_path / "nccl").read_text()
     finally:

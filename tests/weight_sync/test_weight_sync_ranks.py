@@ -200,11 +200,14 @@ def a_channel_of_all_ranks(rank: int) -> None:
         for parameter in model.parameters():
             parameter.to_local().neg_()
     assert channel.update() == 1
+    channel.begin_update()
+    dist.all_reduce(torch.zeros(1))  # of training, while rank 0 sends
+    assert channel.finish_update() == 2
     channel.close()
     whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
     if rank == 0:
         thread.join(60)
-        assert versions == [0, 1]
+        assert versions == [0, 1, 2]
         for name, positions in mask.indices.items():
             at = positions.long()
             assert torch.equal(whole[name].view(-1)[at], copy[name].view(-1)[at]), name

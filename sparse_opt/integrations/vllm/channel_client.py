@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...errors import WeightSyncError
-from ...weight_sync import DistributedWeightSender
+from ...weight_sync import DistributedWeightSender, PendingMessage
+from ...weight_sync.background import Background
 from ...weight_sync.transports.channel import SenderChannel
 from .client import raise_errors
 from .connections import Connection, Pause, connections_to
@@ -25,7 +26,8 @@ class VLLMChannelSync:
         sync.update()
 
     Args:
-        channel: with a `DistributedWeightSender`, create this object on all ranks and call its methods alike.
+        channel: let only this object call its methods, apart from `close`. With a `DistributedWeightSender`, create
+            this object on all ranks and call its methods alike.
         engines, pause, timeout: see `VLLMWeightSync`.
     """
 
@@ -39,18 +41,20 @@ class VLLMChannelSync:
     ) -> None:
         self.channel = channel
         self._connections = connections_to(engines, pause, timeout)
-        self._workers: dict[Connection, int] = {}
+        self._workers: dict[Connection, int] = {}  # of the engines that have joined the channel
+        self._background = Background(channel.devices)
 
     def connect(self) -> int:
         """Bring all engines to the current version, and return it.
 
         Raises:
-            WeightSyncError: an engine cannot be reached or refuses the weights; gives its message.
+            WeightSyncError: an engine cannot be reached or refuses the weights; gives its message. The others have
+                them.
         """
-        self._on_sender(lambda: self._initialize(self._connections))
-        version = self.channel.weights.version
-        self._round(self.channel.wait_for_receivers, version)
-        return version
+        self._background.require_idle()
+        self._workers.clear()
+        self._on_sender(lambda: self._send(None))
+        return self.channel.weights.version
 
     def update(self) -> int:
         """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
@@ -61,44 +65,60 @@ class VLLMChannelSync:
             WeightSyncError: an engine cannot be reached or refuses the update, or its workers are lost; gives the
                 messages. Engines without an error have the version; the next call brings the others to it.
         """
+        self._background.require_idle()
+        update = self.channel.weights.update()
+        self._on_sender(lambda: self._send(update))
+        return self.channel.weights.version
 
-        def connect_new() -> None:
-            self._initialize(
-                [c for c in self._connections if c not in self._workers or c.weight_version() == "default"]
-            )
+    def begin_update(self) -> None:
+        """Make the next version as `update` does, and send it in the background; see `VLLMWeightSync.begin_update`."""
+        self._background.require_idle()
+        update = self.channel.weights.update()
+        self._background.begin(lambda: None if update is None else self._send(update))
 
-        self._on_sender(connect_new)
-        version = self.channel.weights.version + 1
-        self._round(self.channel.update, version)
-        return version
+    def finish_update(self) -> int:
+        """Wait until all engines have the version that `begin_update` has made, and return it.
 
-    def _initialize(self, connections: Iterable[Connection]) -> None:
-        """Let the workers of engines that have just started join the channel."""
-        for connection in connections:
-            connection.initialize(self.channel.transport, self.channel.address, self.channel.timeout)
-            self._workers[connection] = connection.world_size()
+        Raises:
+            WeightSyncError: no update has begun. Or as `update`.
+        """
+        self._on_sender(self._background.take())
+        return self.channel.weights.version
 
-    def _round(self, action: Callable[[int], object], version: int) -> None:
-        """Run a round of the channel, given the number of workers, while the engines are in an update."""
-        engines = self._connections if self.channel.address else []
+    def _send(self, update: PendingMessage | None) -> None:
+        """Run a round of the channel while the engines that can be reached are in an update."""
+        version = self.channel.weights.version
         problems: list[WeightSyncError] = []
         with ThreadPoolExecutor(len(self._connections)) as pool:
+            joined = [pool.submit(self._join, engine) for engine in self._connections]
+            reached = _successful(self._connections, joined)
             # Requests may have to end first, which can take longer than the channel waits for a receiver.
-            begun = [pool.submit(engine.begin) for engine in engines]
-            ready = [e for e, future in zip(engines, begun, strict=True) if future.exception() is None]
-            futures = begun + [pool.submit(engine.complete, [None], version) for engine in ready]
+            begun = [pool.submit(engine.begin) for engine in reached]
+            ready = _successful(reached, begun)
+            completed = [pool.submit(engine.complete, [None], version) for engine in ready]
             try:
-                action(sum(self._workers[engine] for engine in ready))
+                self.channel.send(update, sum(self._workers[engine] for engine in ready))
             except WeightSyncError as error:
                 problems.append(error)
-        self._on_sender(lambda: raise_errors(futures, *problems))
-        if problems:
-            raise problems[0]
+        raise_errors([*joined, *begun, *completed], *problems)
 
-    def _on_sender(self, function: Callable[[], None]) -> None:
+    def _join(self, engine: Connection) -> None:
+        """Let the workers of an engine that has just started join the channel."""
+        if engine in self._workers and engine.weight_version() != "default":
+            return
+        self._workers.pop(engine, None)
+        engine.initialize(self.channel.transport, self.channel.address, self.channel.timeout)
+        self._workers[engine] = engine.world_size()
+
+    def _on_sender(self, function: Callable[[], object]) -> None:
         """Call a function on the rank that sends, and raise its errors on all ranks."""
         weights = self.channel.weights
         if isinstance(weights, DistributedWeightSender):
             weights.on_rank_0(function)
         else:
             function()
+
+
+def _successful(engines: Sequence[Connection], futures: Sequence[Future[None]]) -> list[Connection]:
+    """Wait for what was submitted for each engine, and return the engines for which it has succeeded."""
+    return [engine for engine, future in zip(engines, futures, strict=True) if future.exception() is None]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import WeightSyncError, listed
 from ...weight_sync import DistributedWeightSender, PendingMessage, WeightSender
+from ...weight_sync.background import Background
 from .connections import Connection, Pause, connections_to
 
 
@@ -39,7 +40,9 @@ class VLLMWeightSync:
         timeout: float = 300.0,
     ) -> None:
         self.sender = sender
+        self._own = sender.sender if isinstance(sender, DistributedWeightSender) else sender
         self._connections = connections_to(engines, pause, timeout)
+        self._background = Background([] if self._own is None else [self._own.device])
 
     def connect(self) -> int:
         """Send the mask and all active values of the current version to all engines, and return the version.
@@ -47,6 +50,7 @@ class VLLMWeightSync:
         Raises:
             WeightSyncError: an engine refuses them or cannot be reached; gives its message. The others have them.
         """
+        self._background.require_idle()
         self._on_sender(self._send_whole)
         return self.sender.version
 
@@ -61,25 +65,52 @@ class VLLMWeightSync:
                 weights, and a server then remains paused. The next call brings it to the sender's version. The others
                 have the new version.
         """
+        self._background.require_idle()
         pending = self.sender.update()
-        self._on_sender(lambda sender: self._send_update(sender, pending))
+        self._on_sender(lambda: self._send_update(pending))
         return self.sender.version
 
-    def _on_sender(self, function: Callable[[WeightSender], object]) -> None:
+    def begin_update(self) -> None:
+        """Make the next version as `update` does, and send it in the background: `finish_update` waits for it.
+
+        Returns when the active values are copied in the order of the current stream (see `WeightSender.update`), so
+        that the next training step may follow directly. A thread sends the message, on streams of its own. An `LLM` of
+        this process must not be used until `finish_update`, and no CUDA graph may be captured.
+
+        Raises:
+            WeightSyncError: an update has begun and was not finished. Or as `WeightSender.update`.
+        """
+        self._background.require_idle()
+        pending = self.sender.update()
+        self._background.begin(lambda: self._send_update(pending))
+
+    def finish_update(self) -> int:
+        """Wait until all engines have the version that `begin_update` has made, and return it.
+
+        Raises:
+            WeightSyncError: no update has begun. Or as `update`.
+        """
+        self._on_sender(self._background.take())
+        return self.sender.version
+
+    def _on_sender(self, function: Callable[[], object]) -> None:
         """Call a function where the sender is, and raise its errors on all ranks."""
         if isinstance(self.sender, DistributedWeightSender):
-            own = self.sender.sender
-            self.sender.on_rank_0(lambda: None if own is None else function(own))
+            self.sender.on_rank_0(function)
         else:
-            function(self.sender)
+            function()
 
-    def _send_whole(self, sender: WeightSender) -> None:
+    def _send_whole(self) -> None:
+        sender = self._own
+        if sender is None:  # on another rank
+            return
         messages = _whole(sender)
         _on_all(self._connections, lambda connection: connection.send(messages, sender.version))
 
-    def _send_update(self, sender: WeightSender, pending: PendingMessage | None) -> None:
-        if pending is None:
-            raise WeightSyncError("the sender has made no message on the rank that sends")
+    def _send_update(self, pending: PendingMessage | None) -> None:
+        sender = self._own
+        if sender is None or pending is None:  # on another rank
+            return
         message = pending.wait()
         data = message.to_bytes()
         whole: list[bytes] = []
@@ -91,7 +122,8 @@ class VLLMWeightSync:
                 return
             with lock:
                 if not whole:
-                    whole.extend(_whole(sender))
+                    with self._background.streams():
+                        whole.extend(_whole(sender))
             connection.send(whole, message.version)
 
         _on_all(self._connections, send)

@@ -28,8 +28,8 @@ from vllm.distributed.weight_transfer.base import (
 from ...errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ...weight_sync import Destination, Message, PendingMessage, WeightReceiver
 from ...weight_sync.layout import DTYPES, Layout
-from ...weight_sync.transports import CudaIpcReceiver, FolderReceiver, ProcessGroupReceiver
-from ...weight_sync.transports.channel import ReceiverChannel
+from ...weight_sync.transports import TRANSPORTS, FolderReceiver, open_receiver
+from ...weight_sync.transports.receiver_channel import ReceiverChannel
 from ..loader_trace import trace_destinations
 from .packed_layers import PackedLayers
 
@@ -39,7 +39,8 @@ class SparseInitInfo(WeightTransferInitInfo):
     """How messages arrive.
 
     Attributes:
-        transport: "bytes" (in the requests), or one of `weight_sync.transports`: "gloo", "nccl", "cuda_ipc", "folder".
+        transport: "bytes" (in the requests), or one of `weight_sync.transports.TRANSPORTS`: "gloo", "nccl", "cuda_ipc"
+            or "folder".
         address: host:port of the sender for gloo, nccl and cuda_ipc; the path of the delta log for folder.
         timeout: seconds to connect, and to wait for messages during an update.
     """
@@ -85,26 +86,18 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         self._timeout = init_info.timeout
         transport, address = init_info.transport, init_info.address
         name = f"rank {self.parallel_config.rank} of the vLLM engine on {socket.gethostname()}"
-        if transport in ("gloo", "nccl"):
-            self._channel = ProcessGroupReceiver(
-                self._weights,
-                address,
-                backend="nccl" if transport == "nccl" else "gloo",
-                device=self.device if transport == "nccl" else "cpu",
-                timeout=init_info.timeout,
-                name=name,
+        if transport == "bytes":
+            return
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}, expected one of bytes, {', '.join(TRANSPORTS)}")
+        if transport == "folder" and self.parallel_config.world_size > 1:
+            raise ValueError(
+                f"transport is 'folder' for an engine of {self.parallel_config.world_size} workers, which may read "
+                "different numbers of steps: use another transport, or one worker"
             )
-        elif transport == "cuda_ipc":
-            self._channel = CudaIpcReceiver(self._weights, address, timeout=init_info.timeout, name=name)
-        elif transport == "folder":
-            if self.parallel_config.world_size > 1:
-                raise ValueError(
-                    f"transport is 'folder' for an engine of {self.parallel_config.world_size} workers, which may read "
-                    "different numbers of steps: use another transport, or one worker"
-                )
-            self._channel = FolderReceiver(self._weights, address)
-        elif transport != "bytes":
-            raise ValueError(f"transport is {transport!r}, expected bytes, gloo, nccl, cuda_ipc or folder")
+        self._channel = open_receiver(
+            transport, self._weights, address, device=self.device, timeout=self._timeout, name=name
+        )
 
     def start_weight_update(self) -> None:
         """Do nothing: weights are written in place."""

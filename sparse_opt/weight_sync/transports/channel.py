@@ -1,4 +1,4 @@
-"""The rounds of a transport: brings every receiver to the sender's version, with as few messages as each one needs.
+"""The sender's end of a transport: brings every receiver to the sender's version, by as few messages as it needs.
 
 A round asks every receiver for its state. A receiver without the mask gets the mask message; one that then has other
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...errors import WeightSyncError, listed
+from ..background import Background
 from ..distributed import DistributedWeightSender
-from ..message import Message, checked_header, tensor_list
-from ..receiver import WeightReceiver
+from ..message import Message
 from ..sender import PendingMessage, WeightSender
-from .control import ControlClient, ControlServer, first_line
-
-# A receiver that has replied to a status waits for its message this many timeouts of the sender, which waits once for
-# the states of lost receivers, and up to four times while it sends another message (two transfers, two replies).
-_TIMEOUTS_OF_A_ROUND = 5
+from .control import ControlServer, TransportName
 
 
 @dataclass
@@ -46,20 +41,30 @@ class SenderChannel(ABC):
     and its errors are raised on all ranks.
 
     Args:
-        weights: the sender of the weights; let only this channel call its `update`.
+        weights: the sender of the weights; let only this channel, or who calls `send`, call its `update`.
         address: host:port at which the receivers reach this process; port 0 takes a free one. The store listens on all
             interfaces, whatever the host, without authentication: restrict access to the port by other means.
         timeout: seconds that a receiver may take to reply to a message; one that does not is dropped, and named in the
             error of the round.
+        device: of the tensors that are sent.
 
     Raises:
         WeightSyncError: the address cannot be used.
     """
 
-    def __init__(self, weights: WeightSender | DistributedWeightSender, address: str, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        weights: WeightSender | DistributedWeightSender,
+        address: str,
+        *,
+        device: torch.device,
+        timeout: float = 60.0,
+    ) -> None:
         self.weights, self.timeout = weights, timeout
+        self._device = device
         self._sender = weights.sender if isinstance(weights, DistributedWeightSender) else weights
         self._control: ControlServer | None = None
+        self._background = Background(self.devices)
         self._on_all_ranks(lambda: self._listen(address))
 
     @property
@@ -69,11 +74,20 @@ class SenderChannel(ABC):
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Names of the receivers that have joined and are not lost; empty on ranks other than 0."""
+        """Names of the receivers that have joined and are not lost; empty on ranks other than 0.
+
+        From `begin_update` to `finish_update` those that the update is sent to.
+        """
         if self._control is None:
             return ()
-        self._control.discover()
+        if not self._background.has_begun:
+            self._control.discover()
         return tuple(self._control.names.values())
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices on whose current streams `send` copies tensors."""
+        return (self._device,) if self._sender is None else (self._sender.device, self._device)
 
     def wait_for_receivers(self, count: int, timeout: float = 300.0) -> None:
         """Wait until `count` receivers have joined, and bring all to the sender's current version.
@@ -81,7 +95,8 @@ class SenderChannel(ABC):
         Raises:
             WeightSyncError: fewer have joined within `timeout` seconds; those hold the version. Or as `update`.
         """
-        self._on_all_ranks(lambda: self._round(None, count, timeout))
+        self._background.require_idle()
+        self._on_all_ranks(lambda: self.send(None, count, timeout))
 
     def update(self, receivers: int = 0) -> int:
         """Make the next version from the current weights, bring all receivers to it, and return its number.
@@ -98,18 +113,53 @@ class SenderChannel(ABC):
                 joined. All others hold the version. The next round does without the lost ones, and sends a state to
                 those that refused.
         """
+        self._background.require_idle()
         update = self.weights.update()
-        self._on_all_ranks(lambda: self._round(update, receivers, self.timeout))
+        self._on_all_ranks(lambda: self.send(update, receivers))
+        return self.weights.version
+
+    def begin_update(self, receivers: int = 0) -> None:
+        """Make the next version as `update` does, and send it in the background: `finish_update` waits for it.
+
+        Returns when the active values are copied in the order of the current stream (see `WeightSender.update`), so
+        that the next training step may follow directly. A thread of this channel sends the message, on streams of its
+        own, for which neither the host nor the training stream waits. Only `receivers` and `close` may be called until
+        `finish_update`; do not capture a CUDA graph in this time.
+
+        Args:
+            receivers: see `update`.
+
+        Raises:
+            WeightSyncError: an update has begun and was not finished. Or as `WeightSender.update`.
+        """
+        self._background.require_idle()
+        update = self.weights.update()
+        self._background.begin(lambda: None if update is None else self.send(update, receivers))
+
+    def finish_update(self) -> int:
+        """Wait until every receiver holds the version that `begin_update` has made, and return its number.
+
+        Raises:
+            WeightSyncError: no update has begun. Or as `update`.
+        """
+        self._on_all_ranks(self._background.take())
         return self.weights.version
 
     def close(self, timeout: float | None = None) -> None:
-        """End the connections: `receive` of the receivers returns None.
+        """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
 
         Args:
             timeout: seconds to wait for receivers that are busy elsewhere, such as generating; their `receive` raises
                 WeightSyncError if they come later. Default: the channel's timeout.
+
+        Raises:
+            WeightSyncError: as `finish_update`, if an update had begun; after the connections have ended.
         """
-        self._on_all_ranks(lambda: self._close(self.timeout if timeout is None else timeout))
+        try:
+            if self._background.has_begun:
+                self.finish_update()
+        finally:
+            self._on_all_ranks(lambda: self._close(self.timeout if timeout is None else timeout))
 
     def _on_all_ranks(self, function: Callable[[], object]) -> None:
         """Call a function where the sender is, and raise its errors on all ranks."""
@@ -148,14 +198,27 @@ class SenderChannel(ABC):
             control.collect(control.names, timeout)
             self._end()
 
-    def _round(self, update: PendingMessage | None, count: int, timeout: float) -> None:
-        """Bring all receivers to the sender's version, by `update` those at the version before it.
+    def send(self, update: PendingMessage | None, receivers: int = 0, timeout: float | None = None) -> None:
+        """Bring all receivers to the sender's version. On rank 0 only: the part of `update` that is no collective.
 
-        Waits `timeout` seconds for `count` receivers to join, and does without those that have not. The receivers are
-        asked for their states while the GPU makes the update.
+        May be called in any thread, for one update at a time. The receivers are asked for their states while the GPU
+        makes the update.
+
+        Args:
+            update: the last one of `weights`, for the receivers at the version before it. None: all that are not at
+                the version get a state.
+            receivers: wait first until at least this many have joined.
+            timeout: seconds to wait for them; then those that have joined get the version. Default: the channel's.
+
+        Raises:
+            WeightSyncError: as `update`; or `update` is not the last one.
         """
         control, sender = self._connected()
-        missing = self._missing(count, timeout)
+        if update is not None and update.version != sender.version:
+            raise WeightSyncError(
+                f"the update is version {update.version}, expected the last one of the sender, version {sender.version}"
+            )
+        missing = self._missing(receivers, self.timeout if timeout is None else timeout)
         control.post(control.names, {"do": "status", "transport": self.transport, "timeout": self.timeout})
         problems = _Problems()
         states = self._collect(list(control.names), problems)
@@ -207,7 +270,7 @@ class SenderChannel(ABC):
 
     @property
     @abstractmethod
-    def transport(self) -> str:
+    def transport(self) -> TransportName:
         """The name of the transport, which must be that of the receivers."""
 
     @abstractmethod
@@ -225,119 +288,3 @@ class SenderChannel(ABC):
     @abstractmethod
     def _end(self) -> None:
         """Release the connections."""
-
-
-class ReceiverChannel(ABC):
-    """The inference engine's end of a transport.
-
-    Args:
-        weights: the receiver of the weights.
-        address: host:port of the sender.
-        timeout: seconds to connect to the sender, and to wait for a message that it has announced.
-        name: names this receiver in errors of the sender; default: host and process.
-
-    Raises:
-        WeightSyncError: no sender responds at the address within `timeout` seconds.
-    """
-
-    def __init__(
-        self, weights: WeightReceiver, address: str, *, timeout: float = 60.0, name: str | None = None
-    ) -> None:
-        self.weights, self.timeout = weights, timeout
-        self._control = ControlClient(address, timeout, name)
-        self._has_mask = self._needs_state = False
-
-    def request_state(self) -> None:
-        """Let the sender send all active weights in its next round, as if this receiver had just joined."""
-        self._needs_state = True
-
-    def receive(self, timeout: float = 600.0) -> int | None:
-        """Wait for the sender's next version, apply it, and return its number; None when the sender has closed.
-
-        Once the sender has begun a round, this waits for the round's messages beyond `timeout`: for several timeouts of
-        the sender, which may itself be waiting for lost receivers.
-
-        Raises:
-            WeightSyncError: nothing has come within `timeout` seconds; the sender is lost; or the receiver refused the
-                message. The weights have not changed; after a refusal, the next round brings the mask and a state.
-
-        Another error while a message is applied is also reported to the sender as a refusal, and raised here.
-        """
-        deadline = time.monotonic() + timeout
-        reserved = 0.0  # seconds to wait for the next message of a round, also after the deadline
-        while True:
-            # Once the sender has counted on this receiver, the round is not left before its message.
-            left = max(deadline - time.monotonic(), reserved)
-            command = self._control.next(left)
-            if command["do"] == "close":
-                self._control.reply({})
-                return None
-            if command["do"] == "rejoin":
-                self._control.join()
-                reserved = 0.0
-                continue
-            if command["do"] == "status":
-                reserved = max(self.timeout, _TIMEOUTS_OF_A_ROUND * float(command["timeout"]))
-                if command["transport"] != self.transport:
-                    problem = f"it receives by {self.transport}, the sender sends by {command['transport']}"
-                    self._control.reply({"refused": problem})
-                    raise WeightSyncError(f"{self._control.name}: {problem}")
-                self._control.reply(self._status())
-                continue
-            try:
-                try:
-                    tensors = self._fetch(command)
-                except RuntimeError as error:  # of the transport; the sender sends the message again
-                    self._control.reply({"failed": first_line(error)})
-                    continue
-                message = Message.from_header(command["header"], tensors)
-                self.weights.receive(message)
-            except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
-                # The mask as well: a weight may have moved.
-                self._has_mask, self._needs_state = False, True
-                is_refusal = isinstance(error, WeightSyncError)
-                reason = str(error) if is_refusal else f"{type(error).__name__}: {first_line(error)}"
-                self._control.reply({"refused": reason})
-                raise
-            self._has_mask |= message.kind == "mask"
-            self._needs_state &= message.kind != "state"
-            status = self._status()
-            self._control.reply(status)
-            if self.weights.version is not None and not status["state"]:
-                return self.weights.version
-
-    def _status(self) -> dict[str, Any]:
-        # A mask and a version of another sender say nothing about this one's.
-        mask = self.weights.mask_digest if self._has_mask else None
-        return {"mask": mask, "version": self.weights.version, "state": self._needs_state}
-
-    @property
-    @abstractmethod
-    def transport(self) -> str:
-        """The name of the transport, which must be that of the sender."""
-
-    @abstractmethod
-    def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a message. Raises RuntimeError if the transfer fails."""
-
-    def close(self) -> None:
-        """Leave the sender, which does without this receiver from its next round on, and release the connection.
-
-        A receiver that is to follow again needs a new channel.
-        """
-        self._control.leave()
-        self._end()
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Release what the transport holds."""
-
-
-def empty_tensors(header: Mapping[str, str], device: torch.device) -> dict[str, Tensor]:
-    """Return new tensors of the names, dtypes and shapes in a message's header, for a transport to fill.
-
-    Raises:
-        DamagedMessage: the header is damaged.
-    """
-    entries = tensor_list(checked_header(header))
-    return {name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape in entries}

@@ -29,12 +29,14 @@ import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from ...errors import WeightSyncError
 from ...tensors import compact_json
+
+TransportName = Literal["gloo", "nccl", "cuda_ipc", "folder"]
 
 # Seconds between two polls: a thousandth of the time waited so far, so that polls delay no round noticeably, and many
 # idle receivers do not keep the sender's store busy. A poll takes about 20 us.

@@ -18,7 +18,9 @@ from ...errors import WeightSyncError
 from ..distributed import DistributedWeightSender
 from ..message import Message
 from ..sender import WeightSender
-from .channel import ReceiverChannel, SenderChannel, empty_tensors
+from .channel import SenderChannel
+from .control import TransportName
+from .receiver_channel import ReceiverChannel, empty_tensors
 
 _ALIGNMENT = 16  # bytes; every tensor of a message begins at a multiple in the shared buffer
 
@@ -130,13 +132,13 @@ class CudaIpcSender(SenderChannel):
         device: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        self._device = torch.device(device or torch.device("cuda", torch.cuda.current_device()))
-        super().__init__(weights, address, timeout=timeout)
+        gpu = torch.device(device or torch.device("cuda", torch.cuda.current_device()))
+        super().__init__(weights, address, device=gpu, timeout=timeout)
         self._shared: SharedMessage | None = None
 
     @property
-    def transport(self) -> str:
-        return "CUDA IPC"
+    def transport(self) -> TransportName:
+        return "cuda_ipc"
 
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         tensors = {name: tensor.to(self._device) for name, tensor in message.tensors.items()}
@@ -163,8 +165,8 @@ class CudaIpcReceiver(ReceiverChannel):
     """
 
     @property
-    def transport(self) -> str:
-        return "CUDA IPC"
+    def transport(self) -> TransportName:
+        return "cuda_ipc"
 
     def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
         shared = open_shared(command["shared"][str(self._control.number)]).tensors

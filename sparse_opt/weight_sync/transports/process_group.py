@@ -20,8 +20,9 @@ from ..distributed import DistributedWeightSender
 from ..message import Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
-from .channel import ReceiverChannel, SenderChannel, empty_tensors
-from .control import BUSY_SECONDS, first_line
+from .channel import SenderChannel
+from .control import BUSY_SECONDS, TransportName, first_line
+from .receiver_channel import ReceiverChannel, empty_tensors
 
 Backend = Literal["gloo", "nccl"]
 
@@ -93,14 +94,14 @@ class ProcessGroupSender(SenderChannel):
         device: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        self._backend, self._device = backend, _device(backend, device)
-        super().__init__(weights, address, timeout=timeout)
+        self._backend = backend
+        super().__init__(weights, address, device=_device(backend, device), timeout=timeout)
         self._group: _Group | None = None
         self._members: list[int] = []
         self._made = 0
 
     @property
-    def transport(self) -> str:
+    def transport(self) -> TransportName:
         return self._backend
 
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         self._group: _Group | None = None
 
     @property
-    def transport(self) -> str:
+    def transport(self) -> TransportName:
         return self._backend
 
     def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
