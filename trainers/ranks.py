@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from logging import WARNING, disable
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.files import one_line
+from sparse_opt.optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks, report
 
 ResultT = TypeVar("ResultT")
 
@@ -43,8 +45,11 @@ class Ranks:
     sharded: bool = False  # models are sharded (FSDP2): all ranks must make the same number of passes
 
     @classmethod
-    def of(cls, parallel: Parallel) -> Ranks:
+    def of(cls, parallel: Parallel, timeout: float | None = None) -> Ranks:
         """The ranks of the initialized process group, checked against the option.
+
+        Args:
+            timeout: seconds after which a collective of the process group fails; None leaves its timeout as it is.
 
         Raises:
             ConfigError: the option is replicate or fsdp in a process that no launcher started, or none with several;
@@ -65,6 +70,9 @@ class Ranks:
                 f"there are {size} processes (WORLD_SIZE), and torch.distributed is not initialized: call "
                 "torch.distributed.init_process_group() first"
             )
+        if timeout is not None:
+            # Not public, but torch has no other function for a group that exists, as when options are read.
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
         return cls(dist.get_rank(), size, sharded=parallel == "fsdp")
 
     @property
@@ -153,6 +161,9 @@ class Ranks:
 
 ONE_RANK = Ranks()
 
+# Keys of the process group's store: what a rank whose run fails reports, and the number of those that have ended so.
+_FAILED, _N_FAILURES = "failed", "sparse_opt/failures"
+
 
 def world_size() -> int:
     """Number of processes: of the process group, or before it is initialized, of the launcher's WORLD_SIZE."""
@@ -169,8 +180,9 @@ def joined() -> Iterator[None]:
     """A context in which the processes of torchrun or `accelerate launch` have a process group: NCCL and gloo.
 
     Warnings are shown by rank 0 alone. If ranks fail, the first one raises its error, and the others exit silently:
-    an error on one rank makes the collectives of the others fail. A SIGTERM, by which torchrun stops the others, ends
-    the process as an error does, so that a run that has not begun removes its files.
+    an error on one rank makes the collectives of the others fail. If a collective fails first, because a rank is dead
+    or late, the error names the ranks that report no failure of theirs within a few seconds. A SIGTERM, by which
+    torchrun stops the others, ends the process as an error does, so that a run that has not begun removes its files.
     """
     if local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(local_rank())
@@ -186,10 +198,15 @@ def joined() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:  # each rank's failure; only one rank's is printed
-        if store.add("sparse_opt/failures", 1) > 1:
+        report(dist.group.WORLD, _FAILED)
+        clause = ""
+        # All ranks whose collective failed wait for the others' reports: if one exits, torchrun ends the rest.
+        if isinstance(error, RuntimeError) and _is_of_collective(error) and not store.add(_N_FAILURES, 0):
+            clause = missing_ranks(dist.group.WORLD, _FAILED, REPORT_SECONDS)
+        if store.add(_N_FAILURES, 1) > 1:
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None  # as the command line ends
-        if isinstance(error, RuntimeError) and _is_of_collective(error):
-            raise SparseOptError(f"another rank ended or does not respond: {one_line(error)}") from error
+        if clause:
+            raise SparseOptError(f"a collective of the processes failed, {clause}: {one_line(error)}") from error
         raise
     dist.destroy_process_group()
 
@@ -215,5 +232,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _is_of_collective(error: RuntimeError) -> bool:
-    # gloo's errors have no class of their own; its messages begin with the source file.
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    # gloo's errors have no class of their own; its messages begin with the source file, except those of collectives
+    # that follow one that has timed out.
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in ("gloo", "caused pair closure"))

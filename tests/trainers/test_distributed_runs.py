@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from stopping import StoppedError, rows
 
 from sparse_opt.delta.log import DeltaLog
+from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import grpo, sft
 from sparse_opt.trainers.rft import datagen, evaluate
 from sparse_opt.trainers.run.training_run import TrainingRun
@@ -78,10 +79,13 @@ def train_until(rank, options, last):
 
 def test_a_run_goes_on_with_another_number_of_processes(options, tmp_path):
     sft.train(sft.SFTConfig(**{**options, "output_dir": tmp_path / "one"}))
-    assert launch(train_until, 2, options, 3) == [True, True]
+    of_each = {**options, "per_device_train_batch_size": 2}
+    assert launch(train_until, 2, of_each, 3) == [True, True]
     assert [path.name for path in sorted(tmp_path.glob("run/checkpoints/*"))] == ["step_00000002"]
+    with pytest.raises(ConfigError, match="batch_size is 2; expected 4"):
+        train_until(0, {**of_each, "resume": True}, 5)
     assert train_until(0, {**options, "resume": True}, 5)
-    assert launch(train_until, 2, {**options, "resume": True}, 7) == [False, False]
+    assert launch(train_until, 2, {**of_each, "resume": True}, 7) == [False, False]
     uninterrupted, resumed = (rows(tmp_path / name / "metrics.jsonl") for name in ("one", "run"))
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
     for expected, found in zip(uninterrupted, resumed, strict=True):
@@ -145,6 +149,16 @@ def test_the_error_of_one_rank_is_shown_once(options, environment, tmp_path, par
     assert line.startswith("sparse-opt: rank 1: error: reward function 'fails_on_rank_1' failed: ValueError")
     assert "sparse_opt/trainers" not in ended.stderr  # no traceback
     assert list(tmp_path.glob("run/*")) == []  # no step was logged
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(options, environment, tmp_path):
+    options |= {"parallel": "fsdp", "n_generations": 4, "max_completion_length": 4, "ddp_timeout": 4}
+    options |= {"reward_functions": "token_rewards:hangs_on_rank_1"}
+    ended = run_command(2, train_words(options, "grpo"), environment, timeout=60)  # torch's default is 30 minutes
+    assert ended.returncode == 1
+    (line,) = own_lines(ended)
+    assert line.startswith("sparse-opt: rank 0: error: a collective of the processes failed, rank 1 did not respond")
+    assert "sparse_opt/trainers" not in ended.stderr  # no traceback
 
 
 def test_torchrun_trains_and_prints_once(options, environment, mask_file, tmp_path):

@@ -123,7 +123,7 @@ def test_two_processes_skip_the_same_steps(dpo_options, modes, tmp_path):
 
 
 def test_with_fsdp_it_is_refused(dpo_options, monkeypatch, tmp_path):
-    monkeypatch.setattr(Ranks, "of", lambda parallel: dataclasses.replace(ONE_RANK, sharded=True))
+    monkeypatch.setattr(Ranks, "of", lambda *options: dataclasses.replace(ONE_RANK, sharded=True))
     with pytest.raises(ConfigError, match="'dtype' is fp16 with parallel fsdp.*expected bf16 or fp32"):
         dpo.train(dpo_options(dtype="fp16"))
     assert not (tmp_path / "run").exists()

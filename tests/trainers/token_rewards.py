@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 
 def even_tokens(completion_ids, **kwargs):
@@ -19,4 +20,11 @@ def fails_on_rank_1(completions, **kwargs):
     """Raises an error in one of several processes."""
     if os.environ["RANK"] == "1":
         raise ValueError("no such answer")
+    return [0.0] * len(completions)
+
+
+def hangs_on_rank_1(completions, **kwargs):
+    """Does not return in one of several processes."""
+    if os.environ["RANK"] == "1":
+        signal.pause()
     return [0.0] * len(completions)

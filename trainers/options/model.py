@@ -40,6 +40,11 @@ class ModelOptions:
         "each has a part of every weight (FSDP2); none, a single process; auto is replicate under torchrun, else none",
     )
     fsdp: bool | None = option(None, "true is parallel fsdp; false is any other")
+    ddp_timeout: float | None = option(
+        None,
+        "seconds that a process waits for the others in a collective, before the run fails; none is torch's default",
+        above=0,
+    )
     dtype: Literal["bf16", "fp16", "fp32"] = option(
         "bf16",
         "dtype of the weights; fp16 trains fp32 weights under fp16 autocast with loss scaling",

@@ -18,7 +18,7 @@ from ..run.resume import require_same_options
 INPUTS_FILE = "inputs.json"
 PARTS_FOLDER = "parts"
 # Options that may differ when a run is resumed.
-MAY_DIFFER = {"resume", "mount_dir", "output_dir", "parallel", "fsdp", "vllm_server_base_url"}
+MAY_DIFFER = {"resume", "mount_dir", "output_dir", "parallel", "fsdp", "ddp_timeout", "vllm_server_base_url"}
 MAY_DIFFER |= {"report_to", "project_name", "run_name"}
 
 

@@ -214,7 +214,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
             options or inputs.
         DataError: the model, the dataset or a part cannot be read.
     """
-    ranks = Ranks.of(options.parallel)
+    ranks = Ranks.of(options.parallel, options.ddp_timeout)
     if ranks.sharded:
         raise ConfigError(
             f"option 'parallel' is fsdp: rft {stage} samples other prompts on each process, with the whole model; "

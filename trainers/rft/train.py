@@ -100,7 +100,7 @@ def train(config: RFTConfig) -> dict[str, Any]:
     config = replace(config, learning_rate=scaled, learning_rate_scale=1.0)
     torch.set_float32_matmul_precision(config.float32_matmul_precision)
     if config.makes_mask:
-        Ranks.of(config.parallel).on_main(lambda: _make_mask(config))
+        Ranks.of(config.parallel, config.ddp_timeout).on_main(lambda: _make_mask(config))
     summary = {**sft.train(config, "rft"), "stage": "train"}
     return {**summary, "text": _text(summary)}
 

@@ -15,13 +15,14 @@ from sparse_opt.option_parser import read_yaml
 
 from .outputs import METRICS_FILE, OPTIONS_FILE, SUMMARY_FILE, read_rows
 
-# Options that may differ in a resumed run, because they do not affect what the run computes.
+# Options that may differ in a resumed run, because they do not affect what the run computes. The batch size of each
+# process may, because batch_size is compared, which is that of all.
 _FREE_TO_CHANGE = {
     "resume", "resume_step", "output_dir", "mount_dir", "save_dir", "log_dir", "save_steps", "save_total_limit",
     "sample_steps", "report_to", "project_name", "run_name", "eval_dataset", "eval_dataset_split", "eval_subset_size",
     "eval_steps", "device", "parallel", "fsdp", "gather_for_generation", "vllm_server_base_url",
     "vllm_gpu_memory_utilization", "max_logprob_difference", "save_strategy", "logging_steps",
-    "dataloader_num_workers",
+    "dataloader_num_workers", "ddp_timeout", "per_device_train_batch_size",
 }  # fmt: skip
 
 

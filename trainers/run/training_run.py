@@ -96,7 +96,7 @@ class TrainingRun:
     def __init__(self, config: TrainingOptions, algorithm: str, data: DataKind | LoadData):
         self.config = config
         self.algorithm = algorithm
-        self.ranks = Ranks.of(config.parallel)
+        self.ranks = Ranks.of(config.parallel, config.ddp_timeout)
         if self.ranks.size > (rows := config.batch_size * config.gradient_accumulation_steps):
             raise ConfigError(
                 f"batch_size x gradient_accumulation_steps is {rows}: the {self.ranks.size} processes share these "

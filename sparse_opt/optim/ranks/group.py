@@ -52,8 +52,8 @@ def group_of(
         return None
     if grads != "compact":
         raise ValueError(
-            "process_group averages compact gradients, but grads is 'dense': use grads='compact', or process_group=False "
-            "and let DistributedDataParallel average param.grad"
+            "process_group averages compact gradients, but grads is 'dense': use grads='compact', or "
+            "process_group=False and let DistributedDataParallel average param.grad"
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(
@@ -95,7 +95,7 @@ def wait(work: dist.Work, group: dist.ProcessGroup, number: int) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        clause = missing_ranks(group, number, REPORT_SECONDS)
+        clause = missing_ranks(group, f"waiting/{number}", REPORT_SECONDS)
         raise RuntimeError(
             f"rank {dist.get_rank()}: reduction {number} of the compact gradients failed, {clause}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Names the ranks that do not take part in a reduction, whose absence is otherwise only a timeout on the other ranks.
+"""Names the ranks that do not take part in a collective, whose absence is otherwise only a timeout on the other ranks.
 
 If reduction n is overdue, every rank that has launched it sets a key in the group's store. Ranks without a key after
 some seconds are dead, or have not reached it. Nothing is written while reductions succeed.
@@ -20,21 +20,30 @@ REPORT_SECONDS = 5.0
 REPORT_PART = 0.25
 
 
-def missing_ranks(group: dist.ProcessGroup, number: int, seconds: float) -> str:
-    """Return which ranks do not report within `seconds` that they wait for reduction `number`, as a clause."""
+def report(group: dist.ProcessGroup, key: str) -> None:
+    """Report `key` in the group's store for this rank.
+
+    Args:
+        key: names what the ranks wait for, or have found; the same on all ranks.
+    """
+    group.get_group_store().set(f"sparse_opt/{key}/{dist.get_rank()}", "")
+
+
+def missing_ranks(group: dist.ProcessGroup, key: str, seconds: float) -> str:
+    """Report `key`; return which ranks do not report it within `seconds`, as a clause."""
     store = group.get_group_store()
     own = dist.get_rank()
     missing = {rank for rank in dist.get_process_group_ranks(group) if rank != own}
     deadline = time.monotonic() + seconds
     try:
-        store.set(f"sparse_opt/waiting/{number}/{own}", "")
+        report(group, key)
         while missing and time.monotonic() < deadline:
-            missing = {rank for rank in missing if not store.check([f"sparse_opt/waiting/{number}/{rank}"])}
+            missing = {rank for rank in missing if not store.check([f"sparse_opt/{key}/{rank}"])}
             time.sleep(0.05)
     except RuntimeError as error:
         return f"the store of the process group does not respond either ({error})"
     if not missing:
-        return "all ranks wait for it"
+        return "all ranks report it"
     return f"rank {', '.join(map(str, sorted(missing)))} did not respond within {seconds:g} s"
 
 
@@ -82,7 +91,7 @@ def _watch(
         number, seconds = this.overdue(), this._seconds
         del this  # the thread must not keep it alive
         if number is not None:
-            clause = missing_ranks(group, number, seconds)
+            clause = missing_ranks(group, f"waiting/{number}", seconds)
             text = f"rank {dist.get_rank()}: reduction {number} of the compact gradients has not finished: {clause}"
             print(f"sparse_opt: {text}", file=sys.stderr, flush=True)
             return
