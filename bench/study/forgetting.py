@@ -7,11 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .world import World
+from .world import TEXTS_FILE, World
 
 # Sequences of one forward pass.
 _ROWS = 64
-TEXTS_FILE = "texts.jsonl"
 
 
 def make_texts(world: World) -> Path:
@@ -41,7 +40,7 @@ def make_texts(world: World) -> Path:
 
 
 def perplexity(world: World, model_folder: Path) -> float:
-    """exp of the mean negative log-probability of the texts' sampled tokens under a model."""
+    """exp of the mean negative log-probability of the texts' sampled tokens under a model; NaN if a weight is."""
     import torch
 
     from sparse_opt.trainers.data.encoding import TokenSequence, collate

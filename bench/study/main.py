@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,27 +25,26 @@ import yaml
 
 from sparse_opt.analysis.figures import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import ConfigError
 from sparse_opt.trainers.run.lock import RunLock
 
 from ..common.environment import environment
 from ..common.harness import exit_code, numbers_out_of_range
 from ..common.report import why_unwritable, write_json
-from ..common.training import beyond
-from .plan import CLAIMS, FINDING_SEED, OF_DENSE, TUNING_SEED, Choice, Part, Run, Subject, first_rates, plan
+from .overlaps import sample_file
+from .plan import CLAIMS, FINDING_SEED, TUNING_SEED, Choice, Run
 from .plot import plot
 from .pool import Pool, visible_gpus
 from .report import report
 from .results import Results
-from .runs import Chore, before, do, do_chore, is_done, needed_by
-from .world import World, make_world
+from .runs import Chore, do, do_chore, is_done, needed_by
+from .schedule import estimate, parts_of, runs_left
+from .world import World, make_world, require_inputs
 
 SETTINGS = Path(__file__).with_name("study.yaml")
-# Rates beyond the lowest or highest that tuning tries at most.
-WIDEN = 2
+STARTS_FILE = "starts.json"
 # Settings that say which runs there are.
 _OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "tile", "texts")
-# Until a run of its algorithm is finished, a run is taken to last this long in an estimate.
-SECONDS_A_RUN = 150
 
 _EPILOG = """examples:
   sparse-opt bench study --dry_run                    # the runs, and how long they take
@@ -54,74 +53,45 @@ _EPILOG = """examples:
 """
 
 
-def tuning_runs(settings: dict[str, Any], subject: Subject, results: Results) -> list[Run]:
-    """The tuning runs of a subject that are not finished: of the first rates, then of those beyond an end."""
-
-    def missing(rates: Sequence[float]) -> list[Run]:
-        runs = [Run(subject.algorithm, subject.task, subject.trained, rate, TUNING_SEED) for rate in rates]
-        return [run for run in runs if run not in results]
-
-    first = first_rates(settings, subject)
-    if runs := missing(first):
-        return runs
-    tried = [row["learning_rate"] for row in results.of(subject, [TUNING_SEED])]
-    best = results.best_rate(subject)
-    assert best is not None
-    return missing(beyond(tried, best)) if len(tried) < len(first) + WIDEN else []
-
-
-def runs_left(settings: dict[str, Any], part: Part, results: Results) -> list[Run]:
-    """The runs of a part that are not finished, and can begin: those of its tuning, then those at the best rate."""
-    subject, tuned_by = part.subject, part.tuned_by
-    if runs := tuning_runs(settings, tuned_by, results):
-        return runs if tuned_by == subject else []
-    rate = results.best_rate(tuned_by)
-    assert rate is not None
-    alone = tuned_by == subject or subject.trained in OF_DENSE
-    seeds = part.seeds if alone else (TUNING_SEED, *part.seeds)
-    runs = [Run(subject.algorithm, subject.task, subject.trained, rate, seed) for seed in seeds]
-    return [run for run in runs if run not in results]
-
-
-def parts_of(choice: Choice, results: Results, settings: dict[str, Any]) -> list[Part]:
-    """The plan, as far as the results decide it."""
-
-    def chosen(subjects: list[Subject]) -> Subject | None:
-        scores = {}
-        for subject in subjects:
-            if (rate := results.best_rate(subject)) is None or (
-                subject.trained.startswith("random") and tuning_runs(settings, subject, results)
-            ):
-                return None
-            runs = results.of(subject, [TUNING_SEED])
-            scores[subject] = next(row["tune_accuracy"] for row in runs if row["learning_rate"] == rate)
-        return max(scores, key=lambda subject: scores[subject])
-
-    return plan(choice.claims, choice.tasks, choice.seeds, chosen, settings["tile"])
-
-
 class Study:
     """The runs that are left, and those that failed in this call.
 
     Args:
-        jobs: runs at once; 1 does them in this process.
+        jobs: runs at once.
+
+    Attributes:
+        starts: task -> the scores of the start, which are kept in the folder's starts.json.
     """
 
     def __init__(self, world: World, choice: Choice, results: Results, jobs: int):
         self.world, self.choice, self.results, self.jobs = world, choice, results, jobs
         self.failures: dict[Run | Chore, str] = {}
+        self.starts = read_starts(world.folder, results)
 
-    def next(self, running: Collection[Run | Chore]) -> Run | Chore | None:
-        """The most informative run that can begin, or what it needs; None if all wait or are done."""
+    def _candidates(self) -> Iterator[Run | Chore]:
+        """What can be done now, the most informative first, and what runs need before them."""
+        texts = Chore("texts", "all")
+        if not is_done(self.world, texts):
+            yield texts  # all scores need them
+            return
         for task in self.choice.tasks:
-            chore = Chore("before", task)
-            if not is_done(self.world, chore) and chore not in running and chore not in self.failures:
-                return chore
+            if self.starts.get(task, {}).get("inputs") != self.world.inputs(task):
+                yield Chore("before", task)
         for part in parts_of(self.choice, self.results, self.world.settings):
             for run in runs_left(self.world.settings, part, self.results):
-                found = needed_by(self.world, run) or run
-                if found not in running and found not in self.failures:
-                    return found
+                yield needed_by(self.world, run) or run
+
+    def seconds(self, job: Run | Chore) -> float:
+        """How long a job lasts by the median of finished runs; 0 if that is not known."""
+        if isinstance(job, Chore) and job.kind != "log":
+            return 0.0
+        return self.results.seconds_per_run(job.algorithm, self.jobs) or 0.0
+
+    def next(self, running: Collection[Run | Chore], seconds: float = float("inf")) -> Run | Chore | None:
+        """The most informative job that can begin and lasts no longer than this; None if there is none."""
+        for job in self._candidates():
+            if job not in running and job not in self.failures and self.seconds(job) <= seconds:
+                return job
         return None
 
     def ended(self, job: Run | Chore, result: Any, failure: str | None) -> None:
@@ -129,7 +99,11 @@ class Study:
         if failure is not None:
             self.failures[job] = failure
             print(f"failed: {job.name}: {failure}", file=sys.stderr, flush=True)
-        elif isinstance(job, Run) and job not in self.results:  # else only its weights were needed
+        elif isinstance(job, Chore):
+            if job.kind == "before":
+                self.starts[job.task] = {**result, "settings": self.results.header["settings"]}
+                write_json(self.world.folder / STARTS_FILE, self.starts)
+        elif job not in self.results:  # else only its weights were needed
             self.results.add(job, {**result, "jobs": self.jobs})
             print(
                 f"{job.name}: {result['accuracy']:.3f} (tune {result['tune_accuracy']:.3f}), {result['seconds']:.0f} s",
@@ -142,19 +116,32 @@ class Study:
 
         Args:
             deadline: begin none later, by `time.monotonic()`.
-            kill: at the deadline end those that still run.
+            kill: at the deadline end those that still run; those that last longer than the time that is left are not
+                begun.
         """
-        if self.jobs == 1:
+        if self.jobs == 1 and not kill:
             while (job := self.next(())) is not None:
                 if time.monotonic() >= deadline:
                     return False
                 self.ended(job, work(self.world, job), None)
             return True
         gpus = visible_gpus() if self.world.device == "cuda" else ()
+        has_said = False
         with Pool(work, self.world, self.jobs, self.world.folder / "logs", gpus) as pool:
             while True:
-                while not pool.is_full and time.monotonic() < deadline and (job := self.next(pool.running)) is not None:
+                left = deadline - time.monotonic()
+                while not pool.is_full and left > 0:
+                    if (job := self.next(pool.running, left if kill else float("inf"))) is None:
+                        break
                     pool.start(job)
+                if kill and not has_said and not pool.is_full and (job := self.next(pool.running)) is not None:
+                    has_said = True
+                    print(
+                        f"{max(left, 0.0):.0f} s left: {job.name} is not begun, since it would last "
+                        f"{self.seconds(job):.0f} s (median); nor is any other run that lasts longer than what is left",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 if not pool.running:
                     return not self.failures and self.next(()) is None
                 late = time.monotonic() >= deadline
@@ -166,50 +153,44 @@ class Study:
                     self.ended(*ended)
 
 
+def read_starts(folder: Path, results: Results) -> dict[str, dict[str, Any]]:
+    """Task -> the scores of the start, with the settings and inputs of the results; see `Study`."""
+    file = folder / STARTS_FILE
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = results.header["settings"]
+    return {
+        task: scores
+        for task, scores in found.items()
+        if scores["settings"] == settings and results.agrees_with(scores["inputs"])
+    }
+
+
+def require_samples(world: World, results: Results) -> None:
+    """Check that the changed weights of the finished dense runs are here, which later ones are compared with.
+
+    Raises:
+        ConfigError: a file is missing; names it.
+    """
+    for row in results.rows.values():
+        if row["trained"] == "dense" and row["seed"] != TUNING_SEED:
+            run = Run(row["algorithm"], row["task"], row["trained"], row["learning_rate"], row["seed"])
+            if not (file := sample_file(world.changed, run.name)).is_file():
+                raise ConfigError(
+                    f"{file}: missing, expected the sample of a finished run, which claim 2 compares others with: copy "
+                    "changed/ from the machine that did it, or leave claim 2 out with --claims"
+                )
+
+
 def work(world: World, job: Run | Chore) -> dict[str, Any] | None:
-    """Do a run or a chore."""
-    if isinstance(job, Run):
-        return do(world, job)
-    do_chore(world, job)
-    return None
-
-
-def estimate(settings: dict[str, Any], parts: Sequence[Part], results: Results, jobs: int) -> str:
-    """The runs that are left of each part, and their time by the median of the algorithm's finished runs."""
-    lines, total, n_total, guessed = [], 0.0, 0, False
-    for part in parts:
-        subject = part.subject
-        own = part.tuned_by == subject
-        n = len(tuning_runs(settings, subject, results)) if own else 0
-        left = runs_left(settings, part, results)
-        # The best rate is not known before tuning ends; the runs at it are counted all the same.
-        if n:
-            n += len(part.seeds)
-        elif subject.trained in OF_DENSE and results.best_rate(part.tuned_by) is None:
-            n = len(part.seeds)
-        elif results.best_rate(part.tuned_by) is None or tuning_runs(settings, part.tuned_by, results):
-            n = 1 + len(part.seeds)
-        else:
-            n = len(left)
-        seconds = results.seconds_per_run(subject.algorithm)
-        guessed = guessed or (n > 0 and seconds is None)
-        total += n * (SECONDS_A_RUN if seconds is None else seconds)
-        n_total += n
-        claims = " ".join(map(str, part.claims))
-        lines.append(f"{subject.algorithm:<5} {subject.task:<10} {subject.trained:<22} claims {claims:<8} {n} runs")
-    how = f"{SECONDS_A_RUN} s a run is a guess" if guessed else "by the times of finished runs"
-    lines.append(
-        f"{n_total} runs, about {total / jobs / 60:.0f} minutes with --jobs {jobs} ({how}), without rates beyond the "
-        "first and without further runs of masks that are chosen on the way"
-    )
-    return "\n".join(lines)
+    """Do a run or a chore; return its measurements, if it has any."""
+    return do(world, job) if isinstance(job, Run) else do_chore(world, job)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do the runs, write the results and the page, print the page; return 1 if the time was too short.
 
     Raises:
-        ConfigError: the call is wrong, or the results file has runs of other settings.
+        ConfigError: the call is wrong, the results file has runs of other settings, or a file of its runs is missing.
     """
     parser = _parser()
     args = parser.parse_words(sys.argv[1:] if argv is None else argv)
@@ -235,21 +216,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         print(estimate(settings, parts_of(choice, results, settings), results, args.jobs))
         return 0
-    starts_file = args.output_dir / "starts.json"
     finished, n_failed = True, 0
     if not args.report_only:
         deadline = time.monotonic() + args.stop_after
         signal.signal(signal.SIGTERM, _interrupt)
         with RunLock(world.folder):
             make_world(world, tasks)
+            require_inputs(world, results.inputs)
+            if 2 in args.claims:
+                require_samples(world, results)
             study = Study(world, choice, results, args.jobs)
             finished = study.run(deadline, args.kill)
             n_failed = len(study.failures)
-            starts = {task: before(world, task) for task in tasks if is_done(world, Chore("before", task))}
-            write_json(starts_file, starts)
-    starts = json.loads(starts_file.read_text(encoding="utf-8")) if starts_file.is_file() else {}
+    starts = read_starts(world.folder, results)
     parts = parts_of(choice, results, settings)
-    page = report(results, parts, choice, starts)
+    page = report(results, parts, choice, starts, settings)
     (args.output_dir / "report.md").write_text(page, encoding="utf-8")
     print(page, end="")
     if args.plot is not None:
@@ -280,12 +261,17 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--stop_after", type=float, default=float("inf"), metavar="SECONDS", help="begin no run later than this"
     )
-    parser.add_argument("--kill", action="store_true", help="at --stop_after end the runs that are not finished")
+    parser.add_argument(
+        "--kill",
+        action="store_true",
+        help="at --stop_after end the runs that are not finished, and begin none that lasts longer than the time left",
+    )
     parser.add_argument(
         "--jobs",
         type=int,
         default=1,
-        help="runs at once, each in a process of its own, on all GPUs; their times are not compared (%(default)s)",
+        help="runs at once, each in a process of its own if there are several or with --kill, on all GPUs; times of "
+        "several are not compared (%(default)s)",
     )
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU where there is one")
     return parser

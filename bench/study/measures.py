@@ -1,7 +1,6 @@
 """What is measured of a run's update: how many weights changed and where, and the ranks of its matrices.
 
-The weights of a run are removed, so that this is measured within it. The changed weights of dense runs of the seeds are
-kept as bits, and compared with those of all such runs before.
+The weights of a run are removed, so that this is measured within it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .overlaps import overlaps_with
 from .plan import TUNING_SEED, Run
 from .world import World
 
@@ -51,7 +51,7 @@ def measure_update(world: World, run: Run, final: Path) -> dict[str, Any]:
     if of_seed:
         found["ranks"] = _ranks({name: second[name].float() - first[name].to(dtype).float() for name in second})
         masks = {name: first[name].bfloat16() != after.bfloat16() for name, after in second.items()}
-        found["overlaps"] = overlaps_with(world.folder / "changed", run.name, masks, first)
+        found["overlaps"] = overlaps_with(world.changed, run.name, masks, first)
     return found
 
 
@@ -111,61 +111,3 @@ def _ranks(updates: Mapping[str, Any]) -> dict[str, float]:
     if not numerical:
         return {}
     return {"numerical": mean(numerical), "numerical_min": min(numerical), "effective": mean(effective)}
-
-
-def pack(mask: Any) -> Any:
-    """The values of a bool tensor as bits: [ceil(numel / 8)] uint8, the first in the highest bit."""
-    import torch
-
-    flat = torch.nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
-    return (flat << _shifts(mask.device)).sum(dim=1, dtype=torch.uint8)
-
-
-def unpack(bits: Any, numel: int) -> Any:
-    """The bool values [numel] of `pack`."""
-    return ((bits[:, None] >> _shifts(bits.device)) & 1).flatten()[:numel].bool()
-
-
-def _shifts(device: Any) -> Any:
-    import torch
-
-    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
-
-
-def overlaps_with(folder: Path, name: str, masks: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the changed weights of a run in a folder, and compare them with those kept before.
-
-    Of two runs that end at once, at least one finds the other's file, because both write first.
-
-    Args:
-        masks: the changed weights, bool tensors.
-        start: the weights that all runs start from.
-
-    Returns:
-        Name of the other run -> n, n_other and n_both, the numbers of changed weights; expected, the number that two
-        random sets have in common which have as many weights of each tensor and each exponent (of the start's bf16
-        weights); and expected_by_tensor, of each tensor alone.
-    """
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"{name}.tmp"
-    save_file({key: pack(mask).cpu() for key, mask in masks.items()}, aside)
-    aside.replace(folder / f"{name}.safetensors")
-    files = {file.stem: file for file in sorted(folder.glob("*.safetensors")) if file.stem != name}
-    sums = {other: [0, 0, 0, 0.0, 0.0] for other in files}
-    contents = {other: load_file(file) for other, file in files.items()}
-    for key, mask in masks.items():
-        ours = mask.flatten()
-        exponents = ((start[key].to(torch.bfloat16).view(torch.int16) >> 7) & 0xFF).flatten().long()
-        of_all, of_ours = (torch.bincount(of, minlength=256).double() for of in (exponents, exponents[ours]))
-        for other, content in contents.items():
-            theirs = unpack(content[key].to(mask.device), ours.numel())
-            of_theirs = torch.bincount(exponents[theirs], minlength=256).double()
-            counts = [int(x.count_nonzero()) for x in (ours, theirs, ours & theirs)]
-            by_exponent = float((of_ours * of_theirs / of_all.clamp(min=1)).sum())
-            added = (*counts, by_exponent, counts[0] * counts[1] / ours.numel())
-            sums[other] = [a + b for a, b in zip(sums[other], added, strict=True)]
-    names = ("n", "n_other", "n_both", "expected", "expected_by_tensor")
-    return {other: dict(zip(names, values, strict=True)) for other, values in sums.items()}

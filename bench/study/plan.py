@@ -165,8 +165,8 @@ def plan(
 ) -> list[Part]:
     """The parts of some claims, the most informative first, so that a study can be stopped at any time.
 
-    On the first task, dense training, random masks and LoRA are tuned on their own. Masks of other sources take the
-    learning rate of random ones of their density and pattern, and other tasks that of the first, except in claim 7.
+    Dense training, random masks and adapters are tuned on their own. On the first task masks of other sources take the
+    learning rate of random ones of their density and pattern. On the others, all are tuned on their own.
 
     Args:
         chosen: the best of some subjects by the questions for tuning, None while one of them is unfinished.
@@ -202,32 +202,33 @@ def plan(
         return subject
 
     dense = add(tuple(CLAIMS), "dense", every)
+    # These need the final weights of the dense runs, which are too large to be carried to another machine.
+    add((3,), "again", one, like=dense)
+    add((3,), "subnetwork", every, like=dense)
     add((4, 5, 7), f"random:2.5:{tile}", every)
     add((5,), "lora:8", every)
     for percent in (10, 1, 0.1):
         add((4, 5, 7), f"random:{percent:g}:{tile}", one)
-    best = {}
+    best: list[str] = []
     # Where masks of all sources are compared: in tiles, and as single elements.
     for sweep in (f"2.5:{tile}", "1"):
         random = add((4,), f"random:{sweep}", every)
         found = [add((4,), f"{source}:{sweep}", (), like=random) for source in SOURCES if source != "random"]
         if 4 in claims and (winner := chosen([random, *(s for s in found if s.trained != f"found:{sweep}")])):
             add((4,), winner.trained, every)
-            best[sweep] = winner.trained
+            best.append(winner.trained)
     for algorithm in ("sft", "dpo", "rft"):
         add((1, 2), "dense", every, algorithm=algorithm)
     add((6,), "sgd", every)
-    add((3,), "again", one, like=dense)
-    add((3,), "subnetwork", every, like=dense)
     add((5,), "shira:8", every)
     for rank in (1, 64):
         add((5,), f"lora:{rank}", every)
     for percent in (10, 1):
         add((5,), f"random:{percent:g}:{tile}", every)
     for task in tasks[1:]:
-        add((1, 2, 4), "dense", every, task=task, like=dense)
-        for sweep, word in best.items():
-            add((4,), word, every, task=task, like=Subject("grpo", first, f"random:{sweep}"))
+        add((1, 2, 4), "dense", every, task=task)
+        for word in best:
+            add((4,), word, every, task=task)
     for task in tasks[1:]:
         for percent in DENSITIES:
             add((7,), f"random:{percent:g}:{tile}", (), task=task)

@@ -10,12 +10,20 @@ from typing import Any
 
 from sparse_opt.tables import markdown_table
 
-from .plan import CLAIMS, TUNING_SEED, Choice, Part, Run, Subject
+from .law import best_of, law
+from .plan import CLAIMS, TUNING_SEED, Choice, Part, Run
 from .results import Results
-from .verdicts import exponent, overlaps, rows_of, score_of, verdict
+from .schedule import is_finished
+from .verdicts import overlaps, ratio, rows_of, score_of, verdict
 
 
-def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapping[str, Mapping[str, Any]]) -> str:
+def report(
+    results: Results,
+    parts: Sequence[Part],
+    choice: Choice,
+    before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
+) -> str:
     """The page, as Markdown. Claims without results say so.
 
     Args:
@@ -27,16 +35,15 @@ def report(results: Results, parts: Sequence[Part], choice: Choice, before: Mapp
         rows = []
         for part in of_claim:
             if found := rows_of(results, part):
-                rows.append(_row(part.subject, found, before.get(part.subject.task)))
-        n_missing = sum(len(rows_of(results, part)) < len(part.seeds) for part in of_claim)
-        lines.append(
-            f"## Claim {claim}: {CLAIMS[claim]}\n\n**{verdict(claim, results, of_claim, choice.tasks, before)}**"
-        )
+                rows.append(_row(part, found, before.get(part.subject.task)))
+        n_missing = sum(not is_finished(settings, part, results) for part in of_claim)
+        found_verdict = verdict(claim, results, of_claim, choice.tasks, before, settings)
+        lines.append(f"## Claim {claim}: {CLAIMS[claim]}\n\n**{found_verdict}**")
         if n_missing:
             lines.append(f"{n_missing} of {len(of_claim)} rows are not finished.")
         if rows:
             lines.append(markdown_table(_HEADERS, rows, n_words=3))
-            lines += further_tables(claim, results, of_claim, choice.tasks, before)
+            lines += further_tables(claim, results, of_claim, choice.tasks, before, settings)
     return "\n\n".join(lines) + "\n"
 
 
@@ -46,8 +53,9 @@ _HEADERS = (
 )  # fmt: skip
 
 
-def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, Any] | None) -> tuple[str, ...]:
-    score = score_of(runs)
+def _row(part: Part, runs: list[dict[str, Any]], before: Mapping[str, Any] | None) -> tuple[str, ...]:
+    subject, score = part.subject, score_of(runs)
+    n_seeds = str(score.n) if score.n == len(part.seeds) else f"{score.n} of {len(part.seeds)}"
     # Runs that shared the device with others took longer than alone.
     alone = [run["seconds"] for run in runs if run["jobs"] == 1]
     return (
@@ -59,7 +67,7 @@ def _row(subject: Subject, runs: list[dict[str, Any]], before: Mapping[str, Any]
         f"{mean(run['tune_accuracy'] for run in runs):.3f}",
         f"{score.mean:.3f}",
         "" if math.isnan(score.spread) else f"{score.spread:.3f}",
-        str(score.n) if runs[0]["seed"] != TUNING_SEED else "tuning",
+        n_seeds if runs[0]["seed"] != TUNING_SEED else "tuning",
         f"{mean(run['changed_bf16'] for run in runs):.1%}",
         f"{mean(alone):.0f}" if alone else "",
     )
@@ -71,6 +79,7 @@ def further_tables(
     parts: Sequence[Part],
     tasks: Sequence[str],
     before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
 ) -> list[str]:
     """What a claim needs besides the scores; nothing without its runs."""
     if claim == 1:
@@ -82,9 +91,34 @@ def further_tables(
     if claim == 5:
         return _memory_and_forgetting(results, parts, before)
     if claim == 7:
-        laws = {task: exponent(results, parts, task) for task in tasks}
-        return [f"{task}: rate ~ density^-{p:.2f}" for task, p in laws.items() if p is not None]
+        return _laws(results, parts, tasks, before, settings)
     return []
+
+
+def _laws(
+    results: Results,
+    parts: Sequence[Part],
+    tasks: Sequence[str],
+    before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
+) -> list[str]:
+    rows = []
+    for part in parts:
+        best = best_of(settings, results, part.subject, before.get(part.subject.task))
+        if best is not None:
+            values = [row["n_trained"] for row in results.of(part.subject, [TUNING_SEED]) if "n_trained" in row]
+            numbers = (f"{best.rate:g}", f"{best.low:.3g}", f"{best.high:.3g}")
+            rows.append(
+                (part.subject.task, part.subject.trained, f"{mean(values):,.0f}" if values else "all", *numbers)
+            )
+    headers = ("task", "trained", "values", "best rate", "from", "to")
+    tables = [markdown_table(headers, rows, n_words=2)] if rows else []
+    for task in tasks:
+        found = law(settings, results, parts, task, before.get(task))
+        if found is not None:
+            interval = f"p between {found.low:.2f} and {found.high:.2f}"
+            tables.append(f"{task}: rate ~ density^-p, p = {found.p:.2f} over {found.n} densities, {interval}")
+    return tables
 
 
 def _by_rate(results: Results, parts: Sequence[Part]) -> str:
@@ -134,7 +168,8 @@ def _overlaps(results: Results, parts: Sequence[Part]) -> list[str]:
         by_kind[_difference(first, second)].append(counts)
     rows = []
     for kind, found in sorted(by_kind.items()):
-        ratios = [counts["n_both"] / max(1.0, counts["expected"]) for counts in found]
+        ratios = [ratio(counts) for counts in found]
+        stderr = max(counts["n_both_stderr"] / max(1.0, counts["expected"]) for counts in found)
         rows.append(
             (
                 kind,
@@ -143,9 +178,12 @@ def _overlaps(results: Results, parts: Sequence[Part]) -> list[str]:
                 f"{mean(c['expected_by_tensor'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
                 f"{mean(c['expected'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
                 f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{stderr:.3f}",
             )
         )
-    headers = ("runs differ in", "pairs", "in common", "by chance in tensors", "and exponents", "ratio")
+    headers = (
+        "runs differ in", "pairs", "in common", "by chance in tensors", "and exponents", "ratio", "its standard error",
+    )  # fmt: skip
     return [markdown_table(headers, rows, n_words=1)] if rows else []
 
 
@@ -190,8 +228,8 @@ def _memory_and_forgetting(
                 f"{mean(run['accuracy'] for run in runs):.3f}",
                 _mean_of_others(runs),
                 _mean_of_others([start]) if start else "",
-                f"{mean(run['perplexity'] for run in runs):.3f}",
-                f"{start['perplexity']:.3f}" if start else "",
+                _perplexity(runs),
+                _perplexity([start]) if start else "",
                 f"{mean(alone):.3f}" if alone else "",
             )
         )
@@ -200,6 +238,11 @@ def _memory_and_forgetting(
         "s a step",
     )  # fmt: skip
     return [markdown_table(headers, rows, n_words=2)] if rows else []
+
+
+def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
+    values = [row["perplexity"] for row in rows]
+    return "not finite" if None in values else f"{mean(values):.3f}"
 
 
 def _mean_of_others(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
@@ -20,14 +20,19 @@ class Results:
 
     An incomplete last line, of a process that was killed while it wrote, is dropped.
 
+    Attributes:
+        inputs: path in the output folder -> digest, of the questions and texts that the runs used. They are sampled or
+            generated, and might differ on another machine; runs of different ones are not compared.
+
     Raises:
-        ConfigError: the file has a line that is not a run, or runs of other settings.
+        ConfigError: the file has a line that is not a run, or runs of other settings, or of different inputs.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]):
         self.path = path
         self.header = header
         self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.inputs: dict[str, str] = {}
         if not path.is_file():
             return
         content = path.read_bytes()
@@ -40,6 +45,7 @@ class Results:
                 raise ConfigError(f"{path}: line {number} is not a run of the study") from error
             if row.get("settings") != header["settings"]:
                 raise ConfigError(f"{path}: line {number} has a run of other settings: name another file")
+            self._require_same_inputs(row.get("inputs", {}), f"line {number}")
             self.rows[run.key] = row
         if complete != content:
             with open(path, "r+b") as file:
@@ -48,8 +54,25 @@ class Results:
     def __contains__(self, run: Run) -> bool:
         return run.key in self.rows
 
+    def agrees_with(self, inputs: Mapping[str, str]) -> bool:
+        """Whether the runs that used these files, paths with their digests, used the same."""
+        return all(self.inputs.get(name, digest) == digest for name, digest in inputs.items())
+
+    def _require_same_inputs(self, inputs: Mapping[str, str], what: str) -> None:
+        for name, digest in inputs.items():
+            if self.inputs.setdefault(name, digest) != digest:
+                raise ConfigError(
+                    f"{self.path}: {what} is a run on {name} with digest {digest}; expected {self.inputs[name]}, as in "
+                    "the runs before: name another file"
+                )
+
     def add(self, run: Run, measured: dict[str, Any]) -> None:
-        """Append the measurements of a run."""
+        """Append the measurements of a run.
+
+        Raises:
+            ConfigError: the run used other inputs than those before.
+        """
+        self._require_same_inputs(measured.get("inputs", {}), run.name)
         row = {**asdict(run), **measured, **self.header}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab") as file:
@@ -81,7 +104,11 @@ class Results:
         best = self.best_rate(subject)
         return [row for row in self.of(subject, seeds) if row["learning_rate"] == best]
 
-    def seconds_per_run(self, algorithm: str) -> float | None:
-        """The median time of the finished runs of an algorithm; None without any."""
-        found = [row["seconds"] for row in self.rows.values() if row["algorithm"] == algorithm]
+    def seconds_per_run(self, algorithm: str, jobs: int) -> float | None:
+        """The median time of the finished runs of an algorithm, of those with as many at once if there are any.
+
+        None without finished runs.
+        """
+        rows = [row for row in self.rows.values() if row["algorithm"] == algorithm]
+        found = [row["seconds"] for row in rows if row["jobs"] == jobs] or [row["seconds"] for row in rows]
         return median(found) if found else None

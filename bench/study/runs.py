@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -15,10 +16,10 @@ from typing import Any, Literal
 from sparse_opt.trainers.run.outputs import ADAPTER_FOLDER
 
 from ..common.training import accuracy, finish, metrics
-from .forgetting import TEXTS_FILE, make_texts, perplexity
+from .forgetting import make_texts, perplexity
 from .measures import changed_weights, closeness, measure_update
 from .plan import ADAPTERS, EARLY, FINDING_SEED, OF_DENSE, TUNING_SEED, Run, Trained
-from .world import DATA, World, make_answers
+from .world import DATA, TEXTS_FILE, World, make_answers
 
 # Algorithm -> module of its loop, and its config class.
 _LOOPS = {
@@ -58,13 +59,11 @@ def needed_by(world: World, run: Run) -> Run | Chore | None:
 
 
 def is_done(world: World, chore: Chore) -> bool:
-    """Whether the results of a chore exist."""
+    """Whether the files of a chore exist; those of `before` are the study's."""
     if chore.kind == "answers":
         return world.data(chore.task, "pairs").is_file()
     if chore.kind == "texts":
         return (world.folder / TEXTS_FILE).is_file()
-    if chore.kind == "before":
-        return (world.folder / f"before_{chore.task}" / "summary.json").is_file()
     return (world.folder / "runs" / finding_run(world, chore.algorithm, chore.task).name / "summary.json").is_file()
 
 
@@ -73,30 +72,32 @@ def dense_run(run: Run) -> Run:
     return replace(run, trained="dense")
 
 
-def do_chore(world: World, chore: Chore) -> None:
-    """Do a chore unless it is done."""
+def do_chore(world: World, chore: Chore) -> dict[str, Any] | None:
+    """Do a chore unless it is done; return the scores of `before`."""
+    if chore.kind == "before":
+        return before(world, chore.task)
     if chore.kind == "answers":
         make_answers(world, chore.task)
     elif chore.kind == "texts":
         make_texts(world)
-    elif chore.kind == "before":
-        before(world, chore.task)
     else:
         finding_log(world, chore.algorithm, chore.task)
+    return None
 
 
 def before(world: World, task: str) -> dict[str, Any]:
-    """The accuracy of the start, as `scores`."""
-    return scores(world, task, world.start, world.folder / f"before_{task}", seed=0)
+    """The scores of the start, and inputs, the digests of the files that they depend on."""
+    found = scores(world, task, world.start, world.folder / f"before_{task}", seed=0)
+    return {**found, "inputs": world.inputs(task)}
 
 
 def scores(world: World, task: str, model: Path, folder: Path, seed: int) -> dict[str, Any]:
     """Scores of a model.
 
     Returns:
-        tune_accuracy on the questions for tuning, accuracy on the held-out ones and its standard error; right, a digit
-        for each held-out question, how many of its n_generations answers are right; others, the accuracy on held-out
-        questions of each other task; and perplexity, of texts that the start wrote.
+        tune_accuracy on the questions for tuning, accuracy on the held-out ones, and the standard errors of both;
+        right, a digit for each held-out question, how many of its n_generations answers are right; others, the accuracy
+        on held-out questions of each other task; and perplexity, of texts that the start wrote, None if not finite.
     """
     summary = accuracy(world.asking("test", model, world.data(task, "asked"), seed), folder)
     with open(summary["results_file"], encoding="utf-8") as lines:
@@ -104,27 +105,34 @@ def scores(world: World, task: str, model: Path, folder: Path, seed: int) -> dic
     right = [mean(of_question) for of_question in answers]
     places = world.asked(task)
     tune, test = right[places[task, "tune"]], right[places[task, "test"]]
-    share = mean(test)
     others = {other: mean(right[of]) for (other, _), of in places.items() if other != task}
+    of_texts = perplexity(world, model)
     return {
         "tune_accuracy": mean(tune),
-        "accuracy": share,
-        "accuracy_stderr": math.sqrt(share * (1 - share) / len(test)),
+        "tune_stderr": _stderr(tune),
+        "accuracy": mean(test),
+        "accuracy_stderr": _stderr(test),
         "right": "".join(str(sum(of_question)) for of_question in answers[places[task, "test"]]),
         "n_generations": len(answers[0]),
         "others": others,
-        "perplexity": perplexity(world, model),
+        "perplexity": of_texts if math.isfinite(of_texts) else None,
     }
+
+
+def _stderr(shares: Sequence[float]) -> float:
+    """The standard error of the mean of questions that are answered right or not."""
+    share = mean(shares)
+    return math.sqrt(share * (1 - share) / len(shares))
 
 
 def do(world: World, run: Run) -> dict[str, Any]:
     """Train and measure, then remove the weights of the run.
 
     Returns:
-        `scores`; seconds of the run, of its training, of its steps and of its optimizer (median); peak_memory_bytes on
-        a GPU; optimizer_bytes; n_trained, the number of trained values of a mask or of adapters; rewards, the mean
-        reward of every fifth step (GRPO); what `measure_update` returns; and closeness, of runs that are compared with
-        the dense run of their seed.
+        `scores`; inputs, the digests of the files that the run depends on; seconds of the run, of its training, of its
+        steps and of its optimizer (median); peak_memory_bytes on a GPU; optimizer_bytes; n_trained, the number of
+        trained values of a mask or of adapters; rewards, the mean reward of every fifth step (GRPO); what
+        `measure_update` returns; and closeness, of runs that are compared with the dense run of their seed.
     """
     began = time.perf_counter()
     folder = world.folder / "runs" / run.name
@@ -147,6 +155,7 @@ def do(world: World, run: Run) -> dict[str, Any]:
     final = Path(summary["checkpoint"])
     measured = {
         **scores(world, run.task, final, folder / "test", run.seed),
+        "inputs": world.inputs(run.task, *_data_of(run)),
         "train_seconds": trained_seconds,
         "step_time_s": summary["median"]["step_time_s"],
         "optimizer_time_s": summary["median"]["optimizer_time_s"],
@@ -171,6 +180,11 @@ def do(world: World, run: Run) -> dict[str, Any]:
         (final / "model.safetensors").replace(kept)
     shutil.rmtree(final)
     return {**measured, "seconds": time.perf_counter() - began}
+
+
+def _data_of(run: Run) -> list[str]:
+    """The files of its task that a run is trained on, or that its mask is found with."""
+    return [DATA[run.algorithm], *(["kept"] if Trained.parse(run.trained).source in ("fisher", "snip") else [])]
 
 
 def _numel(file: Path) -> int:
@@ -200,16 +214,26 @@ def mask_file(world: World, run: Run) -> Path:
     if file.is_file():
         return file
     if trained.source == "random":
-        density = trained.amount / 100
-        mask = MaskSet.random(parameter_shapes(world.start), density=density, pattern=trained.pattern, seed=run.seed)
-        return mask.save(file)
+        # From all tensors together, as masks are found: small matrices have no tile in a mask of 0.1 % of each tensor.
+        return MaskSet.random(
+            parameter_shapes(world.start),
+            density=trained.amount / 100,
+            pattern=trained.pattern,
+            seed=run.seed,
+            pool=world.settings["mask_pool"],
+        ).save(file)
     import torch
 
     from sparse_opt.delta.log import DeltaLog
     from sparse_opt.mask_finding.find import find_from_log, find_from_model
 
     # Tiles are few in a small tensor: a share of each tensor kept would be most of a mask of 0.1 %.
-    options: dict[str, Any] = {"sparsity": 100 - trained.amount, "pattern": trained.pattern, "min_tensor_keep": 0.0}
+    options: dict[str, Any] = {
+        "sparsity": 100 - trained.amount,
+        "pattern": trained.pattern,
+        "pool": world.settings["mask_pool"],
+        "min_tensor_keep": 0.0,
+    }
     if trained.needs_finding_run:
         log_dir, steps = finding_log(world, run.algorithm, run.task)
         step = steps[100 if trained.source == "found" else int(trained.source.removeprefix("early"))]

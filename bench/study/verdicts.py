@@ -6,7 +6,8 @@ spreads s and t over n and m seeds is known up to e = 2 sqrt(s^2 / n + t^2 / m +
 the mean difference over the questions. The first is "not below" the second if d - e >= -0.05, it is below if
 d + e < -0.05, and otherwise nothing is shown; nor is it with one seed.
 
-Where dense training improves on the start by less than 0.1, runs cannot differ: then claims 3 to 6 are not shown.
+A claim with a planned run or pair of runs that is missing is not shown. Where dense training improves on the start by
+less than 0.1, runs cannot differ: then claims 3 to 6 are not shown.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import NormalDist, mean, stdev
 from typing import Any, Literal, NamedTuple
 
+from .law import GAIN, law
 from .plan import OF_DENSE, TUNING_SEED, Part, Run, Trained
 from .results import Results
+from .schedule import is_finished
 
 Verdict = Literal["holds", "does not hold", "not shown"]
 MARGIN = 0.05  # of accuracy
-GAIN = 0.1  # by which dense training must improve on the start
 # Claim 1, after the published shares: 5-30 % in reinforcement learning, 85-94 % in supervised fine-tuning.
 FEW, MANY = 0.35, 0.6
 FULL_RANK = 0.95  # of min(m, n), the numerical rank
@@ -29,7 +31,7 @@ FULL_RANK = 0.95  # of min(m, n), the numerical rank
 MORE_THAN_CHANCE = 1.1
 # Claim 3: the share of the changed weights that must be within 1e-4.
 SAME = 0.99
-# Claim 7: the largest ratio between two tasks' exponents of the law.
+# Claim 7: the largest ratio between the exponents of the law on two tasks.
 LAW_RATIO = 2.0
 
 
@@ -88,14 +90,17 @@ def verdict(
     parts: Sequence[Part],
     tasks: Sequence[str],
     before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
 ) -> Verdict:
     """The verdict on a claim from the finished runs of its parts and the scores of the start, by task.
+
+    None holds before all runs of its parts are finished.
 
     1: holds if on every task GRPO's dense runs change at most 35 % of the bf16 weights, by updates whose matrices have
        at least 95 % of the full rank on average, and on the first SFT's change at least 60 %.
     2: holds if any two dense runs have at least 1.1 times as many changed weights in common as two random sets with the
        same number in each tensor and for each exponent of the weights (because small weights change more easily in
-       bf16); does not hold if no two have.
+       bf16), and does not hold if no two have, two standard errors of the sample taken into account.
     3: holds if the subnetwork's score is not below dense, and 99 % of its weights are within 1e-4 of the dense run's;
        not shown if those of the same dense run done again are not, unless the score is below.
     4: holds if on every task some chosen mask of at most 2.5 % of the weights is not below dense. A mask is chosen on
@@ -105,14 +110,13 @@ def verdict(
        below it; ranks that no mask matches are left out.
     6: holds if SGD's score is not below AdamW's.
     7: holds if on every task the exponent p of rate ~ density^-p, fitted to the best rates of random masks of tiles, is
-       above 0, and the largest is at most twice the smallest. It needs two tasks.
+       above 0 over its whole interval (see `law`), and the largest is at most twice the smallest; does not hold if one
+       is at most 0 over its whole interval, or two tasks' intervals have nothing in common. It needs two tasks.
     """
+    if not all(is_finished(settings, part, results) for part in parts):
+        return "not shown"
     if claim == 7:
-        exponents = [exponent(results, parts, task) for task in tasks]
-        known = [p for p in exponents if p is not None]
-        if len(known) < max(2, len(tasks)):
-            return "not shown"
-        return "holds" if min(known) > 0 and max(known) <= LAW_RATIO * min(known) else "does not hold"
+        return _same_law(settings, results, parts, tasks, before)
     if claim in (3, 4, 5, 6) and not all(
         _learned(results, [part for part in parts if part.subject.task == task], before.get(task))
         for task in {part.subject.task for part in parts}
@@ -167,12 +171,36 @@ def overlaps(results: Results, parts: Sequence[Part]) -> Iterator[tuple[Run, Run
 
 
 def _common_weights(results: Results, parts: Sequence[Part]) -> bool | None:
-    ratios = [counts["n_both"] / max(1.0, counts["expected"]) for _, _, counts in overlaps(results, parts)]
-    if not ratios or any(not _seeds_of(results, part) for part in parts):
+    n_runs = sum(len(_seeds_of(results, part)) for part in parts)
+    found = [counts for _, _, counts in overlaps(results, parts)]
+    if not found or len(found) < n_runs * (n_runs - 1) // 2 or any(not _seeds_of(results, part) for part in parts):
         return None
-    if min(ratios) >= MORE_THAN_CHANCE:
+    if all(ratio(counts, -2) >= MORE_THAN_CHANCE for counts in found):
         return True
-    return False if max(ratios) < MORE_THAN_CHANCE else None
+    return False if all(ratio(counts, 2) < MORE_THAN_CHANCE for counts in found) else None
+
+
+def ratio(counts: Mapping[str, float], n_stderrs: float = 0) -> float:
+    """Common weights of two runs, plus some standard errors of their estimate, in relation to those by chance."""
+    return (counts["n_both"] + n_stderrs * counts["n_both_stderr"]) / max(1.0, counts["expected"])
+
+
+def _same_law(
+    settings: dict[str, Any],
+    results: Results,
+    parts: Sequence[Part],
+    tasks: Sequence[str],
+    before: Mapping[str, Mapping[str, Any]],
+) -> Verdict:
+    laws = [law(settings, results, parts, task, before.get(task)) for task in tasks]
+    known = [found for found in laws if found is not None]
+    if len(known) < max(2, len(tasks)):
+        return "not shown"
+    if min(found.high for found in known) <= max(0.0, max(found.low for found in known)):
+        return "does not hold"
+    rises = min(found.low for found in known) > 0
+    alike = max(found.p for found in known) <= LAW_RATIO * min(found.p for found in known)
+    return "holds" if rises and alike else "not shown"
 
 
 def _subnetwork(results: Results, parts: Sequence[Part]) -> bool | None:
@@ -235,21 +263,3 @@ def _scores(results: Results, parts: Sequence[Part]) -> dict[Trained, Score]:
         if runs := _seeds_of(results, part):
             found[Trained.parse(part.subject.trained)] = score_of(runs)
     return found
-
-
-def exponent(results: Results, parts: Sequence[Part], task: str) -> float | None:
-    """The exponent p of rate ~ density^-p by least squares; None with fewer than three densities."""
-    points = []
-    for part in parts:
-        trained, rate = Trained.parse(part.subject.trained), results.best_rate(part.subject)
-        if (
-            part.subject.task == task
-            and rate is not None
-            and trained.pattern == "tile64"
-            and trained.amount is not None
-        ):
-            points.append((math.log(trained.amount), math.log(rate)))
-    if len(points) < 3:
-        return None
-    x0, y0 = (mean(axis) for axis in zip(*points, strict=True))
-    return -sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)

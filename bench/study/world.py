@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+from sparse_opt.errors import ConfigError
 
 from ..common.training import accuracy, config_of, finish
 from .plan import Run
@@ -18,6 +22,9 @@ ALGORITHMS = ("grpo", "dpo", "rft", "sft")
 OF_OTHERS = 100
 # Algorithm -> the file of a task that it trains on.
 DATA = {"grpo": "train", "dpo": "pairs", "rft": "kept", "sft": "demonstrations"}
+TEXTS_FILE = "texts.jsonl"
+# Files that the start samples, which may differ if they are made again on another machine.
+_SAMPLED = (TEXTS_FILE, "kept.jsonl", "pairs.jsonl")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,11 @@ class World:
     def start(self) -> Path:
         """The folder of the weights that every run starts from."""
         return self.folder / ("model/fp32" if self.settings["model"] == "smollm2" else "start/final")
+
+    @property
+    def changed(self) -> Path:
+        """The folder of samples of the weights that dense runs of seeds changed; see `overlaps`."""
+        return self.folder / "changed"
 
     def data(self, task: str, name: str) -> Path:
         """A file of a task: train, tune, test, and made from train: demonstrations (sft), kept (rft), pairs (dpo)."""
@@ -48,6 +60,11 @@ class World:
                 places[other, "test"] = slice(end, end + n)
                 end += n
         return places
+
+    def inputs(self, task: str, *data: str) -> dict[str, str]:
+        """Path in the folder -> digest, of what scores on a task depend on, and of the data files named."""
+        files = [self.folder / TEXTS_FILE, *(self.data(task, name) for name in ("asked", *data))]
+        return {str(file.relative_to(self.folder)): digest_of(file) for file in files}
 
     def final(self, run: Run) -> Path:
         """The weights of a dense run of a seed, which are kept."""
@@ -71,6 +88,27 @@ class World:
             "device": self.device,
             "dtype": self.settings["shared"]["dtype"],
         }
+
+
+def digest_of(file: Path) -> str:
+    """The digest of a file."""
+    return xxhash.xxh3_64_hexdigest(file.read_bytes())
+
+
+def require_inputs(world: World, inputs: Mapping[str, str]) -> None:
+    """Check that the folder has the questions and texts of the finished runs, `Results.inputs`.
+
+    Raises:
+        ConfigError: a file differs, or one that the start sampled is missing; names it.
+    """
+    for name, digest in inputs.items():
+        file = world.folder / name
+        found = digest_of(file) if file.is_file() else "missing"
+        if found != digest and (file.is_file() or file.name in _SAMPLED):
+            raise ConfigError(
+                f"{file}: {found}, expected digest {digest}, as in the finished runs: copy {TEXTS_FILE} and questions/ "
+                "from the machine that did them, or name another --results"
+            )
 
 
 def make_world(world: World, tasks: Iterable[str]) -> None:
@@ -121,7 +159,10 @@ def _make_arithmetic(world: World, tasks: Iterable[str]) -> None:
 
 
 def make_answers(world: World, task: str) -> None:
-    """The training data of sft, rft and dpo: the right answers, and the start's own answers to the same questions."""
+    """The training data of sft, rft and dpo: the right answers, and the start's own answers to the same questions.
+
+    Own answers are sampled once. Of these, rft has the right ones, and dpo pairs of a right and a wrong one.
+    """
     if not world.data(task, "demonstrations").is_file():
         lines = []
         for line in world.data(task, "train").read_text(encoding="utf-8").splitlines():
@@ -130,15 +171,16 @@ def make_answers(world: World, task: str) -> None:
             completion = row["answer"] if is_text else [{"role": "assistant", "content": row["answer"]}]
             lines.append(json.dumps({"prompt": row["prompt"], "completion": completion}) + "\n")
         world.data(task, "demonstrations").write_text("".join(lines), encoding="utf-8")
-    answers = world.folder / "answers" / task
-    asked = world.asking("answers", world.start, world.data(task, "train"), seed=0)
-    if not world.data(task, "kept").is_file():
+    if not (world.data(task, "kept").is_file() and world.data(task, "pairs").is_file()):
         from sparse_opt.trainers.rft import train as rft
+        from sparse_opt.trainers.rft.datagen import Selection, kept_rows
+        from sparse_opt.trainers.rft.parts import write_lines
 
-        if not (answers / "datagen" / "report.json").is_file():
-            options = {**asked, "output_dir": answers / "datagen", "resume": True}
-            rft.datagen(config_of(rft, "DatagenConfig", options))
-        shutil.copyfile(answers / "datagen" / "kept.jsonl", world.data(task, "kept"))
-    if not world.data(task, "pairs").is_file():
-        summary = accuracy({**asked, "dataset": world.data(task, "train")}, answers / "test")
-        write_pairs(Path(summary["results_file"]), world.data(task, "pairs"))
+        folder = world.folder / "answers" / task
+        asked = world.asking("answers", world.start, world.data(task, "train"), seed=0)
+        answers = Path(accuracy(asked, folder)["results_file"])
+        rows = (json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines())
+        config = config_of(rft, "DatagenConfig", {**asked, "output_dir": folder})
+        if not world.data(task, "kept").is_file():  # it may come from another machine, and runs may have used it
+            write_lines(world.data(task, "kept"), kept_rows(rows, config, Selection()))
+        write_pairs(answers, world.data(task, "pairs"))

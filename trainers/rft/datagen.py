@@ -19,7 +19,7 @@ files), and the paper's selection of the most different reasoning paths from sev
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,6 +115,22 @@ def fingerprint(completion: str, deduplicate: str) -> str:
     return " ".join(completion.split())
 
 
+def kept_rows(rows: Iterable[dict[str, Any]], config: DatagenConfig, selection: Selection) -> Iterator[dict[str, Any]]:
+    """The rows of kept.jsonl, of sampled and verified answers such as those in the results.jsonl of `test`.
+
+    Args:
+        rows: one for each prompt: prompt, completions, rewards, right and finished.
+        config: its `keep` and `deduplicate` are used.
+        selection: counts the answers.
+    """
+    for row in rows:
+        for i in selection.select(row, config):
+            completion = row["completions"][i]
+            if not isinstance(row["prompt"], str):
+                completion = [{"role": "assistant", "content": completion}]
+            yield {"prompt": row["prompt"], "completion": completion, "reward": row["rewards"][i]}
+
+
 def datagen(config: DatagenConfig) -> dict[str, Any]:
     """Write kept.jsonl and report.json, and return the report.
 
@@ -127,17 +143,8 @@ def datagen(config: DatagenConfig) -> dict[str, Any]:
 
 def _write_kept(config: DatagenConfig, sampled: Sampled) -> dict[str, Any]:
     selection = Selection()
-
-    def kept_rows() -> Iterator[dict[str, Any]]:
-        for row in sampled.rows():
-            for i in selection.select(row, config):
-                completion = row["completions"][i]
-                if not isinstance(row["prompt"], str):
-                    completion = [{"role": "assistant", "content": completion}]
-                yield {"prompt": row["prompt"], "completion": completion, "reward": row["rewards"][i]}
-
     kept_file = sampled.folder / KEPT_FILE
-    write_lines(kept_file, kept_rows())
+    write_lines(kept_file, kept_rows(sampled.rows(), config, selection))
     report = sampled.report(config, "datagen", **selection.counts(), kept_file=str(kept_file))
     write_report(sampled.folder / REPORT_FILE, report)
     return {**report, "text": _text(report)}

@@ -1,25 +1,25 @@
-"""The study's plan, resuming and verdicts, on the small arithmetic world."""
+"""The study's plan and its resuming, on the small arithmetic world."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import time
+from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import save_file
 
 from sparse_opt.bench.study import main as study_main
-from sparse_opt.bench.study.measures import closeness, overlaps_with
-from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
-from sparse_opt.bench.study.report import report
+from sparse_opt.bench.study import schedule
+from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.results import Results
-from sparse_opt.bench.study.verdicts import Score, not_below, score_of, verdict
+from sparse_opt.bench.study.runs import mask_file
+from sparse_opt.bench.study.world import World
 from sparse_opt.errors import ConfigError
+from sparse_opt.masks.mask_set import MaskSet
 
-HEADER = {"settings": "digest"}
-SETTINGS = {"learning_rates": {"grpo": 1e-5}, "factors": [0.3, 1, 3], "tile": "tile64"}
 DENSE = Subject("grpo", "sums", "dense")
 
 
@@ -48,6 +48,19 @@ def test_a_mask_is_run_with_every_seed_once_it_is_chosen():
     assert seeds_of("snip:1", lambda subjects: Subject("grpo", "sums", "snip:1")) == (0, 1)
 
 
+def test_runs_that_need_dense_weights_follow_the_dense_runs():
+    parts = plan(CLAIMS, ["sums", "another"], [0, 1, 2], lambda subjects: None)
+    assert [part.subject.trained for part in parts[:3]] == ["dense", "again", "subnetwork"]
+
+
+@pytest.mark.parametrize("claims", [[4], [7], [4, 7]])
+def test_each_task_is_tuned_on_its_own(claims):
+    """Whether the best mask is random, which claim 7 tunes too, or another."""
+    for chosen in (first_of, lambda subjects: subjects[1]):
+        parts = [part for part in plan(claims, ["sums", "another"], [0, 1], chosen) if part.subject.task == "another"]
+        assert parts and all(part.tuned_by == part.subject for part in parts)
+
+
 @pytest.mark.parametrize(
     "word", ["dense:1", "lora", "lora:0", "random", "random:0", "random:nan", "early3:1", "snip:1:x"]
 )
@@ -56,222 +69,201 @@ def test_what_cannot_be_trained(word):
         Trained.parse(word)
 
 
-def test_rates_grow_as_masks_shrink():
-    rates = {word: first_rates(SETTINGS, Subject("grpo", "sums", word))[1] for word in ("dense", "lora:8", "random:1")}
+def test_rates_grow_as_masks_shrink(settings):
+    rates = {word: first_rates(settings, Subject("grpo", "sums", word))[1] for word in ("dense", "lora:8", "random:1")}
     assert rates == {"dense": 1e-5, "lora:8": 1e-4, "random:1": 1e-4}
 
 
-@pytest.fixture
-def results(tmp_path):
-    return Results(tmp_path / "results.jsonl", HEADER)
-
-
-def measured(accuracy=0.5, **others):
-    return {
-        "accuracy": accuracy,
-        "tune_accuracy": accuracy,
-        "changed_bf16": 0.2,
-        "changed_1e-5": 0.3,
-        "changed_by_component": {"norms": 0.1},
-        "ranks": {"numerical": 0.99, "numerical_min": 0.9, "effective": 0.5},
-        "seconds": 2.0,
-        "jobs": 1,
-        **others,
-    }
-
-
-def test_a_killed_write_is_dropped_and_the_rest_kept(results):
+def test_a_killed_write_is_dropped_and_the_rest_kept(results, measured):
     first, second = Run("grpo", "sums", "dense", 1e-5, 0), Run("grpo", "sums", "dense", 1e-5, 1)
     results.add(first, measured())
     whole = results.path.read_bytes()
     results.add(second, measured())
     results.path.write_bytes(results.path.read_bytes()[:-7])
-    again = Results(results.path, HEADER)
+    again = Results(results.path, results.header)
     assert first in again and second not in again
     assert results.path.read_bytes() == whole
     again.add(second, measured())
-    assert results.path.read_bytes().startswith(whole) and second in Results(results.path, HEADER)
+    assert results.path.read_bytes().startswith(whole) and second in Results(results.path, results.header)
     with pytest.raises(ConfigError, match="line 1 has a run of other settings"):
         Results(results.path, {"settings": "other"})
     results.path.write_text("{}\n")
     with pytest.raises(ConfigError, match="line 1 is not a run of the study"):
-        Results(results.path, HEADER)
+        Results(results.path, results.header)
 
 
-def test_tuning_goes_past_an_end_twice_and_seeds_use_the_best_rate(results):
+def test_tuning_goes_past_an_end_twice_and_seeds_use_the_best_rate(results, measured, settings):
     accuracies = {3e-6: 0.1, 1e-5: 0.2, 3e-5: 0.3, 1e-4: 0.4, 3e-4: 0.5}
-    while runs := study_main.tuning_runs(SETTINGS, DENSE, results):
+    while runs := schedule.tuning_runs(settings, DENSE, results):
         for run in runs:
             assert run.seed == TUNING_SEED
             results.add(run, measured(accuracies[run.learning_rate]))
     assert len(results.of(DENSE, [TUNING_SEED])) == 5
     part = Part(DENSE, DENSE, (0, 1), (4,))
-    assert [run.learning_rate for run in study_main.runs_left(SETTINGS, part, results)] == [3e-4, 3e-4]
+    assert [run.learning_rate for run in schedule.runs_left(settings, part, results)] == [3e-4, 3e-4]
     like = Part(Subject("grpo", "sums", "snip:1"), DENSE, (0,), (4,))
-    found = [(run.learning_rate, run.seed) for run in study_main.runs_left(SETTINGS, like, results)]
+    found = [(run.learning_rate, run.seed) for run in schedule.runs_left(settings, like, results)]
     assert found == [(3e-4, TUNING_SEED), (3e-4, 0)]
 
 
-def test_an_estimate_counts_what_is_left(results):
+def test_an_estimate_counts_what_is_left(results, measured, settings):
     part = Part(DENSE, DENSE, (0, 1, 2), (4,))
-    text = study_main.estimate(SETTINGS, [part], results, 2)
+    text = schedule.estimate(settings, [part], results, 2)
     assert "6 runs, about" in text and "a guess" in text
     for rate, accuracy in ((3e-6, 0.1), (1e-5, 0.2), (3e-5, 0.1)):
         results.add(Run("grpo", "sums", "dense", rate, TUNING_SEED), measured(accuracy, seconds=1200.0))
-    assert "3 runs, about 30 minutes with --jobs 2 (by the times" in study_main.estimate(SETTINGS, [part], results, 2)
+    assert "3 runs, about 30 minutes with --jobs 2 (by the times" in schedule.estimate(settings, [part], results, 2)
 
 
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [
-        (Score(0.50, 0.00, 3), True),
-        (Score(0.46, 0.01, 3), None),  # 0.04 below, known up to 0.012
-        (Score(0.40, 0.02, 3), False),
-        (Score(0.50, 0.10, 3), None),
-        (Score(0.60, float("nan"), 1), None),
-    ],
-)
-def test_not_below(first, expected):
-    assert not_below(first, Score(0.50, 0.0, 3)) is expected
+def test_runs_of_other_questions_are_refused(results, measured):
+    first, second = Run("grpo", "sums", "dense", 1e-5, 0), Run("grpo", "sums", "dense", 1e-5, 1)
+    results.add(first, measured(inputs={"texts.jsonl": "a", "questions/sums/asked.jsonl": "b"}))
+    assert results.agrees_with({"texts.jsonl": "a", "other": "c"}) and not results.agrees_with({"texts.jsonl": "b"})
+    with pytest.raises(ConfigError, match=r"seed1 is a run on texts\.jsonl with digest x; expected a"):
+        results.add(second, measured(inputs={"texts.jsonl": "x"}))
+    row = json.loads(results.path.read_text()) | {"seed": 1, "inputs": {"questions/sums/asked.jsonl": "x"}}
+    with open(results.path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="line 2 is a run on questions/sums/asked.jsonl"):
+        Results(results.path, results.header)
 
 
-def with_scores(results, parts, accuracy):
-    """Fill in the runs of the parts: `accuracy(trained, seed)`."""
-    for part in parts:
-        for seed in (TUNING_SEED, *part.seeds):
-            run = Run("grpo", "sums", part.subject.trained, 1e-5, seed)
-            if run not in results:
-                results.add(run, measured(accuracy(part.subject.trained) + seed / 10**4 * (seed < 3)))
+def test_times_are_those_of_as_many_runs_at_once(results, measured):
+    for seed, (jobs, seconds) in enumerate([(1, 10.0), (8, 80.0), (8, 90.0)]):
+        results.add(Run("grpo", "sums", "dense", 1e-5, seed), measured(jobs=jobs, seconds=seconds))
+    assert [results.seconds_per_run("grpo", jobs) for jobs in (1, 8, 4)] == [10, 85, 80]
+    assert results.seconds_per_run("sft", 1) is None
 
 
-def test_the_verdict_on_cheap_masks(tmp_path):
-    parts = plan([4], ["sums"], [0, 1, 2], first_of)
-
-    def verdict_with(name, accuracy, start=0.2):
-        found = Results(tmp_path / name, HEADER)
-        with_scores(found, parts, accuracy)
-        return verdict(4, found, parts, ["sums"], {"sums": {"accuracy": start}})
-
-    good = ("dense", "random:2.5:tile64")
-    assert verdict_with("a", lambda trained: 0.7 if trained in good else 0.1) == "holds"
-    assert verdict_with("c", lambda trained: 0.25, start=0.2) == "not shown"  # nothing was learned
-    # A mask of a whole dense run is not cheap, 10 % is not little, and one that was not chosen is not compared.
-    dear = ("dense", "found:2.5:tile64", "random:10:tile64", "snip:1")
-    assert verdict_with("b", lambda trained: 0.7 if trained in dear else 0.1) == "does not hold"
-
-
-def test_several_comparisons_need_more():
-    second = Score(0.5, 0.0, 3)
-    assert not_below(Score(0.461, 0.009, 3), second) is True
-    assert not_below(Score(0.461, 0.009, 3), second, n_comparisons=3) is None
-
-
-def test_few_questions_show_little():
-    """Of 100 questions, two runs answer 50 alike, 24 the one alone and 26 the other alone."""
-    both, first, second = "1" * 25 + "0" * 25, "1" * 24 + "0" * 26, "0" * 24 + "1" * 26
-    rows = [
-        [{"accuracy": accuracy, "right": both + own, "n_generations": 1}] * 2
-        for accuracy, own in ((0.49, first), (0.51, second))
-    ]
-    scores = [score_of(of) for of in rows]
-    assert len(scores[0].questions) == 100 and scores[0].spread == 0
-    assert not_below(*scores) is None  # 0.02 below, known up to 0.14
-    assert not_below(scores[0]._replace(questions=()), scores[1]._replace(questions=())) is True
-
-
-def test_the_page_says_what_is_missing(results):
-    dense, sft = (Subject(algorithm, "sums", "dense") for algorithm in ("grpo", "sft"))
-    parts = [Part(subject, subject, (0, 1), (1,)) for subject in (dense, sft)]
-    results.add(Run("grpo", "sums", "dense", 1e-5, TUNING_SEED), measured())
-    results.add(Run("grpo", "sums", "dense", 1e-5, 0), measured(0.75))
-    page = report(results, parts, Choice([1], ["sums"], [0, 1]), {"sums": {"accuracy": 0.25}})
-    assert "**not shown**" in page and "2 of 2 rows are not finished" in page
-    assert "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 | 0.750 |  | 1 | 20.0% | 2 |" in page
-
-
-def test_the_verdicts_on_common_weights_and_on_the_subnetwork(tmp_path):
-    seeds = (0, 1)
-    words = ("dense", "again", "subnetwork")
-    parts = [Part(Subject("grpo", "sums", word), DENSE, seeds, (2, 3)) for word in words]
-
-    def verdicts(name, n_both, again, subnetwork):
-        results = Results(tmp_path / name, HEADER)
-        results.add(Run("grpo", "sums", "dense", 1e-5, TUNING_SEED), measured())
-        for word in words:
-            for seed in seeds:
-                run = Run("grpo", "sums", word, 1e-5, seed)
-                within = {"within_1e-5": 0.0, "within_1e-4": again if word == "again" else subnetwork}
-                closeness = {} if word == "dense" else {"closeness": {**within, "distance": 1.0, "cosine": 0.5}}
-                counts = {"n": 30, "n_other": 40, "n_both": n_both, "expected": 20.0, "expected_by_tensor": 15.0}
-                overlaps = {Run("grpo", "sums", "dense", 1e-5, 1 - seed).name: counts} if word == "dense" else {}
-                results.add(run, measured(0.5 + seed / 10**4, overlaps=overlaps, **closeness))
-        page = report(results, parts, Choice([2, 3], ["sums"], seeds), {})
-        row = f"| seed | 1 | {n_both / 30:.1%} | 50.0% | 66.7% | {n_both / 20:.2f} to {n_both / 20:.2f} |"
-        assert row in page  # one pair, though both runs have counted it
-        return tuple(
-            verdict(claim, results, parts[: 1 if claim == 2 else 3], ["sums"], {"sums": {"accuracy": 0.1}})
-            for claim in (2, 3)
-        )
-
-    assert verdicts("a", 25, again=1.0, subnetwork=1.0) == ("holds", "holds")
-    assert verdicts("b", 21, again=1.0, subnetwork=0.9) == ("does not hold", "does not hold")
-    assert verdicts("c", 25, again=0.9, subnetwork=0.9) == ("holds", "not shown")
-
-
-def test_overlaps_of_changed_weights(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    start = {"a": torch.randn(37, 5, generator=generator), "b": torch.ones(9)}
-    masks = [{name: torch.rand(w.shape, generator=generator) < 0.3 for name, w in start.items()} for _ in range(2)]
-    assert overlaps_with(tmp_path, "first", masks[0], start) == {}
-    found = overlaps_with(tmp_path, "second", masks[1], start)["first"]
-    joined = [torch.cat([mask["a"].flatten(), mask["b"]]) for mask in masks]
-    assert found["n"] == joined[1].sum() and found["n_other"] == joined[0].sum()
-    assert found["n_both"] == (joined[0] & joined[1]).sum()
-    of_tensors = sum(float(masks[0][name].sum() * masks[1][name].sum()) / start[name].numel() for name in start)
-    assert found["expected_by_tensor"] == pytest.approx(of_tensors)
-    # The weights of b are equal, so that their exponents say nothing; all exponents of a weigh in.
-    exponents = torch.frexp(start["a"].bfloat16().float()).exponent
-    of_a = sum(
-        float((masks[0]["a"] & (exponents == e)).sum() * (masks[1]["a"] & (exponents == e)).sum())
-        / int((exponents == e).sum())
-        for e in exponents.unique()
-    )
-    assert found["expected"] == pytest.approx(of_a + float(masks[0]["b"].sum() * masks[1]["b"].sum()) / 9)
-
-
-def test_closeness_to_a_dense_run(tmp_path):
-    start = torch.zeros(4)
-    for name, weights in (("start", start), ("final", torch.tensor([1.0, 2.0, 0.0, 0.0]))):
-        (tmp_path / name).mkdir()
-        save_file({"w": weights}, tmp_path / name / "model.safetensors")
-    save_file({"w": torch.tensor([1.00005, 0.0, 0.0, 0.0])}, tmp_path / "dense.safetensors")
-    found = closeness(tmp_path / "start", tmp_path / "dense.safetensors", tmp_path / "final", "cpu")
-    assert (found["within_1e-5"], found["within_1e-4"]) == (0.0, 1.0)
-    assert found["distance"] == pytest.approx(2, rel=1e-3) and found["cosine"] == pytest.approx(5**-0.5, rel=1e-3)
-
-
-@pytest.fixture
-def tiny_settings(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def tiny_settings(tmp_path_factory):
     settings = yaml.safe_load(study_main.SETTINGS.read_text(encoding="utf-8"))["small"]
     settings["world"] |= {"n_train": 30, "n_test": 8, "n_demonstrations": 400}
     settings["start"]["n_steps"] = 100
     settings["questions"]["n_tune"] = 8
     settings["factors"] = [1]
     settings["grpo"] |= {"n_steps": 2, "batch_size": 32}
-    file = tmp_path / "study.yaml"
+    file = tmp_path_factory.mktemp("settings") / "study.yaml"
     file.write_text(yaml.safe_dump({"small": settings}))
-    monkeypatch.setattr(study_main, "SETTINGS", file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study_main, "SETTINGS", file)
+        yield settings
+
+
+def words_for(folder, *others):
+    options = ["--size", "small", "--claims", "1", "--seeds", "0", "--device", "cpu"]
+    return [*options, "--output_dir", str(folder), *others]
+
+
+@pytest.fixture(scope="module")
+def finished_folder(tiny_settings, tmp_path_factory):
+    """The output folder of a finished study: a dense run with the tuning seed, and a random mask with it."""
+    folder = tmp_path_factory.mktemp("study") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "plan", lambda *args: tuned("dense", "fisher:1:run16"))
+        patch.setattr("sparse_opt.trainers.rft.train.datagen", None)  # the answers are sampled by `rft test`
+        assert study_main.main(words_for(folder)) == 0
+    return folder
+
+
+def tuned(*words):
+    return [Part(subject, subject, (), (1,)) for subject in (Subject("grpo", "sums", word) for word in words)]
+
+
+@pytest.fixture
+def finished(finished_folder, tmp_path, monkeypatch):
+    """A copy of `finished_folder`, with one more part in the plan, an SGD run."""
+    monkeypatch.setattr(schedule, "plan", lambda *args: tuned("dense", "fisher:1:run16", "sgd"))
+    return Path(shutil.copytree(finished_folder, tmp_path / "out"))
+
+
+def set_seconds(folder, seconds):
+    file = folder / "results.jsonl"
+    rows = [json.loads(line) | {"seconds": seconds} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_answers_are_sampled_once_for_rft_and_dpo(finished_folder):
+    answers = finished_folder / "answers" / "sums" / "results.jsonl"
+    right, wrong = set(), set()
+    for row in map(json.loads, answers.read_text().splitlines()):
+        for text, *of in zip(row["completions"], row["right"], row["finished"], strict=True):
+            if of[1]:
+                (right if of[0] else wrong).add((row["prompt"], text.strip()))
+    kept, pairs = (
+        [
+            json.loads(line)
+            for line in (finished_folder / "questions" / "sums" / f"{name}.jsonl").read_text().splitlines()
+        ]
+        for name in ("kept", "pairs")
+    )
+    assert {(row["prompt"], row["completion"].strip()) for row in kept} == right
+    assert pairs and all((row["prompt"], row["chosen"]) in right for row in pairs)
+    assert all((row["prompt"], row["rejected"]) in wrong for row in pairs)
+
+
+def test_random_masks_have_their_share_of_the_whole_model(finished_folder, tiny_settings):
+    world = World(finished_folder, tiny_settings, "cpu")
+    mask = MaskSet.load(mask_file(world, Run("grpo", "sums", "random:1:run16", 1e-3, 7)))
+    # With the rounding of each matrix, 1 % is one run less or more for every other one.
+    assert 0 <= round(0.01 * mask.numel) - mask.nnz < 16 and mask.metadata["pool"] == "global"
+
+
+def test_the_start_is_scored_once(finished, monkeypatch, capsys):
+    monkeypatch.setattr(schedule, "plan", lambda *args: tuned("dense"))
+    monkeypatch.setattr("sparse_opt.bench.study.runs.perplexity", None)
+    assert study_main.main(words_for(finished)) == 0
+    before = json.loads((finished / "starts.json").read_text())["sums"]["accuracy"]
+    row = table_without_times(capsys.readouterr().out)[0]
+    assert row.split(" | ")[4] == f"{before:.3f}"
+    # On another machine, with the small files alone.
+    carried = finished.parent / "carried"
+    carried.mkdir()
+    for name in ("results.jsonl", "starts.json"):
+        shutil.copy(finished / name, carried)
+    assert study_main.main(words_for(carried, "--report_only")) == 0
+    assert table_without_times(capsys.readouterr().out)[0] == row
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "questions/sums/kept.jsonl"])
+def test_other_texts_than_those_of_the_finished_runs_are_refused(finished, name):
+    file = finished / name
+    text = file.read_text()
+    file.write_text(text.replace("1", "2"))
+    with pytest.raises(ConfigError, match=f"{file}: [0-9a-f]+, expected digest [0-9a-f]+"):
+        study_main.main(words_for(finished))
+    file.unlink()
+    with pytest.raises(ConfigError, match=f"{file}: missing, expected digest"):
+        study_main.main(words_for(finished))
+
+
+def test_a_missing_sample_of_a_finished_run_is_refused(finished, monkeypatch):
+    monkeypatch.setattr(schedule, "plan", lambda *args: [])
+    row = json.loads((finished / "results.jsonl").read_text().splitlines()[0])
+    with open(finished / "results.jsonl", "a") as file:
+        file.write(json.dumps(row | {"seed": 0}) + "\n")
+    words = words_for(finished)
+    words[words.index("--claims") + 1] = "2"
+    with pytest.raises(ConfigError, match=r"changed/grpo_sums_dense_lr\S+_seed0\.safetensors: missing"):
+        study_main.main(words)
+
+
+def test_kill_begins_no_run_that_would_not_end(finished, capfd):
+    set_seconds(finished, 1000.0)
+    assert study_main.main(words_for(finished, "--kill", "--stop_after", "500")) == 1
+    errors = capfd.readouterr().err
+    assert re.search(r"s left: grpo_sums_sgd_\S+ is not begun, since it would last 1000 s", errors)
+    assert "stopped:" not in errors
+    assert len((finished / "results.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, tmp_path, monkeypatch, capsys):
     """Dense, a mask of the first batch's Fisher information, SGD, and the dense run's subnetwork, of two steps each."""
     words = ("dense", "fisher:10:run16", "subnetwork")
     parts = [Part(Subject("grpo", "sums", word), DENSE, (0,), (1,)) for word in words]
-    sgd = Subject("grpo", "sums", "sgd")
-    parts.append(Part(sgd, sgd, (), (1,)))
-    monkeypatch.setattr(study_main, "plan", lambda *args: parts)
-    words = ["--size", "small", "--claims", "1", "--seeds", "0", "--device", "cpu"]
-    words += ["--output_dir", str(tmp_path / "out")]
+    parts += tuned("sgd")
+    monkeypatch.setattr(schedule, "plan", lambda *args: parts)
+    words = words_for(tmp_path / "out")
     original = study_main.do
     done = []
 
@@ -303,6 +295,15 @@ def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, 
         (tmp_path / "out" / folder).rename(tmp_path / folder)
     assert study_main.main([*words, "--jobs", "2"]) == 0
     assert table_without_times(capsys.readouterr().out) == resumed
+
+
+def test_kill_ends_a_run_that_is_alone(finished, capfd):
+    set_seconds(finished, 0.0)
+    began = time.monotonic()
+    assert study_main.main(words_for(finished, "--kill", "--stop_after", "0.5")) == 1
+    assert re.search(r"stopped: grpo_sums_sgd_", capfd.readouterr().err)
+    assert time.monotonic() - began < 30
+    assert len((finished / "results.jsonl").read_text().splitlines()) == 2
 
 
 def table_without_times(page):

@@ -1,0 +1,259 @@
+"""The study's verdicts and page, on made-up results."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sparse_opt.bench.study.law import best_of, law
+from sparse_opt.bench.study.plan import TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
+from sparse_opt.bench.study.report import report
+from sparse_opt.bench.study.results import Results
+from sparse_opt.bench.study.schedule import runs_left
+from sparse_opt.bench.study.verdicts import Score, not_below, score_of, verdict
+
+DENSE = Subject("grpo", "sums", "dense")
+SEEDS = (0, 1, 2)
+BEFORE = {task: {"accuracy": 0.2, "tune_accuracy": 0.2} for task in ("sums", "largest")}
+
+
+def first_of(subjects):
+    return subjects[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (Score(0.50, 0.00, 3), True),
+        (Score(0.46, 0.01, 3), None),  # 0.04 below, known up to 0.012
+        (Score(0.40, 0.02, 3), False),
+        (Score(0.50, 0.10, 3), None),
+        (Score(0.60, float("nan"), 1), None),
+    ],
+)
+def test_not_below(first, expected):
+    assert not_below(first, Score(0.50, 0.0, 3)) is expected
+
+
+def test_several_comparisons_need_more():
+    second = Score(0.5, 0.0, 3)
+    assert not_below(Score(0.461, 0.009, 3), second) is True
+    assert not_below(Score(0.461, 0.009, 3), second, n_comparisons=3) is None
+
+
+def test_few_questions_show_little():
+    """Of 100 questions, two runs answer 50 alike, 24 the one alone and 26 the other alone."""
+    both, first, second = "1" * 25 + "0" * 25, "1" * 24 + "0" * 26, "0" * 24 + "1" * 26
+    rows = [
+        [{"accuracy": accuracy, "right": both + own, "n_generations": 1}] * 2
+        for accuracy, own in ((0.49, first), (0.51, second))
+    ]
+    scores = [score_of(of) for of in rows]
+    assert len(scores[0].questions) == 100 and scores[0].spread == 0
+    assert not_below(*scores) is None  # 0.02 below, known up to 0.14
+    assert not_below(scores[0]._replace(questions=()), scores[1]._replace(questions=())) is True
+
+
+def scored(accuracy):
+    """Rows by `accuracy(trained)`, which differ a little between seeds."""
+    return lambda run: {"accuracy": accuracy(run.trained) + run.seed / 10**4 * (run.seed in SEEDS)}
+
+
+def test_the_verdict_on_cheap_masks(tmp_path, finish, settings):
+    parts = plan([4], ["sums"], SEEDS, first_of)
+
+    def verdict_with(name, accuracy):
+        found = Results(tmp_path / name, {"settings": ""})
+        finish(found, parts, scored(accuracy))
+        return verdict(4, found, parts, ["sums"], BEFORE, settings)
+
+    good = ("dense", "random:2.5:tile64")
+    assert verdict_with("a", lambda trained: 0.7 if trained in good else 0.1) == "holds"
+    assert verdict_with("c", lambda trained: 0.25) == "not shown"  # nothing was learned
+    # A mask of a whole dense run is not cheap, 10 % is not little, and one that was not chosen is not compared.
+    dear = ("dense", "found:2.5:tile64", "random:10:tile64", "snip:1")
+    assert verdict_with("b", lambda trained: 0.7 if trained in dear else 0.1) == "does not hold"
+
+
+@pytest.mark.parametrize("claim", [4, 5])
+def test_no_verdict_before_the_last_planned_run(claim, results, measured, finish, settings):
+    """Every run but one says that the claim holds."""
+    parts = plan([claim], ["sums"], SEEDS, first_of)
+    last = next(part for part in parts if part.subject.trained == {4: "random:0.1:tile64", 5: "lora:64"}[claim])
+    sizes = {"lora:1": 100, "lora:8": 1000, "lora:64": 5000}
+
+    def row(run):
+        trained = Trained.parse(run.trained)
+        values = sizes.get(run.trained, int(500 * (trained.amount or 0)))
+        return {**scored(lambda trained: 0.7)(run), "n_trained": values, "perplexity": 2.0, "others": {}}
+
+    finish(results, [part for part in parts if part != last], row)
+    while len(runs := runs_left(settings, last, results)) > 1 or runs[0].seed == TUNING_SEED:
+        results.add(runs[0], measured(**row(runs[0])))
+    assert verdict(claim, results, parts, ["sums"], BEFORE, settings) == "not shown"
+    finish(results, parts, row)
+    assert verdict(claim, results, parts, ["sums"], BEFORE, settings) == "holds"
+
+
+def test_the_page_says_what_is_missing(results, measured, settings):
+    """One run of a part of one seed is missing, all of a part that is only tuned, and one of two seeds."""
+    words = ("dense", "random:1:tile64", "random:2.5:tile64", "random:10:tile64")
+    subjects = [Subject("grpo", "sums", word) for word in words]
+    seeds = ((0, 1), (0,), (), ())
+    parts = [Part(subject, subject, of, (1,)) for subject, of in zip(subjects, seeds, strict=True)]
+    for subject in subjects[:3]:
+        for i, rate in enumerate(first_rates(settings, subject)[: 2 if subject == subjects[2] else 3]):
+            run = Run("grpo", "sums", subject.trained, rate, TUNING_SEED)
+            results.add(run, measured(0.5 + 0.1 * (i == 1)))
+    results.add(Run("grpo", "sums", "dense", 1e-5, 0), measured(0.75))
+    page = report(results, parts, Choice([1], ["sums"], [0, 1]), {"sums": {"accuracy": 0.25}}, settings)
+    assert "**not shown**" in page and "4 of 4 rows are not finished" in page
+    assert "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 | 0.750 |  | 1 of 2 | 20.0% |" in page
+
+
+def common(n_both, stderr):
+    counts = {"n": 30, "n_other": 40, "n_both": n_both, "n_both_stderr": stderr}
+    return {**counts, "expected": 20.0, "expected_by_tensor": 15.0}
+
+
+def test_the_verdicts_on_common_weights_and_on_the_subnetwork(tmp_path, finish, settings):
+    seeds = (0, 1)
+    words = ("dense", "again", "subnetwork")
+    parts = [Part(Subject("grpo", "sums", word), DENSE, seeds, (2, 3)) for word in words]
+
+    def verdicts(name, n_both, again, subnetwork, stderr=0.1):
+        def row(run):
+            found = scored(lambda trained: 0.5)(run)
+            if run.trained == "dense" and run.seed in seeds:
+                other = Run("grpo", "sums", "dense", 1e-5, 1 - run.seed).name
+                found["overlaps"] = {} if n_both is None else {other: common(n_both, stderr)}
+            elif run.trained != "dense":
+                within = again if run.trained == "again" else subnetwork
+                found["closeness"] = {"within_1e-5": 0.0, "within_1e-4": within, "distance": 1.0, "cosine": 0.5}
+            return found
+
+        results = Results(tmp_path / name, {"settings": ""})
+        finish(results, parts, row)
+        if n_both is not None:
+            page = report(results, parts, Choice([2, 3], ["sums"], seeds), {}, settings)
+            ratio = f"{n_both / 20:.2f} to {n_both / 20:.2f} | {stderr / 20:.3f}"
+            assert f"| seed | 1 | {n_both / 30:.1%} | 50.0% | 66.7% | {ratio} |" in page  # one pair, counted by both
+        return tuple(
+            verdict(claim, results, parts[: 1 if claim == 2 else 3], ["sums"], BEFORE, settings) for claim in (2, 3)
+        )
+
+    assert verdicts("a", 25, again=1.0, subnetwork=1.0) == ("holds", "holds")
+    assert verdicts("b", 21, again=1.0, subnetwork=0.9) == ("does not hold", "does not hold")
+    assert verdicts("c", 25, again=0.9, subnetwork=0.9) == ("holds", "not shown")
+    assert verdicts("d", 25, again=1.0, subnetwork=1.0, stderr=2.0)[0] == "not shown"  # 1.25 +- 0.2
+    assert verdicts("e", None, again=1.0, subnetwork=1.0)[0] == "not shown"
+
+
+def test_a_pair_that_was_not_compared_shows_nothing(results, finish, settings):
+    """Of three runs, the last has found the file of the first only."""
+    part = Part(DENSE, DENSE, SEEDS, (2,))
+    names = [Run("grpo", "sums", "dense", 1e-5, seed).name for seed in SEEDS]
+
+    def row(run):
+        others = {1: [names[0]], 2: [names[0]]}.get(run.seed, [])
+        return {"accuracy": 0.5, "overlaps": {name: common(25, 0.1) for name in others}}
+
+    finish(results, [part], row)
+    assert verdict(2, results, [part], ["sums"], BEFORE, settings) == "not shown"
+
+
+def law_parts(tasks=("sums",)):
+    subjects = [Subject("grpo", task, f"random:{percent}:tile64") for task in tasks for percent in ("10", "1", "0.1")]
+    return [Part(subject, subject, (), (7,)) for subject in subjects]
+
+
+def tuned(results, measured, settings, part, accuracies, stderr=0.01, factor=1.0):
+    """Add tuning runs of the part until it is finished; `accuracies` by their number from the middle rate."""
+    middle = first_rates(settings, part.subject)[1] * factor
+    while runs := runs_left(settings, part, results):
+        for run in runs:
+            place = round(2 * math.log10(run.learning_rate / middle))
+            values = int(1e6 * Trained.parse(run.trained).amount / 100)
+            accuracy = accuracies.get(place, 0.3)
+            results.add(run, measured(accuracy, tune_stderr=stderr, n_trained=values))
+
+
+def test_the_law_of_peaked_tuning(results, measured, settings):
+    parts = law_parts()
+    for part in parts:
+        tuned(results, measured, settings, part, {0: 0.8})
+    found = law(settings, results, parts, "sums", BEFORE["sums"])
+    # Rates grow as density^-0.5, three densities a decade apart; each optimum is known to half a step of sqrt(10), a
+    # quarter of a decade, of which the outer two count, each a quarter / 2 decades.
+    assert found.n == 3 and found.p == pytest.approx(0.5, abs=0.01)
+    assert (found.low, found.high) == (pytest.approx(0.25, abs=0.02), pytest.approx(0.75, abs=0.02))
+
+
+def test_the_law_is_that_of_the_trained_values(results, measured, settings):
+    """A mask of 0.1 % that has 0.01 % of the weights."""
+    parts = law_parts()
+    for part in parts:
+        tuned(results, measured, settings, part, {0: 0.8})
+    for row in results.rows.values():
+        row["n_trained"] = {1e3: 1e2}.get(row["n_trained"], row["n_trained"])
+    # log10 of values 5, 4, 2 and of rates -4.32, -3.82, -3.32 but for a constant.
+    assert law(settings, results, parts, "sums", BEFORE["sums"]).p == pytest.approx(0.3214, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "stderr", "reason"),
+    [
+        (dict.fromkeys(range(-9, 10), 0.8), 0.01, "flat: the lowest of equal rates is an end"),
+        ({place: 0.5 + place / 50 for place in range(-9, 10)}, 0.001, "still rising at the highest"),
+        ({0: 0.29}, 0.01, "nothing learned"),
+    ],
+)
+def test_no_best_rate(results, measured, settings, accuracies, stderr, reason):
+    part = law_parts()[0]
+    tuned(results, measured, settings, part, {**dict.fromkeys(range(-9, 10), 0.2), **accuracies}, stderr)
+    assert best_of(settings, results, part.subject, BEFORE["sums"]) is None, reason
+
+
+def test_a_best_rate_that_noise_may_have_chosen_has_no_bound(results, measured, settings):
+    part = law_parts()[0]
+    tuned(results, measured, settings, part, {-1: 0.79, 0: 0.8, 1: 0.7})
+    best = best_of(settings, results, part.subject, BEFORE["sums"])
+    assert best.low == 0 and best.rate < best.high < math.inf
+
+
+def test_the_verdict_on_the_law(tmp_path, measured, settings):
+    tasks = ("sums", "largest")
+    parts = law_parts(tasks)
+
+    def verdict_with(name, accuracies, factors=None, skip=()):
+        found = Results(tmp_path / name, {"settings": ""})
+        for part in parts:
+            if part.subject not in skip:
+                factor = (factors or {}).get((part.subject.task, part.subject.trained), 1.0)
+                tuned(found, measured, settings, part, accuracies, factor=factor)
+        if name == "peaked":
+            page = report(found, parts, Choice([7], tasks, SEEDS), BEFORE, settings)
+            assert "p = 0.50 over 3 densities, p between 0.25 and 0.75" in page
+        return verdict(7, found, parts, tasks, BEFORE, settings)
+
+    assert verdict_with("peaked", {0: 0.8}) == "holds"
+    assert verdict_with("flat", dict.fromkeys(range(-9, 10), 0.8)) == "not shown"
+    assert verdict_with("unfinished", {0: 0.8}, skip=[parts[-1].subject]) == "not shown"
+    # The same rate for every density: 10 ** 0.5 more at 10 %, as much less at 0.1 %.
+    step = 10**0.5
+    ends = {"random:10:tile64": step, "random:0.1:tile64": 1 / step}
+    same = {(task, word): factor for task in tasks for word, factor in ends.items()}
+    assert verdict_with("level", {0: 0.8}, same) == "not shown"  # between -0.25 and 0.25
+    steep = {("sums", word): 1 / f for (task, word), f in same.items() if task == "sums"}
+    level = {key: f for key, f in same.items() if key[0] == "largest"}
+    assert verdict_with("different", {0: 0.8}, steep | level) == "does not hold"
+
+
+def test_one_unfinished_tuning_run_shows_nothing(results, measured, settings):
+    tasks = ("sums", "largest")
+    parts = law_parts(tasks)
+    for part in parts:
+        run = runs_left(settings, part, results)[0]
+        results.add(run, measured(0.8, n_trained=1000))
+    assert verdict(7, results, parts, tasks, BEFORE, settings) == "not shown"
