@@ -55,9 +55,9 @@ a first run:
   sparse-opt quickstart    # a complete experiment on a tiny model, no downloads
 
 dense -> mask -> sparse on a model of your own:
-  sparse-opt train dpo --model_name M --dataset pairs.jsonl --delta_log_dir log --output_dir dense
+  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --delta_log_dir log --output_dir dense
   sparse-opt mask find --delta_log_dir log --sparsity_percent 90 --output masks/
-  sparse-opt train dpo --model_name M --dataset pairs.jsonl --mode sparse --mask masks/FILE --output_dir sparse
+  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --mode sparse --mask masks/FILE --output_dir sparse
 
 options come from flags, key=value words, and YAML files (--config FILE); later ones win, and files are read first:
   sparse-opt train dpo --config runs/dense/options.yaml output_dir=runs/dense_2 --seed 2

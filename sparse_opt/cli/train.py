@@ -36,11 +36,11 @@ _EPILOG = """'sparse-opt train dpo --help' lists the options of an algorithm. Th
 key=value words; later ones win, and a misspelled one is an error.
 
 dense training, with a delta log to find a mask in:
-  sparse-opt train dpo --model_name M --dataset pairs.jsonl --learning_rate 5e-7 --n_steps 200 \\
+  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --learning_rate 5e-7 --n_steps 200 \\
       --delta_log_dir delta_logs_M --delta_log_steps every:10,last --output_dir runs/dense
 
 sparse training from the same weights:
-  sparse-opt train dpo --model_name M --dataset pairs.jsonl --mask masks/FILE.safetensors \\
+  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --mask masks/FILE.safetensors \\
       --learning_rate 5e-7 --n_steps 200 --output_dir runs/sparse
 
 the options of an earlier run, with one of them changed:
