@@ -5,7 +5,8 @@ accelerate launch --multi_gpu --num_processes 2 examples/with_accelerate.py --st
 ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/with_accelerate.py --resume run
 
 The optimizer averages the compact gradients itself, so the model is prepared as for evaluation: with mixed precision
-and compilation, but without DistributedDataParallel. Every number of processes that divides ACCUMULATE trains alike.
+and compilation, but without DistributedDataParallel. The result is the same, up to rounding, for every number
+of processes that divides ACCUMULATE.
 `param.grad` is None: clip with `max_grad_norm=`, not `accelerator.clip_grad_norm_`; under fp16 add `amp_scaling=True`.
 """
 

@@ -81,9 +81,10 @@ def bytes_per_token(shape: Shape, dtype: str, *, gradient_checkpointing: bool = 
 def advice(memory_bytes: int, *, has_bf16: bool) -> list[dict[str, Any]]:
     """For each of `SHAPES`, the profile and the options that a device with this memory can train it with.
 
-    The first that holds at least one sequence of `LENGTH` tokens per forward pass, from the most accurate to the one
-    that takes least memory: all weights, a tenth of them under a mask, and that with recomputed activations. Devices
-    with bf16 units use the profiles balanced and aggressive; others conservative, and `dtype=fp16` under a mask.
+    It chooses the first of three ways that has memory for one sequence of `LENGTH` tokens per forward pass, from the
+    most accurate to the one that takes the least memory: all weights; a tenth of them under a mask; the same with
+    recomputed activations. The first uses the profile balanced on devices with bf16 units and conservative on others;
+    the other two use aggressive, with `dtype=fp16` on devices without bf16 units.
 
     Returns:
         Rows with model, profile, options (to add on the command line), batch_size (0 if nothing fits), bytes_per_weight

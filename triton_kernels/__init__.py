@@ -5,7 +5,7 @@ are safe to call directly, without the argument checks of `sparse_opt.ops`, on a
 a list has other tensors than in an earlier call, their devices, dtypes and strides are checked again. The optimizer
 steps have no defaults for their options here.
 
-`weight_sync` has the kernels of the package `sparse_opt.weight_sync`, which are no ops.
+`weight_sync` has the kernels of the package `sparse_opt.weight_sync`, which are not ops.
 
 Only `delta_encode` waits for the device. All other launchers can be captured in a CUDA graph, after one call outside of
 it that compiles the kernel.

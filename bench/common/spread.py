@@ -1,7 +1,7 @@
 """The spread between runs of the same code, from several files of pytest-benchmark.
 
 For each case, the ratio of the slowest to the fastest run, minus 1, by median and by fastest call. The table has its
-half, its 90 % quantile and its maximum over the cases. A threshold for `--benchmark-compare-fail` must be larger.
+median, 90 % quantile and maximum over the cases. A threshold for `--benchmark-compare-fail` must be larger.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-HEADERS = ("of the cases", "half", "nine in ten", "all")
+HEADERS = ("statistic", "median", "90 %", "maximum")
 
 
 def rows(report: Mapping[str, Any]) -> list[list[str]]:

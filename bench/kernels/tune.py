@@ -1,8 +1,8 @@
 """`sparse-opt bench kernels --tune`: measures the launch sizes of `sparse_opt.tuning` on a GPU and chooses the fastest.
 
 The entries are tuned one after the other, each with the values chosen before it. Every value must give the same bits.
-Another value than that of the package's own table must be faster by `MARGIN`, and its p80 be below the other's p20:
-medians differ from run to run.
+A value replaces the package's only if it is faster by `MARGIN` and its p80 is below the other's p20, because medians
+differ from run to run.
 """
 
 from __future__ import annotations

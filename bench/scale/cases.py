@@ -1,4 +1,4 @@
-"""The cases of `sparse-opt bench scale`: model shapes, methods, and the bytes that each cannot do without."""
+"""The cases of `sparse-opt bench scale`: model shapes, methods, and a lower bound of the memory of each."""
 
 from __future__ import annotations
 

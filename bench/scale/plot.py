@@ -16,8 +16,8 @@ from .report import GPUS, heading, sorted_rows
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write a PNG: a line per method and treatment of activations; crosses are cases that do not fit, at their least
-    bytes."""
+    """Write a PNG: a line per method and treatment of activations; crosses mark cases that do not fit, at the
+    lower bound of their memory."""
     figure = new_figure(9, 6)
     axes = figure.subplots()
     lines: dict[tuple[str, bool, int], list[tuple[float, float]]] = {}

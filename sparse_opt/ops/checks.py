@@ -256,7 +256,7 @@ def indexed_swap_(dense, compact, indices, starts, ends, *, run_length, index_ba
 
 
 def bind(tensors, indices, starts, ends, run_length, index_bases) -> None:  # type: ignore[no-untyped-def]
-    """What the ops have in common that `ops.bind` binds: tensors and segments."""
+    """Check the arguments that `ops.bind` binds: tensors and segments."""
     _movable("bind", "tensors", tensors, indices.device)
     _segments("bind", "tensors", tensors, indices, starts, ends, run_length, index_bases)
 

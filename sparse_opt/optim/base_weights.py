@@ -20,8 +20,8 @@ from .ranks.sharding import Shard
 from .segments import LocalSegments, fits_uint16, index_dtype, longest_run, pack_indices
 from .signals import UninterruptedContext
 
-# Inside `base_weights()` the parameters have version counters of their own, so that autograd refuses to run a graph
-# built inside backward outside, and the reverse. On exit the bits are restored, and so are the version counters.
+# Inside `base_weights()` the parameters have version counters of their own, so that a backward pass outside
+# through a graph built inside raises, and vice versa. On exit the bits are restored, and so are the version counters.
 _ELSEWHERE = itertools.count(2**30)
 
 

@@ -60,7 +60,7 @@ class CompletionOptions(ModelOptions):
 
 @dataclass(kw_only=True)
 class RolloutOptions(CompletionOptions, ReferenceOptions):
-    """Of loops that train on sampled completions. Their batches count completions, not prompts, like TRL's."""
+    """Options of loops that train on sampled completions. Their batches count completions, not prompts, like TRL's."""
 
     batch_size: int = option(8, "completions per forward pass of training")
     share_prompts: bool = option(False, "engine generate: compute a prompt once for all of its completions")

@@ -15,7 +15,7 @@ _MULTIPLE_WITH_GRAPHS = 64
 
 @dataclass(kw_only=True)
 class GraphOptions(TrainingOptions):
-    """Of loops whose steps depend on the data by the values and shapes of their batches alone."""
+    """Options of loops whose steps depend on the data by the values and shapes of their batches alone."""
 
     cuda_graphs: bool = option(
         False,

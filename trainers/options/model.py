@@ -70,7 +70,7 @@ class ModelOptions:
         self._apply_dtype_names()
 
     def _apply_dtype_names(self) -> None:
-        """Set `dtype` to what `bf16` and `fp16` say. bf16, the default of `dtype`, gives way to them."""
+        """Set `dtype` from the options `bf16` and `fp16`, which override its default, bf16."""
         given = {"bf16": self.bf16, "fp16": self.fp16}
         named = [name for name, on in given.items() if on]
         if len(named) > 1:

@@ -251,8 +251,8 @@ class TrainingOptions(ModelOptions):
 class LoggedOptions:
     """Defaults of loops whose dense runs log their weights, so that a mask can be found in every one of them.
 
-    A base class to name before one of `TrainingOptions`. It is none itself, because a dataclass takes the defaults of
-    all fields of its first base class, inherited ones included.
+    A mixin that is listed before a subclass of `TrainingOptions`. It is not a subclass of `TrainingOptions` itself,
+    because a dataclass takes the defaults of all fields of its first base class, inherited ones included.
     """
 
     delta_log_dir: Path | None = option(Path("auto_if_dense"))
@@ -261,6 +261,6 @@ class LoggedOptions:
 
 @dataclass(kw_only=True)
 class ReferenceOptions(TrainingOptions):
-    """Of loops with a reference policy."""
+    """Options of loops with a reference policy."""
 
     ref_name: str | None = option(None, "reference model: hub name or local folder; none is the initial policy")

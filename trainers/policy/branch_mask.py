@@ -1,4 +1,4 @@
-"""The attention mask of rows that branch: after shared tokens follow several sequences that do not see each other.
+"""The attention mask of rows that branch: shared tokens, followed by several sequences that do not see each other.
 
 It is passed to the model as a 4D mask, which transformers uses as given with the attention implementations of
 `IMPLEMENTATIONS`; that of others is made from the lengths alone.

@@ -19,7 +19,8 @@ from .sharding import shard_of
 
 
 class DenseOptimizer(torch.optim.Optimizer):
-    """A base class to name before one of torch's optimizers; its `__init__` calls `take` and passes on the result.
+    """A mixin that is listed before one of torch's optimizers. The subclass's `__init__` passes the result of
+    `set_weights` to that optimizer.
 
     The weights may be sharded by FSDP2 (DTensors).
 

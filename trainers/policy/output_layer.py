@@ -53,8 +53,8 @@ def hidden_states(
     """The input of the model's output layer, [B, P, H]; None if the logits are not exactly the product of that layer.
 
     The layer returns a placeholder for the logits. If the model returns this very tensor and computes nothing with it,
-    the model does not modify the logits: no soft-capping, no scale, no cast. For a model that does, the forward pass
-    runs twice this once, and the result is cached until its hooks change.
+    the model does not modify the logits: no soft-capping, no scale, no cast. If a model modifies them, the first
+    call runs the forward pass twice; the result is cached until the model's hooks change.
 
     Args:
         call: computes the model's output from the inputs; None calls the model.

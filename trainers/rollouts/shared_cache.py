@@ -3,7 +3,7 @@
 `generate` computes a prompt for each of its completions, and computes every row of a batch until the last one has
 ended. Here the keys and values of a prompt are computed once and copied to its rows (`share_prompts`), and ended rows
 leave the batch whenever half of them have ended (`drop_ended`). The distribution of the samples is unchanged, but not
-the samples: a batch of another size takes its random numbers otherwise.
+the samples: the random numbers that a row gets depend on the size of the batch.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _HalfEnded:
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         last = input_ids[:, -1]
         ended = torch.isin(last, torch.tensor(self._eos_ids, dtype=last.dtype, device=last.device))
-        # An ended row gets padding, which is no EOS everywhere.
+        # An ended row gets padding, which is not EOS for every tokenizer.
         self._ended = ended if self._ended is None else self._ended | ended
         return (2 * self._ended.sum() >= len(last)).expand(len(last))
 

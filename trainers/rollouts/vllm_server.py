@@ -62,8 +62,8 @@ class VLLMServerEngine:
 
     Raises:
         ConfigError: no server with the needed settings and the policy's dtype responds there; there are more processes
-            than `ranks`; the policy is a mixture of experts; or all weights would be sent of a sharded policy with
-            adapters.
+            than `ranks`; the policy is a mixture of experts; or the policy is sharded and has adapters, and all
+            weights would have to be sent.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class VLLMServerEngine:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`. Each prompt has a seed of its own, drawn from torch's global random state.
 
-        The weights are sent after all ranks have called this, and so have the completions of their previous call; no
-        rank samples before the server has them.
+        The weights are sent when all ranks have called this; by then their previous calls have returned. No rank
+        samples before the server has the new weights.
 
         Raises:
             ConfigError: vLLM does not support the temperature, or a prompt with its completion exceeds the positions of

@@ -40,8 +40,8 @@ def require_graphs(model: Any, optimizer: Any, device: torch.device, n_ranks: in
 class GraphedSteps:
     """Calls a `WholeStep` through `GraphedStep`.
 
-    The batches must be unpacked. Those of the function have 0 as `n_tokens` and `n_trained`, which are numbers on the
-    host: a replay would repeat those of the capture.
+    The batches must be unpacked. In those that the function receives, `n_tokens` and `n_trained` are 0: they are
+    numbers on the host, and a replay would repeat those of the capture.
     """
 
     def __init__(self, function: WholeStep, optimizer: SparseOptimizer):

@@ -38,7 +38,7 @@ class UpdateLog:
         return every is not None and (step == self._config.n_steps or step % every == 0)
 
     def measure(self, step: int, model: Any) -> tuple[dict[str, float], dict[str, float]]:
-        """Write a row of `file`; return what the row of metrics has of it, and what trackers get of each matrix."""
+        """Write a row of `file`; return statistics for the row of metrics, and, by matrix, for the trackers."""
         if self._statistics is None or self.file is None:
             return {}, {}
         row = self._statistics.measure(model)

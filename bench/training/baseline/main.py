@@ -230,7 +230,7 @@ def problem(args: Namespace) -> str:
 
 
 def _graphs_problem(args: Namespace) -> str:
-    """The error in what is said about CUDA graphs; empty if it is valid."""
+    """Return the error in the options for CUDA graphs; empty if they are valid."""
     if not args.cuda_graphs:
         return ""
     if args.algorithm != "dpo" or args.share_prompts or args.dataset is not None:
@@ -243,7 +243,7 @@ def _graphs_problem(args: Namespace) -> str:
 
 
 def _prompt_problem(args: Namespace) -> str:
-    """The error in what is said about prompts; empty if it is valid."""
+    """Return the error in the options for prompts; empty if they are valid."""
     if args.prompt_share is None:
         return ""
     if args.algorithm != "dpo" or args.dataset is not None:

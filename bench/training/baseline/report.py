@@ -192,7 +192,8 @@ def text(report: dict[str, Any]) -> str:
 
 
 def ratio_lines(report: dict[str, Any]) -> list[str]:
-    """What each other mode takes of dense, and what it takes with shared prompts of separate rows, a line each."""
+    """One line for each ratio: of every other mode to dense, and of every mode with shared prompts to the same mode
+    with separate rows."""
     compared = {f"{mode}/dense": found for mode, found in report["ratios"].items()}
     compared |= {
         f"{mode}, shared prompts/separate rows": found for mode, found in report.get("shared_ratios", {}).items()

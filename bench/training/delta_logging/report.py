@@ -68,7 +68,7 @@ def text(report: Report) -> str:
 
 
 def memory_lines(report: Mapping[str, Any]) -> list[str]:
-    """How long a step takes to the disk, and what memory the log adds, as a list of each mode."""
+    """List the time until a step is on disk, and the memory that the log adds, by mode."""
     lines = []
     for row in report["rows"]:
         peaks = row["peaks"]

@@ -131,7 +131,7 @@ class GradientCollector:
             proxy = self.scaler_proxies.get(receiver.buffer.device)
             if proxy is None:
                 receiver.buffer.set_direct(direct, None)
-            else:  # the first gradient of a step shows it
+            else:  # the first gradient of a step shows the proxy to the scaler
                 receiver.buffer.set_direct(direct and proxy.shown, proxy.factor)
 
     # Acceptance of a gradient: call these methods with the lock held

@@ -98,7 +98,7 @@ class GradientBuffer(Segments, ABC):
         """Allow or forbid to receive gradients directly; after `direct=False` none is being received.
 
         Args:
-            found_inf: set to inf if one of them is not finite; None: nobody asks.
+            found_inf: set to inf if one of them is not finite; None: not recorded.
         """
 
     def set_queue_limits(

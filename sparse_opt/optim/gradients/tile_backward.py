@@ -65,7 +65,8 @@ class Route(ABC):
         return sink is not None and sink.receive_tiles(self._i, left, right)
 
     def take_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """`take` for a left operand, [tokens, rows], that is never materialized whole, as a large vocabulary's logits.
+        """`take` for a left operand, [tokens, rows], that is never materialized whole, such as the gradient of the
+        logits of a large vocabulary.
 
         Call it in a backward pass, with the operands of the layer's own backward pass.
 
@@ -191,7 +192,7 @@ def install(module: nn.Module, route: Route) -> None:
 def remove(module: nn.Module, route: Route) -> None:
     """Undo `install` if the layer still has this route. A `forward` that other code has wrapped stays.
 
-    Without a route it computes the same as the forward of the class.
+    Without a route, that `forward` computes the same as the class's.
     """
     if vars(module).get("_tile_route") is not route:
         return

@@ -1,6 +1,6 @@
 """Shards: the part of each parameter that this process stores and updates, under FSDP2 (`fully_shard`) and without it.
 
-FSDP2 replaces every parameter by a DTensor, of whose rows each rank stores a part. For the forward and backward pass of
+FSDP2 replaces every parameter by a DTensor; each rank stores a part of its rows. For the forward and backward pass of
 a module it gathers the whole weights into plain parameters, the *unsharded* ones, which stay the same objects in all
 iterations. Autograd accumulates gradients into these. If a hook takes such a gradient, FSDP2 does not reduce it.
 """
