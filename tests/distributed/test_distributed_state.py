@@ -298,3 +298,34 @@ def replicated(rank: int, folder: str) -> None:
 @BACKENDS
 def test_replicated_optimizers_save_the_state_of_one_device(tmp_path: Path, backend: str) -> None:
     launch(replicated, 2, str(tmp_path), backend=backend)
+
+
+def on_a_part_of_the_ranks(rank: int) -> None:
+    """Ranks 1 and 2 have the model; the first of them saves and loads the state of one device."""
+    mesh = mesh_of([1, 2])
+    if rank == 0:
+        return
+    state = trained()[1].state_dict()
+    _, optimizer = sharded(mesh)
+    load_full_optimizer_state_dict(optimizer, state if rank == 1 else {})
+    require_state(optimizer, state, rank == 1)
+
+    def with_exp_avg(value: object) -> dict[str, Any]:
+        return {**state, "state": {**state["state"], 0: {**state["state"][0], "exp_avg": value}}}
+
+    for broken, message in (
+        ({}, r"the state dict is \[\], expected 'param_groups', and 'state'"),
+        (None, "the state dict is NoneType, expected"),
+        ({**state, "state": {0: None}}, "'state' with a dict for each parameter"),
+        (with_exp_avg([1.0]), "'exp_avg' of parameter 0 in the state dict is a list, expected a Tensor"),
+        (optimizer.state_dict(), "in the state dict is a DTensor, expected a Tensor"),
+        ({"state": state["state"]}, "param_groups"),
+        (with_exp_avg(torch.zeros(1)), "exp_avg"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_full_optimizer_state_dict(optimizer, broken if rank == 1 else {})
+    require_state(optimizer, state, rank == 1)
+
+
+def test_full_states_without_rank_0_and_malformed_ones() -> None:
+    launch(on_a_part_of_the_ranks, 3, collective_timeout=20.0)
