@@ -21,7 +21,7 @@ from .common.harness import exit_code
 from .common.report import Columns, machine_line, render
 from .delta import report as delta_report
 from .distributed import report as distributed_report
-from .kernels import bounds, dram_bytes
+from .kernels import access_rates, bounds, dram_bytes
 from .kernels.table import main as kernels
 from .kernels.table import targets
 from .training import trl_memory
@@ -93,17 +93,18 @@ def filled(text: str, results: Path) -> str:
 
 
 def kernel_table(results: Path) -> str:
-    """The table of kernels of the last full run on a GPU, with verdicts if its bounds were counted as they are now."""
+    """The table of kernels of the last full run on a GPU, with verdicts if its bounds were counted in a known way."""
     report = _load(results / "gpu_check.json")
     found = report["kernels"]
     rows = [row for row in found["rows"] if not targets.is_weight_gradient(row)]  # see tile_table
-    judged = found.get("floor_counting") == bounds.COUNTING
+    judged = found.get("floor_counting") in bounds.JUDGED_COUNTINGS
     verdicts = targets.judge(rows) if judged else []
     missed = [verdict for verdict in verdicts if not verdict.met]
     columns = dict(kernels.columns(verdicts))
     lines = [
         f"{machine_line(report)}. {found['numel'] / 1e9:.2f} B bf16 weights in {found['n_matrices']} "
         f"matrices, deltas of {found['delta_numel']} elements, copy {found['copy_gb_per_s']:.0f} GB/s.",
+        *(f"\n{line}." for line in [access_rates.line(found)] if line),
         "",
     ]
     if not judged:

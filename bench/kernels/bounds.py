@@ -1,13 +1,16 @@
-"""The minimum memory traffic of each op in bytes; divided by the copy rate it gives the op's bandwidth bound.
+"""The minimum memory traffic of each op, and its bandwidth bound: the time of this traffic at measured rates.
 
-A copy reads as much as it writes, so an op that hardly writes may run a few percent faster than this bound.
+Everything that is read, and contiguous writes, cost their bytes at the copy rate. A copy reads as much as it writes, so
+an op that hardly writes may run a few percent faster than this bound. Scattered writes are several times slower than a
+copy (docs/notebook.md), and cost their bytes at the rate at which `access_rates` measured such writes; this rate
+depends on the order of the writes, and an op with a better order than the probe's may be a few percent faster too.
 
-An H200 fetches memory in granules of 64 bytes: an access costs the whole granule, once for all elements in it. (The
+An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. (The
 bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It
-writes back sectors of 32 bytes, but scattered sectors so slowly (1.5 TB/s at 33 % of them, see docs/notebook.md)
-that rewriting whole granules takes as long, so a write counts as its granule, too. Compact buffers are contiguous and
-cost their own size. The mask costs one index per unit of its pattern, of 4 or 2 bytes; the bases of 2-byte indices, one
-for each 256 indices, are 0.016 bytes per active element and not counted.
+writes back sectors of 32 bytes: a scattered write costs the sector of a single element, and its own bytes if it is a
+run or the row of a tile that is longer. Compact buffers are contiguous and cost their own size. The mask costs one
+index per unit of its pattern, of 4 or 2 bytes; the bases of 2-byte indices, one for each 256 indices, are 0.016 bytes
+per active element and not counted.
 
 The bytes are exact for a mask that takes each unit independently with probability d. Ragged edges, and rows that are
 not aligned to granules, only increase the cost of a real mask.
@@ -17,38 +20,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.ops import STEP_OPS
 
+from .access_rates import AccessRates
+
 GRANULE_BYTES = 64  # bytes per memory fetch
-# Stored in the results: bytes counted in another way must not be compared with the current targets.
-COUNTING = "reads and writes by 64-byte granule"
+SECTOR_BYTES = 32  # bytes per write to memory
+# Stored in the results: bounds that are counted in different ways must not be compared.
+BYTE_COUNTING = "reads by 64-byte granule, scattered writes by 32-byte sector"
+COUNTING = f"{BYTE_COUNTING} at their measured rate"
+COUNTING_WITHOUT_RATES = f"{BYTE_COUNTING} at the copy rate"
+COUNTING_BY_GRANULE = "reads and writes by 64-byte granule"  # at the copy rate, in older results
+# Of results whose rows have verdicts. Without rates, rows with scattered writes have none on their bound.
+JUDGED_COUNTINGS = (COUNTING, COUNTING_WITHOUT_RATES, COUNTING_BY_GRANULE)
 
 
-def hit(density: float, *, itemsize: int = 2, run: int = 1) -> float:
+def counting(rates: AccessRates) -> str:
+    """How bounds are counted with these rates."""
+    return COUNTING if rates.write else COUNTING_WITHOUT_RATES
+
+
+class Traffic(NamedTuple):
+    """The minimum memory traffic of some work."""
+
+    copied: float  # bytes read, and bytes written contiguously
+    scattered: float = 0.0  # bytes written at scattered places
+    unit: int = SECTOR_BYTES  # contiguous bytes of one scattered write
+    share: float = 0.0  # share of all such units that is written
+
+    @property
+    def bytes(self) -> float:
+        return self.copied + self.scattered
+
+    def write_rate(self, rates: AccessRates) -> float | None:
+        """The measured rate of the scattered writes in bytes per second; None without any, or if it is not known."""
+        return rates.write_rate(self.unit, self.share) if self.scattered else None
+
+    def seconds(self, rates: AccessRates) -> float:
+        """The time of the traffic; without measured rates of scattered writes, of all bytes at the copy rate."""
+        return self.copied / rates.copy + self.scattered / (self.write_rate(rates) or rates.copy)
+
+
+def hit(density: float, *, itemsize: int = 2, run: int = 1, size: int = GRANULE_BYTES) -> float:
     """The share of granules that contain an active element, under a random mask.
 
-    A granule has ``64 / itemsize`` elements, which are ``n = max(1, 64 / itemsize / run)`` independent choices; it
+    A granule has ``size / itemsize`` elements, which are ``n = max(1, size / itemsize / run)`` independent choices; it
     contains no active element with probability ``(1 - d)^n``.
 
     Args:
         density: share of active elements.
         itemsize: bytes of an element.
         run: length of the mask's aligned runs (1 for single elements).
+        size: bytes of a granule, or of a sector.
     """
-    return 1.0 - (1.0 - density) ** math.ceil(max(1.0, GRANULE_BYTES / itemsize / run))
+    return 1.0 - (1.0 - density) ** math.ceil(max(1.0, size / itemsize / run))
 
 
-def touched_bytes(numel: int, nnz: float, itemsize: int, run: int = 1) -> float:
-    """Bytes of the granules that contain one of ``nnz`` active elements among ``numel``, read or written once.
+def touched_bytes(numel: int, nnz: float, itemsize: int, run: int = 1, size: int = GRANULE_BYTES) -> float:
+    """Bytes of the granules (or sectors) that contain one of ``nnz`` active elements among ``numel``.
 
     ``hit(nnz / numel) * numel * itemsize``.
     """
-    return hit(nnz / numel, itemsize=itemsize, run=run) * numel * itemsize if numel else 0.0
+    return hit(nnz / numel, itemsize=itemsize, run=run, size=size) * numel * itemsize if numel else 0.0
+
+
+def scattered_writes(copied: float, numel: int, nnz: float, itemsize: int, run: int = 1) -> Traffic:
+    """``copied`` bytes, and one write to each unit that contains one of ``nnz`` elements among ``numel``.
+
+    A unit is a sector, or a run (the row of a tile) if that is longer.
+    """
+    unit = max(SECTOR_BYTES, run * itemsize)
+    written = touched_bytes(numel, nnz, itemsize, run, unit)
+    return Traffic(copied, written, unit, written / (numel * itemsize) if numel else 0.0)
 
 
 def index_bytes(nnz: int, itemsize: int = 4, pattern: str = "element") -> int:
@@ -57,7 +105,7 @@ def index_bytes(nnz: int, itemsize: int = 4, pattern: str = "element") -> int:
     return -(-nnz // (height * width)) * itemsize
 
 
-def step_bytes(
+def step_traffic(
     numel: int,
     nnz: int,
     *,
@@ -70,24 +118,26 @@ def step_bytes(
     master_itemsize: int = 0,
     pattern: str = "element",
     changed: float = 1.0,
-) -> float:
+) -> Traffic:
     """An optimizer step: parameter, states and master weight read and written, gradient and index read.
 
-    ``touched(p) + touched(p, changed) + gradient + nnz * 2 * (states * state + master) + index``, where gradient is
+    ``touched(p) + gradient + nnz * 2 * (states * state + master) + index`` bytes are copied, where gradient is
     ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic rounding needs no memory).
+    Changed parameters are scattered writes.
 
     Args:
         states: number of states per active element, 2 for AdamW.
         changed: share of active parameters whose bits change; the others need not be written.
     """
     run = _run(pattern)
-    param = touched_bytes(numel, nnz, param_itemsize, run) + touched_bytes(numel, changed * nnz, param_itemsize, run)
+    param = touched_bytes(numel, nnz, param_itemsize, run)
     gradient = touched_bytes(numel, nnz, grad_itemsize, run) if dense_grads else float(nnz * grad_itemsize)
     per_active = 2 * (states * state_itemsize + master_itemsize)
-    return param + gradient + nnz * per_active + index_bytes(nnz, index_itemsize, pattern)
+    copied = param + gradient + nnz * per_active + index_bytes(nnz, index_itemsize, pattern)
+    return scattered_writes(copied, numel, changed * nnz, param_itemsize, run)
 
 
-def gather_bytes(
+def gather_traffic(
     numel: int,
     nnz: int,
     *,
@@ -95,15 +145,15 @@ def gather_bytes(
     out_itemsize: int = 4,
     index_itemsize: int = 4,
     pattern: str = "element",
-) -> float:
+) -> Traffic:
     """masked_grad_gather_ without accumulation: ``touched(g) + index + nnz * out``; the sums are negligible."""
     gradient = touched_bytes(numel, nnz, grad_itemsize, _run(pattern))
-    return gradient + index_bytes(nnz, index_itemsize, pattern) + nnz * out_itemsize
+    return Traffic(gradient + index_bytes(nnz, index_itemsize, pattern) + nnz * out_itemsize)
 
 
-def tile_weight_grad_bytes(
+def tile_weight_grad_traffic(
     tokens: int, rows: int, columns: int, nnz: int, *, tile_size: int, itemsize: int, out_itemsize: int = 4
-) -> float:
+) -> Traffic:
     """tile_weight_grad_ of one [rows, columns] matrix: ``tokens * (rows hit + columns hit) * itemsize + nnz * out``.
 
     The parts of each operand that a tile needs are read once: with k tiles across and density d, the rows of a tile are
@@ -111,42 +161,45 @@ def tile_weight_grad_bytes(
     counted. With more than a few tokens, the ``tokens * nnz`` products take longer than these bytes.
     """
     if nnz == 0:
-        return 0.0
+        return Traffic(0.0)
     inactive = 1.0 - nnz / (rows * columns)
     rows_hit = rows * (1.0 - inactive ** math.ceil(columns / tile_size))
     columns_hit = columns * (1.0 - inactive ** math.ceil(rows / tile_size))
-    return tokens * (rows_hit + columns_hit) * itemsize + nnz * out_itemsize
+    return Traffic(tokens * (rows_hit + columns_hit) * itemsize + nnz * out_itemsize)
 
 
-def swap_bytes(
+def swap_traffic(
     numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4, pattern: str = "element", changed: float = 1.0
-) -> float:
-    """indexed_swap_: ``touched(dense) + touched(dense, changed) + index + nnz * (1 + changed) * itemsize``.
+) -> Traffic:
+    """indexed_swap_: ``touched(dense) + index + nnz * (1 + changed) * itemsize``, and changed elements scattered.
 
     Args:
         changed: share of active elements that differ between the two; the others need not be written.
     """
     run = _run(pattern)
-    dense = touched_bytes(numel, nnz, itemsize, run) + touched_bytes(numel, changed * nnz, itemsize, run)
-    return dense + index_bytes(nnz, index_itemsize, pattern) + nnz * (1 + changed) * itemsize
+    dense = touched_bytes(numel, nnz, itemsize, run)
+    copied = dense + index_bytes(nnz, index_itemsize, pattern) + nnz * (1 + changed) * itemsize
+    return scattered_writes(copied, numel, changed * nnz, itemsize, run)
 
 
-def delta_encode_bytes(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> float:
+def delta_encode_traffic(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> Traffic:
     """delta_encode: ``2 * numel * itemsize + changed * (index + itemsize)``: both states read, changes written."""
-    return 2 * numel * itemsize + changed * (index_itemsize + itemsize)
+    return Traffic(2 * numel * itemsize + changed * (index_itemsize + itemsize))
 
 
-def delta_apply_bytes(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> float:
-    """delta_apply_: ``changed * (index + itemsize) + 2 * touched(dense)``.
+def delta_apply_traffic(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> Traffic:
+    """delta_apply_: ``changed * (index + itemsize) + sectors(dense)``, and the changes as scattered writes.
 
-    A partly written granule is fetched first.
+    A partly written sector is fetched first, without the other half of its granule: Nsight Compute counts 0.873 GB read
+    for 2.5 % of 2^30 bf16, which are the indices, the values and a third of all sectors.
     """
-    return changed * (index_itemsize + itemsize) + 2 * touched_bytes(numel, changed, itemsize)
+    fetched = touched_bytes(numel, changed, itemsize, size=SECTOR_BYTES)
+    return scattered_writes(changed * (index_itemsize + itemsize) + fetched, numel, changed, itemsize)
 
 
-def dense_adamw_bytes(
+def dense_adamw_traffic(
     numel: int, *, param_itemsize: int, state_itemsize: int | None = None, mask_itemsize: int = 0
-) -> float:
+) -> Traffic:
     """A dense AdamW step: ``numel * (3 * param + 2 * 2 * state)``.
 
     The gradient is read; the parameter and both states are read and written.
@@ -158,12 +211,12 @@ def dense_adamw_bytes(
     """
     state = param_itemsize if state_itemsize is None else state_itemsize
     masking = mask_itemsize + 2 * param_itemsize if mask_itemsize else 0
-    return float(numel * (3 * param_itemsize + 4 * state + masking))
+    return Traffic(float(numel * (3 * param_itemsize + 4 * state + masking)))
 
 
-def dense_clip_bytes(numel: int, *, grad_itemsize: int) -> float:
+def dense_clip_traffic(numel: int, *, grad_itemsize: int) -> Traffic:
     """torch.nn.utils.clip_grad_norm_: ``3 * numel * g``: read for the norm, then read and written for scaling."""
-    return 3.0 * numel * grad_itemsize
+    return Traffic(3.0 * numel * grad_itemsize)
 
 
 def _run(pattern: str) -> int:
@@ -177,12 +230,12 @@ def numel_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def of_step(arguments: Mapping[str, Any]) -> float:
-    """The bytes of any step op; its states are those of `STEP_OPS` that are among the arguments."""
+def of_step(arguments: Mapping[str, Any]) -> Traffic:
+    """The traffic of any step op; its states are those of `STEP_OPS` that are among the arguments."""
     params, grads = arguments["params"], arguments.get("dense_grads")
     states = [arguments[name] for name in STATE_NAMES if arguments.get(name) is not None]
     master = arguments.get("master")
-    return step_bytes(
+    return step_traffic(
         numel_of(params),
         arguments["indices"].numel(),
         states=len(states),
@@ -198,9 +251,9 @@ def of_step(arguments: Mapping[str, Any]) -> float:
 STATE_NAMES = frozenset(name for op in STEP_OPS.values() for name in op.states)
 
 
-def of_gather(arguments: Mapping[str, Any]) -> float:
+def of_gather(arguments: Mapping[str, Any]) -> Traffic:
     sizes = _itemsizes(arguments)
-    return gather_bytes(
+    return gather_traffic(
         *_sizes(arguments),
         grad_itemsize=sizes["itemsize"],
         out_itemsize=arguments["out"].element_size(),
@@ -208,12 +261,12 @@ def of_gather(arguments: Mapping[str, Any]) -> float:
     )
 
 
-def of_swap(arguments: Mapping[str, Any]) -> float:
-    return swap_bytes(*_sizes(arguments), **_itemsizes(arguments))
+def of_swap(arguments: Mapping[str, Any]) -> Traffic:
+    return swap_traffic(*_sizes(arguments), **_itemsizes(arguments))
 
 
-def of_apply(arguments: Mapping[str, Any]) -> float:
-    return delta_apply_bytes(*_sizes(arguments), **_itemsizes(arguments))
+def of_apply(arguments: Mapping[str, Any]) -> Traffic:
+    return delta_apply_traffic(*_sizes(arguments), **_itemsizes(arguments))
 
 
 def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:

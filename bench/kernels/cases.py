@@ -17,6 +17,7 @@ from sparse_opt import ops
 from sparse_opt.tensors import as_bits
 
 from ..common.harness import WrongResult as WrongResult
+from .bounds import Traffic
 
 # For two fp32 sums of the same squares in different orders: a thread's chain and the reduction tree above it take fewer
 # than 128 sequential additions for a segment that fits a GPU, and each rounds by 2^-24 of a sum of positive terms.
@@ -49,7 +50,7 @@ class Case:
     Args:
         op: name of a function of `sparse_opt.ops`.
         arguments: its arguments except `backend`.
-        count_bytes: minimum memory traffic of a call with such arguments.
+        count_traffic: minimum memory traffic of a call with such arguments.
         written: arguments that the op writes, to compare bit by bit.
         summed: arguments that the op sets to sums, to compare to rounding.
         overwritten: arguments that the op writes in full. They are set to NaN before a check.
@@ -58,7 +59,7 @@ class Case:
 
     op: str
     arguments: dict[str, Any]
-    count_bytes: Callable[[Mapping[str, Any]], float]
+    count_traffic: Callable[[Mapping[str, Any]], Traffic]
     written: Sequence[str] = ()
     summed: Sequence[str] = ()
     overwritten: Sequence[str] = ()
@@ -78,8 +79,13 @@ class Case:
         return written | dict(zip(self.returned, self.result, strict=True))
 
     @property
+    def traffic(self) -> Traffic:
+        """The minimum memory traffic of a call."""
+        return self.count_traffic(self.arguments)
+
+    @property
     def bound_bytes(self) -> float:
-        return self.count_bytes(self.arguments)
+        return self.traffic.bytes
 
     def changed(self, **arguments: Any) -> Self:
         """A copy with some other arguments."""

@@ -85,7 +85,7 @@ def run(args: Namespace, report: Report) -> None:
     nbytes = {
         f"SparseAdamW, {kind} gradients": step_bytes(optimizer, param_itemsize=4, dense_grads=kind == "dense")
         for kind in kinds
-    } | {DENSE: bounds.dense_adamw_bytes(mask.numel, param_itemsize=4)}
+    } | {DENSE: bounds.dense_adamw_traffic(mask.numel, param_itemsize=4).bytes}
     report |= {
         "threads": args.threads,
         "backend": args.backend,

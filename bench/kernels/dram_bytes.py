@@ -86,7 +86,7 @@ def count(args: Namespace, report: Report) -> None:
         if done.returncode != 0:
             end = log.read_text(encoding="utf-8")[-2000:] if log.is_file() else "no log"
             raise SparseOptError(f"{NCU} ended with exit code {done.returncode}: {end}")
-        report["floor_counting"] = bounds.COUNTING
+        report["floor_counting"] = bounds.BYTE_COUNTING
         report["rows"] = counted(json.loads(calls.read_text(encoding="utf-8")), parse(log.read_text(encoding="utf-8")))
 
 

@@ -158,10 +158,10 @@ def tile_weight_grad_case(
         **_gradient_outputs(sum(slots), len(matrices), device),
     }
     nbytes = sum(
-        bounds.tile_weight_grad_bytes(tokens, *shape, nnz, tile_size=tile_size, itemsize=dtype.itemsize)
+        bounds.tile_weight_grad_traffic(tokens, *shape, nnz, tile_size=tile_size, itemsize=dtype.itemsize).bytes
         for shape, nnz in zip(matrices, slots, strict=True)
     )
-    return Case("tile_weight_grad_", arguments, lambda arguments: nbytes, **_GRADIENT_OUTPUTS)
+    return Case("tile_weight_grad_", arguments, lambda arguments: bounds.Traffic(nbytes), **_GRADIENT_OUTPUTS)
 
 
 def swap_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
@@ -181,9 +181,9 @@ def delta_encode_case(old: list[Tensor], density: float, generator: torch.Genera
         bits = as_bits(tensor) ^ flips
         new.append(bits.view(tensor.dtype).view(tensor.shape))
         n_changed += int(flips.sum())
-    nbytes = bounds.delta_encode_bytes(bounds.numel_of(old), n_changed, itemsize=old[0].element_size())
+    traffic = bounds.delta_encode_traffic(bounds.numel_of(old), n_changed, itemsize=old[0].element_size())
     returned = ("indices", "values", "counts")
-    return Case("delta_encode", {"old": old, "new": new}, lambda arguments: nbytes, returned=returned)
+    return Case("delta_encode", {"old": old, "new": new}, lambda arguments: traffic, returned=returned)
 
 
 def delta_apply_case(dense: list[Tensor], active: Active, values: Tensor) -> Case:

@@ -226,9 +226,16 @@ def index_itemsize(optimizer: SparseAdamW) -> int:
     return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4
 
 
-def step_bytes(optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool, changed: float = 1.0) -> float:
+def step_bytes(optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool) -> float:
+    """The bytes of `step_traffic`."""
+    return step_traffic(optimizer, param_itemsize=param_itemsize, dense_grads=dense_grads).bytes
+
+
+def step_traffic(
+    optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool, changed: float = 1.0
+) -> bounds.Traffic:
     """The minimum memory traffic of a step, whose compact gradients are fp32."""
-    return bounds.step_bytes(
+    return bounds.step_traffic(
         optimizer.mask.numel,
         optimizer.mask.nnz,
         states=len(STEP_OPS[ADAMW].states),

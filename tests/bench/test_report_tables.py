@@ -139,6 +139,12 @@ def test_rows_are_judged_only_by_bounds_that_are_counted_as_now(tmp_path):
     assert 0 < n_met < len(verdicts)
     assert f"{len(verdicts)} targets: {n_met} met, {len(verdicts) - n_met} missed." in judged
     assert "- not timed: FlashAdamW.step: not installed" in judged
+    report["kernels"] |= {"floor_counting": bounds.COUNTING_WITHOUT_RATES, "write_rates": "not measured: no nvcc"}
+    path.write_text(json.dumps(report))
+    assert "\n\nwrite_rates: not measured: no nvcc.\n\n| work |" in report_tables.kernel_table(tmp_path)
+    report["kernels"]["write_rates"] = [{"unit_bytes": 32, "share": 0.1, "write_gb_per_s": 900.0}]
+    path.write_text(json.dumps(report))
+    assert "\n\nscattered writes, GB/s: 32 bytes 900 to 900.\n\n| work |" in report_tables.kernel_table(tmp_path)
     report["kernels"]["floor_counting"] = "by the page"
     path.write_text(json.dumps(report))
     unjudged = report_tables.kernel_table(tmp_path)

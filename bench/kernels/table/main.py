@@ -1,9 +1,9 @@
 """The table of kernels: every op and optimizer on the 197 matrices of a Llama-3.2-3B in bf16, next to its bandwidth
 bound, its peers and its target.
 
-Each row is checked against the reference before it is timed. Its bandwidth bound is the bytes of `bounds` divided by
-the copy rate, which is measured first. Missed targets are shown and counted, and fail the run only with --strict. A
-wrong result is not timed, and fails the run.
+Each row is checked against the reference before it is timed. Its bandwidth bound is the traffic of `bounds` at the
+rates of a copy and of scattered writes, which are measured first. Missed targets are shown and counted, and fail the
+run only with --strict. A wrong result is not timed, and fails the run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from ...common.harness import Benchmark, Report, comma_separated
 from ...common.report import Columns, machine_name, render
 from ...common.report import cells as cells_of
 from ...common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, Shapes, scaled, total_numel
-from .. import bounds, inputs, tune
+from .. import access_rates, bounds, inputs, tune
+from ..access_rates import AccessRates
 from ..cases import Active
 from . import backward, targets, tile_gradients
 from .recorder import TORCH, Recorder, Row, Work
@@ -58,6 +60,12 @@ def add_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--only", type=comma_separated, metavar="PARTS", default=PARTS, help=f"time these alone, of {','.join(PARTS)}"
     )
+    parser.add_argument(
+        "--probe",
+        type=Path,
+        default=access_rates.PROBE,
+        help="source of the program that measures scattered writes, which nvcc compiles (%(default)s)",
+    )
     parser.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
 
 
@@ -71,7 +79,7 @@ def _add_all_options(parser: CommandParser) -> None:
 
 
 # Options of the table that --tune has no use for.
-_OF_THE_TABLE = ("quick", "numel", "delta_numel", "no_peers", "no_backward", "no_tiles", "only", "strict")
+_OF_THE_TABLE = ("quick", "numel", "delta_numel", "no_peers", "no_backward", "no_tiles", "only", "probe", "strict")
 
 
 def _why_wrong(args: Namespace) -> str:
@@ -111,6 +119,7 @@ def run_table(report: Report, args: Namespace) -> list[str]:
         on_failure=lambda failure: print(f"WRONG RESULT, not timed: {failure}", flush=True),
     )
     shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
+    write_rates = _write_rates(recorder, args.probe)
     try:
         time_parts(recorder, shapes, args.delta_numel or delta_numel, args)
     finally:
@@ -119,14 +128,25 @@ def run_table(report: Report, args: Namespace) -> list[str]:
             "numel": total_numel(shapes),
             "delta_numel": args.delta_numel or delta_numel,
             "parts": list(args.only),
-            "copy_gb_per_s": recorder.copy_rate / 1e9,
-            "floor_counting": bounds.COUNTING,
+            "copy_gb_per_s": recorder.rates.copy / 1e9,
+            "write_rates": write_rates,
+            "floor_counting": bounds.counting(recorder.rates),
             "rows": recorder.rows,
             "targets": [verdict.as_dict() for verdict in targets.judge(recorder.rows)],
             "left_out": recorder.left_out,
             "peer_versions": recorder.peer_versions,
         }
     return recorder.failures
+
+
+def _write_rates(recorder: Recorder, probe: Path) -> list[access_rates.ProbeRow] | str:
+    """Measure the rates of scattered writes for the recorder; return the probe's rows, or why there are none."""
+    try:
+        rows = access_rates.measure(recorder.device, probe)
+    except access_rates.NotMeasured as error:
+        return f"not measured: {error}"
+    recorder.rates = AccessRates.of(0.0, rows)
+    return rows
 
 
 def time_parts(recorder: Recorder, shapes: Shapes, delta_numel: int, args: Namespace) -> None:
@@ -167,7 +187,7 @@ def time_delta(recorder: Recorder, numel: int, density: float, generator: torch.
     case = inputs.delta_encode_case(old, density, generator)
     new = case.arguments["new"]
     peer = functools.partial(torch_encode, old[0], new[0])
-    others = [Work(targets.TORCH_ENCODE, TORCH, density, peer, case.bound_bytes)]
+    others = [Work(targets.TORCH_ENCODE, TORCH, density, peer, case.traffic)]
     recorder.time_cases({targets.ENCODE: case}, density, others)
 
     indices, values, _ = torch.ops.sparse_opt.delta_encode(old, new, backend="reference")
@@ -196,6 +216,7 @@ def text(report: Mapping[str, Any]) -> str:
         [
             f"\n{found['n_matrices']} bf16 matrices of {found['numel'] / 1e9:.3g} B elements; deltas of "
             f"{found['delta_numel'] / 1e6:.4g} M; {machine_name(report)}; copy {found['copy_gb_per_s']:.0f} GB/s",
+            *filter(None, [access_rates.line(found)]),
             render(columns(verdicts), found["rows"], n_words=2, n_last_words=2),
             *(f"not timed: {work}: {why}" for work, why in found["left_out"].items()),
             *(f"missed: {verdict.text}" for verdict in missing),

@@ -13,6 +13,8 @@ from sparse_opt import backends
 
 from ...common.harness import WrongResult
 from ...common.timing import Prepared, Timing, measure
+from ..access_rates import AccessRates
+from ..bounds import Traffic
 from ..cases import Case, check
 
 Row = dict[str, Any]
@@ -28,22 +30,26 @@ class Work(NamedTuple):
     backend: str
     density: float | None  # None if the work does not depend on it
     call: Callable[[], object] | Prepared
-    nbytes: float | None  # minimum memory traffic
+    traffic: Traffic | None  # minimum memory traffic
     is_auto: bool = False  # whether `auto` selects this backend
     bytes_per_active: float | None = None  # bytes of indices and moments, for optimizers
     changed: float | None = None  # share of active weights whose bits a step changes
 
 
-def row_of(work: Work, timing: Timing, copy_rate: float) -> Row:
-    """The measurements of a work; its bandwidth bound is its bytes over the copy rate in bytes/s."""
-    floor_ms = None if work.nbytes is None else 1e3 * work.nbytes / copy_rate
+def row_of(work: Work, timing: Timing, rates: AccessRates) -> Row:
+    """The measurements of a work; its bandwidth bound is the time of its traffic at these rates."""
+    traffic = work.traffic
+    floor_ms = None if traffic is None else 1e3 * traffic.seconds(rates)
+    write_rate = None if traffic is None else traffic.write_rate(rates)
     return {
         "work": work.name,
         "backend": work.backend,
         "is_auto": work.is_auto,
         "density": work.density,
         **timing.as_dict(),
-        "bytes": work.nbytes,
+        "bytes": None if traffic is None else traffic.bytes,
+        "scattered_bytes": None if traffic is None else traffic.scattered,  # of them, written at scattered places
+        "write_gb_per_s": None if write_rate is None else write_rate / 1e9,  # measured rate of these
         "floor_ms": floor_ms,
         "share_of_floor": None if floor_ms is None else floor_ms / timing.ms,  # 1 is the bandwidth bound
         "bytes_per_active": work.bytes_per_active,
@@ -61,6 +67,7 @@ class Recorder:
         n_rounds: timed calls of each row.
         on_row: called with each row when it is measured.
         on_failure: called with each failed check; failed works are not timed.
+        rates: the rates that bandwidth bounds follow from; `time_copy` sets the copy rate.
     """
 
     device: torch.device
@@ -72,7 +79,7 @@ class Recorder:
     failures: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # rows that were not timed -> reason
     peer_versions: dict[str, str] = field(default_factory=dict)
-    copy_rate: float = 0.0  # bytes per second, read plus written
+    rates: AccessRates = field(default_factory=lambda: AccessRates(0.0, {}))
 
     def auto(self, op: str) -> str:
         """The backend that `auto` selects."""
@@ -93,7 +100,7 @@ class Recorder:
         calls = {str(i): work.call for i, work in enumerate(works)}
         timings = measure(calls, device=self.device, n_rounds=n_rounds or self.n_rounds)
         for work, timing in zip(works, timings.values(), strict=True):
-            self.rows.append(row_of(work, timing, self.copy_rate))
+            self.rows.append(row_of(work, timing, self.rates))
             self.on_row(self.rows[-1])
 
     def time_cases(
@@ -116,14 +123,15 @@ class Recorder:
                 if only in (None, backend) and self.passes(name, functools.partial(check, case, backend)):
                     run = functools.partial(case.run, backend)
                     call = run if before is None else Prepared(before, run)
-                    works.append(Work(name, backend, density, call, case.bound_bytes, backend == self.auto(case.op)))
+                    works.append(Work(name, backend, density, call, case.traffic, backend == self.auto(case.op)))
         self.time([*works, *others])
 
     def time_copy(self, numel: int, generator: torch.Generator) -> None:
-        """Time a copy of a bf16 tensor, whose rate gives the bandwidth bounds of all rows."""
+        """Time a copy of a bf16 tensor, whose rate is a part of the bandwidth bounds of all rows."""
         source = torch.randn(numel, dtype=torch.bfloat16, device=self.device, generator=generator)
         copy = functools.partial(torch.empty_like(source).copy_, source)
         timing = measure({"copy": copy}, device=self.device, n_rounds=self.n_rounds)["copy"]
-        self.copy_rate = 2 * source.nbytes / (1e-3 * timing.ms)
-        self.rows.append(row_of(Work("copy", TORCH, None, copy, 2.0 * source.nbytes), timing, self.copy_rate))
+        traffic = Traffic(2.0 * source.nbytes)
+        self.rates = self.rates._replace(copy=traffic.bytes / (1e-3 * timing.ms))
+        self.rows.append(row_of(Work("copy", TORCH, None, copy, traffic), timing, self.rates))
         self.on_row(self.rows[-1])

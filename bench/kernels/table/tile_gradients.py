@@ -25,6 +25,7 @@ from sparse_opt import ops
 from sparse_opt.ops.narrow import FRAME
 
 from ...common.shapes import Shapes, total_numel
+from ..bounds import Traffic
 from ..cases import WrongResult, check_bits
 from ..inputs import narrowed, random_active
 from . import targets
@@ -240,19 +241,20 @@ def comparisons(
 def _dense_works(
     recorder: Recorder, operands: Operands, dense: list[Tensor], density: float, generator: torch.Generator
 ) -> list[Work]:
-    nbytes = operand_bytes(operands) + 2.0 * total_numel(operands.shapes)
+    traffic = Traffic(operand_bytes(operands) + 2.0 * total_numel(operands.shapes))
     plain = functools.partial(dense_gradients, operands, dense)
-    works = [Work(targets.dense_gradient(operands.tokens), TORCH, None, plain, nbytes)]
+    works = [Work(targets.dense_gradient(operands.tokens), TORCH, None, plain, traffic)]
     name = targets.gathered_gradient(operands.tokens)
     gathered = GatheredGradients(operands, density, generator)
     if recorder.passes(name, gathered.check):
-        works.append(Work(name, recorder.auto(targets.GATHER), density, gathered, gathered.bound_bytes, is_auto=True))
+        traffic = Traffic(gathered.bound_bytes)
+        works.append(Work(name, recorder.auto(targets.GATHER), density, gathered, traffic, is_auto=True))
     return works
 
 
 def _tile_works(recorder: Recorder, operands: Operands, mask: TileMask) -> list[Work]:
     works = []
-    gradients, nbytes = TileGradients(operands, mask), mask.bound_bytes(operands)
+    gradients, traffic = TileGradients(operands, mask), Traffic(mask.bound_bytes(operands))
     for backend in recorder.backends:
         for calls, suffix in _SUFFIXES.items():
             if calls != "layer" and mask.density != DENSITIES[0]:
@@ -260,7 +262,7 @@ def _tile_works(recorder: Recorder, operands: Operands, mask: TileMask) -> list[
             name = targets.tile_gradient(mask.pattern, operands.tokens) + suffix
             if recorder.passes(name, functools.partial(check, gradients, backend, calls)):
                 call = functools.partial(gradients.compute, backend, calls)
-                works.append(Work(name, backend, mask.density, call, nbytes, is_auto=backend == recorder.auto(OP)))
+                works.append(Work(name, backend, mask.density, call, traffic, is_auto=backend == recorder.auto(OP)))
     return works
 
 

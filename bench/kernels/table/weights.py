@@ -21,6 +21,7 @@ from ...common.peers import Peer, why_failed
 from ...common.shapes import Shapes, total_numel
 from ...common.timing import Prepared
 from .. import bounds, inputs
+from ..bounds import Traffic
 from ..cases import Active
 from ..optimizers import (
     ADAMW,
@@ -39,7 +40,7 @@ from ..optimizers import (
     parameters,
     sparse_adamw,
     step_again,
-    step_bytes,
+    step_traffic,
     swapped_share,
 )
 from . import peers, targets
@@ -142,9 +143,9 @@ class WeightRows:
             self.recorder.time([self._auto_work(targets.CLIP, ADAMW, masked, clip, None)])
 
     def _auto_work(
-        self, name: str, op: str, masked: Masked, call: Prepared | functools.partial[Tensor], nbytes: float | None
+        self, name: str, op: str, masked: Masked, call: Prepared | functools.partial[Tensor], traffic: Traffic | None
     ) -> Work:
-        return Work(name, self.recorder.auto(op), masked.density, call, nbytes, is_auto=True)
+        return Work(name, self.recorder.auto(op), masked.density, call, traffic, is_auto=True)
 
     def _step(
         self,
@@ -170,7 +171,7 @@ class WeightRows:
             backend or auto,
             masked.density,
             functools.partial(step_again, optimizer),
-            step_bytes(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed),
+            step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed),
             backend in (None, auto),
             (held["indices"] + held["state"]) / mask.nnz,
             changed,
@@ -185,13 +186,13 @@ class WeightRows:
             return
         changed = swapped_share(swap, named, mask.nnz)
         size = index_itemsize(swap.optimizer)
-        nbytes = bounds.swap_bytes(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
+        traffic = bounds.swap_traffic(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
         calls = {
             targets.BASE_IN: Prepared(swap.be_outside, swap.enter),
             targets.BASE_OUT: Prepared(swap.be_inside, swap.leave),
         }
         works = [
-            self._auto_work(name + fetches, targets.SWAP, masked, call, nbytes)._replace(changed=changed)
+            self._auto_work(name + fetches, targets.SWAP, masked, call, traffic)._replace(changed=changed)
             for name, call in calls.items()
         ]
         self.recorder.time(works)
@@ -240,13 +241,13 @@ class WeightRows:
         for param, grad in zip(named.values(), self.grads, strict=True):
             param.grad = grad
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-        nbytes = bounds.dense_clip_bytes(self.numel, grad_itemsize=2)
-        return Work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, nbytes)
+        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=2)
+        return Work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
     def _fused_step(self, fetches: str = "") -> Work:
         step = peers.torch_adamw_step(self._parameters(), self.grads, fused=True)
-        nbytes = bounds.dense_adamw_bytes(self.numel, param_itemsize=2)
-        return Work(peers.FUSED + fetches, TORCH, None, step, nbytes)
+        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2)
+        return Work(peers.FUSED + fetches, TORCH, None, step, traffic)
 
     def _other_dense_steps(self, mask: MaskSet) -> list[Work]:
         """torch's foreach AdamW over all elements, and a masked step without sparse kernels.
@@ -257,7 +258,7 @@ class WeightRows:
         foreach = peers.torch_adamw_step(self._parameters(), self.grads, fused=False)
         masked = peers.masked_adamw_step(self._parameters(), [grad.clone() for grad in self.grads], bools)
         return [
-            Work(name, TORCH, None, step, bounds.dense_adamw_bytes(self.numel, param_itemsize=2, mask_itemsize=size))
+            Work(name, TORCH, None, step, bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=size))
             for name, step, size in ((peers.FOREACH, foreach, 0), (peers.MASKED, masked, 1))
         ]
 
@@ -271,8 +272,8 @@ class WeightRows:
         try:
             step = peers.peer_step(peer, self._parameters(), self.grads)
             size = peers.STATE_ITEMSIZE
-            nbytes = bounds.dense_adamw_bytes(self.numel, param_itemsize=2, state_itemsize=size)
-            recorder.time([Work(peer.name, TORCH, None, step, nbytes)])
+            traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, state_itemsize=size)
+            recorder.time([Work(peer.name, TORCH, None, step, traffic)])
         except Exception as error:  # another package's error, of any type: reported, and the run continues
             recorder.left_out[peer.name] = why_failed(error)
 

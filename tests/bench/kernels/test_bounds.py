@@ -11,10 +11,13 @@ import torch
 from sparse_opt import MaskSet
 from sparse_opt.bench.common.shapes import LLAMA_3_2_3B, total_numel
 from sparse_opt.bench.kernels import bounds
+from sparse_opt.bench.kernels.access_rates import AccessRates
+from sparse_opt.bench.kernels.bounds import Traffic
 from sparse_opt.bench.kernels.inputs import random_case
 from sparse_opt.ops import STEP_OPS
 
-H200_COPY_RATE = 4275e9  # bytes a second, measured
+# Bytes a second, measured; of scattered 32-byte sectors, a third of all.
+H200_COPY_RATE, H200_WRITE_RATE = 4275e9, 1560e9
 
 
 @pytest.mark.parametrize(("density", "share"), [(0.01, 0.28), (0.025, 0.56), (0.1, 0.97)])
@@ -54,11 +57,59 @@ def test_the_bytes_of_a_pattern_agree_with_a_count_on_a_mask(pattern):
     n_units = mask.nnz // (height * width)
     assert bounds.index_bytes(mask.nnz, 4, pattern) == 4 * n_units
     granules = dense.view(-1, 32).any(dim=1).sum().item()
-    counted = 2 * 64 * granules + 4 * n_units + mask.nnz * 4
-    found = bounds.swap_bytes(dense.numel(), mask.nnz, itemsize=2, pattern=pattern)
+    found = bounds.swap_traffic(dense.numel(), mask.nnz, itemsize=2, pattern=pattern)
     # run16: two runs may share a granule, by chance; the others fill whole ones, and the count is exact.
-    allowed = 5 * 2 * 64 * math.sqrt(dense.numel() / 32 * 0.19 * 0.81) if pattern == "run16" else 0.5
-    assert found == pytest.approx(counted, abs=allowed)
+    allowed = 5 * 64 * math.sqrt(dense.numel() / 32 * 0.19 * 0.81) if pattern == "run16" else 0.5
+    assert found.copied == pytest.approx(64 * granules + 4 * n_units + mask.nnz * 4, abs=allowed)
+    # Every write is a whole run or a whole row of a tile.
+    written = dense.view(-1, width).any(dim=1)
+    assert written.sum().item() * width == mask.nnz
+    assert found.scattered == pytest.approx(2 * mask.nnz)
+    assert (found.unit, found.share) == (2 * width, pytest.approx(written.float().mean().item()))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("density", [0.01, 0.1])
+def test_the_time_of_a_step_agrees_with_a_count_of_granules_and_sectors(density, itemsize):
+    numel = 1 << 20
+    generator = torch.Generator().manual_seed(0)
+    active = torch.rand(numel, generator=generator) < density
+    changed = active & (torch.rand(numel, generator=generator) < 0.5)
+    nnz, n_changed = int(active.sum()), int(changed.sum())
+    granules = active.view(-1, 64 // itemsize).any(dim=1)
+    sectors = changed.view(-1, 32 // itemsize).any(dim=1)
+    # The parameter and the dense gradient, two fp32 moments read and written, a 4-byte index.
+    read = 2 * 64 * int(granules.sum()) + nnz * (16 + 4)
+    # The rate rises from 1 to 3 bytes a second with the share of sectors that are written; a copy has 10.
+    rates = AccessRates(10.0, {32: [(0.0, 1.0), (1.0, 3.0)]})
+    share = sectors.float().mean().item()
+    counted = read / 10 + 32 * int(sectors.sum()) / (1 + 2 * share)
+    found = bounds.step_traffic(
+        numel,
+        nnz,
+        states=2,
+        param_itemsize=itemsize,
+        grad_itemsize=itemsize,
+        dense_grads=True,
+        changed=n_changed / nnz,
+    )
+    # Five standard deviations of the two counts, as shares of them; the rate's own change makes the time vary less.
+    spread = [5 * math.sqrt((1 - x.float().mean().item()) / int(x.sum())) for x in (granules, sectors)]
+    assert found.share == pytest.approx(share, rel=spread[1])
+    assert found.seconds(rates) == pytest.approx(counted, rel=max(spread))
+
+
+def test_scattered_writes_cost_as_much_as_a_copy_only_where_their_rate_is_unknown():
+    traffic = Traffic(600.0, 300.0, 64, 0.5)
+    assert traffic.bytes == 900
+    unknown, known = AccessRates(100.0, {}), AccessRates(100.0, {32: [(1.0, 10.0)], 64: [(1.0, 50.0)]})
+    assert traffic.seconds(unknown) == 9.0
+    assert traffic.seconds(known) == 6.0 + 6.0
+    assert traffic.write_rate(known) == 50.0
+    assert traffic.write_rate(unknown) is None
+    assert Traffic(600.0).seconds(known) == 6.0
+    assert Traffic(600.0).write_rate(known) is None
+    assert bounds.counting(known) == bounds.COUNTING != bounds.counting(unknown)
 
 
 def test_the_bytes_of_tile_gradients_agree_with_a_count_on_masks():
@@ -68,14 +119,14 @@ def test_the_bytes_of_tile_gradients_agree_with_a_count_on_masks():
         tiles, nnz = mask.bool("w")[::64, ::64], mask.nnz
         hit = 64 * (tiles.any(dim=1).sum().item() + tiles.any(dim=0).sum().item())
         counts.append(tokens * hit * 2 + nnz * 4)
-    found = bounds.tile_weight_grad_bytes(tokens, *shape, nnz, tile_size=64, itemsize=2)
+    found = bounds.tile_weight_grad_traffic(tokens, *shape, nnz, tile_size=64, itemsize=2).bytes
     # The count's own spread shows how far the mean of 30 may be off: five standard errors, and a percent for drawing
     # the tiles without replacement.
     allowed = 5 * statistics.stdev(counts) / math.sqrt(len(counts)) + 0.01 * found
     assert found == pytest.approx(statistics.mean(counts), abs=allowed)
-    assert bounds.tile_weight_grad_bytes(tokens, *shape, 0, tile_size=64, itemsize=2) == 0
-    everything = bounds.tile_weight_grad_bytes(10, 70, 30, 70 * 30, tile_size=128, itemsize=4, out_itemsize=2)
-    assert everything == 10 * (70 + 30) * 4 + 70 * 30 * 2
+    assert bounds.tile_weight_grad_traffic(tokens, *shape, 0, tile_size=64, itemsize=2) == Traffic(0)
+    everything = bounds.tile_weight_grad_traffic(10, 70, 30, 70 * 30, tile_size=128, itemsize=4, out_itemsize=2)
+    assert everything == Traffic(10 * (70 + 30) * 4 + 70 * 30 * 2)
 
 
 def test_a_ragged_last_unit_still_has_an_index():
@@ -86,39 +137,47 @@ def test_a_ragged_last_unit_still_has_an_index():
 
 def test_the_step_bound_of_a_3b_model():
     numel = total_numel(LLAMA_3_2_3B)
-    # 56 % of the granules of weights and gradients read, those of the weights written, 20 bytes an element
-    nbytes = bounds.step_bytes(
+    # 56 % of the granules of weights and gradients read, 20 bytes an element; a third of the weights' sectors written
+    found = bounds.step_traffic(
         numel, round(0.025 * numel), states=2, param_itemsize=2, grad_itemsize=2, dense_grads=True
     )
-    by_hand = numel * (3 * 2 * (1 - 0.975**32) + 0.025 * 20)
-    assert nbytes == pytest.approx(by_hand)
-    assert 1e3 * nbytes / H200_COPY_RATE == pytest.approx(2.9, abs=0.05)
+    assert found.copied == pytest.approx(numel * (2 * 2 * (1 - 0.975**32) + 0.025 * 20))
+    assert found.scattered == pytest.approx(numel * 2 * (1 - 0.975**16))
+    assert (found.unit, found.share) == (32, pytest.approx(1 / 3, abs=0.001))
+    at_measured_rates = found.seconds(AccessRates(H200_COPY_RATE, {32: [(0.33, H200_WRITE_RATE)]}))
+    assert 1e3 * at_measured_rates == pytest.approx(3.4, abs=0.05)
 
 
 def test_weights_whose_bits_stay_are_not_written():
     sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 4, "dense_grads": False}
-    all_change, few, none = (bounds.step_bytes(1 << 20, 1 << 14, **sizes, changed=share) for share in (1.0, 0.01, 0.0))
-    assert all_change - none == pytest.approx(bounds.touched_bytes(1 << 20, 1 << 14, 2))
-    assert few - none == pytest.approx(bounds.touched_bytes(1 << 20, 0.01 * (1 << 14), 2))
+    all_change, few, none = (
+        bounds.step_traffic(1 << 20, 1 << 14, **sizes, changed=share) for share in (1.0, 0.01, 0.0)
+    )
+    assert all_change.copied == few.copied == none.copied
+    assert all_change.scattered == pytest.approx(bounds.touched_bytes(1 << 20, 1 << 14, 2, size=32))
+    assert few.scattered == pytest.approx(bounds.touched_bytes(1 << 20, 0.01 * (1 << 14), 2, size=32))
+    assert (none.scattered, none.share) == (0, 0)
 
 
 def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
-    n, half = 1000, {"param_itemsize": 2}
-    assert bounds.step_bytes(n, n, states=2, **half, grad_itemsize=2, dense_grads=True) == n * (2 + 2 + 2 + 4 + 16)
-    assert bounds.step_bytes(n, n, states=2, **half, grad_itemsize=4, dense_grads=False) == n * (2 + 2 + 4 + 4 + 16)
-    with_master = bounds.step_bytes(
-        n, n, states=2, **half, grad_itemsize=4, dense_grads=False, state_itemsize=2, master_itemsize=4
-    )
-    assert with_master == n * (2 + 2 + 4 + 4 + 8 + 8)
-    assert bounds.step_bytes(n, n, states=1, param_itemsize=4, grad_itemsize=4, dense_grads=True) == n * (8 + 4 + 4 + 8)
-    assert bounds.gather_bytes(n, n, grad_itemsize=2) == n * (2 + 4 + 4)
-    assert bounds.swap_bytes(n, n, itemsize=2) == n * (4 + 4 + 4)
-    assert bounds.delta_encode_bytes(n, 10, itemsize=2) == n * 4 + 10 * 6
-    assert bounds.delta_apply_bytes(n, n, itemsize=2) == n * (2 + 2 + 6)
-    assert bounds.dense_adamw_bytes(n, param_itemsize=2) == n * 14
-    assert bounds.dense_adamw_bytes(n, param_itemsize=2, mask_itemsize=1) == n * (14 + 1 + 4)
-    assert bounds.dense_adamw_bytes(n, param_itemsize=2, state_itemsize=1) == n * (6 + 4)
-    assert bounds.dense_clip_bytes(n, grad_itemsize=2) == n * 6
+    n, half, compact = 1000, {"param_itemsize": 2}, {"grad_itemsize": 4, "dense_grads": False}
+    everywhere = Traffic(0.0, 2 * n, 32, 1.0)  # of 2-byte elements
+    step = bounds.step_traffic(n, n, states=2, **half, grad_itemsize=2, dense_grads=True)
+    assert step == everywhere._replace(copied=n * (2 + 2 + 4 + 16))
+    step = bounds.step_traffic(n, n, states=2, **half, **compact)
+    assert step == everywhere._replace(copied=n * (2 + 4 + 4 + 16))
+    with_master = bounds.step_traffic(n, n, states=2, **half, **compact, state_itemsize=2, master_itemsize=4)
+    assert with_master == everywhere._replace(copied=n * (2 + 4 + 4 + 8 + 8))
+    fp32 = bounds.step_traffic(n, n, states=1, param_itemsize=4, grad_itemsize=4, dense_grads=True)
+    assert fp32 == Traffic(n * (4 + 4 + 4 + 8), 4 * n, 32, 1.0)
+    assert bounds.gather_traffic(n, n, grad_itemsize=2) == Traffic(n * (2 + 4 + 4))
+    assert bounds.swap_traffic(n, n, itemsize=2) == everywhere._replace(copied=n * (2 + 4 + 4))
+    assert bounds.delta_encode_traffic(n, 10, itemsize=2) == Traffic(n * 4 + 10 * 6)
+    assert bounds.delta_apply_traffic(n, n, itemsize=2) == everywhere._replace(copied=n * (2 + 6))
+    assert bounds.dense_adamw_traffic(n, param_itemsize=2) == Traffic(n * 14)
+    assert bounds.dense_adamw_traffic(n, param_itemsize=2, mask_itemsize=1) == Traffic(n * (14 + 1 + 4))
+    assert bounds.dense_adamw_traffic(n, param_itemsize=2, state_itemsize=1) == Traffic(n * (6 + 4))
+    assert bounds.dense_clip_traffic(n, grad_itemsize=2) == Traffic(n * 6)
 
 
 @pytest.mark.parametrize("op", STEP_OPS)
@@ -131,17 +190,19 @@ def test_the_bound_of_a_step_op_follows_from_its_states(op):
 
 def test_narrow_moments_and_indices_save_what_they_are_narrower():
     sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 2, "dense_grads": True}
-    wide = bounds.step_bytes(10_000, 500, **sizes)
-    assert wide - bounds.step_bytes(10_000, 500, **sizes, state_itemsize=2) == pytest.approx(500 * 8)
-    assert wide - bounds.step_bytes(10_000, 500, **sizes, index_itemsize=2) == pytest.approx(500 * 2)
+    wide = bounds.step_traffic(10_000, 500, **sizes).bytes
+    assert wide - bounds.step_traffic(10_000, 500, **sizes, state_itemsize=2).bytes == pytest.approx(500 * 8)
+    assert wide - bounds.step_traffic(10_000, 500, **sizes, index_itemsize=2).bytes == pytest.approx(500 * 2)
 
 
-def test_one_change_costs_its_granule_twice_and_itself():
-    assert bounds.delta_apply_bytes(1 << 20, 1, itemsize=2) == pytest.approx(64 + 64 + 6, rel=1e-3)
+def test_one_change_costs_its_sector_twice_and_itself():
+    found = bounds.delta_apply_traffic(1 << 20, 1, itemsize=2)
+    assert (found.copied, found.scattered) == (pytest.approx(32 + 6, rel=1e-3), pytest.approx(32, rel=1e-3))
 
 
 def test_nothing_active_costs_nothing():
-    assert bounds.swap_bytes(1000, 0, itemsize=2) == 0
-    assert bounds.swap_bytes(0, 0, itemsize=2) == 0
-    assert bounds.delta_apply_bytes(0, 0, itemsize=2) == 0
-    assert bounds.delta_apply_bytes(1000, 0, itemsize=2) == 0
+    rates = AccessRates(1.0, {32: [(0.1, 1.0)]})
+    for numel in (0, 1000):
+        for traffic in (bounds.swap_traffic(numel, 0, itemsize=2), bounds.delta_apply_traffic(numel, 0, itemsize=2)):
+            assert traffic.bytes == 0
+            assert traffic.seconds(rates) == 0

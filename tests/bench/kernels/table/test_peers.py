@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from sparse_opt.bench.kernels.access_rates import AccessRates
 from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.optimizers import LR, WEIGHT_DECAY, parameters
 from sparse_opt.bench.kernels.table import peers
@@ -75,7 +76,7 @@ def test_an_error_of_a_peer_is_shown_and_the_bench_goes_on(monkeypatch):
     def fail(params):
         raise TypeError("no kernel for this\nsecond line")
 
-    bench = Recorder(torch.device("cpu"), [], n_rounds=1, copy_rate=1e9)
+    bench = Recorder(torch.device("cpu"), [], n_rounds=1, rates=AccessRates(1e9, {}))
     rows = WeightRows(bench, {"a": (70, 30)}, torch.Generator(), (), (), 0.0, 0, True)
     for step in (fail, lambda params: None, lambda params: torch._foreach_sub_(params, 0.1)):
         rows.peer(peer_that(monkeypatch, step))
