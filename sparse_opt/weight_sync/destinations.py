@@ -65,6 +65,13 @@ class PlacedTensor:
     def destinations(self) -> tuple[Placed, ...]:
         return self.primary + self.others
 
+    def is_plain(self, part: Placed) -> bool:
+        """Whether a destination has the whole tensor contiguously, so that positions are offsets in its memory."""
+        rows, columns = self.entry.matrix
+        row_stride, column_stride = part.tensor.stride()
+        whole = (part.r0, part.r1, part.c0, part.c1) == (0, rows, 0, columns)
+        return whole and (column_stride == 1 or columns == 1) and (row_stride == columns or rows == 1)
+
     @cached_property
     def is_whole(self) -> bool:
         """Whether every element has a destination. False if only overlapping destinations together cover them."""

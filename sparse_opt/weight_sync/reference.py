@@ -1,7 +1,7 @@
 """Reads, compares and writes the active weights of one dtype in plain torch, on any device.
 
-This is the definition of what the Triton kernels do, and the implementation for CPUs. It holds 8 to 16 bytes per active
-element and destination.
+This is the definition of what the Triton kernels do, and the implementation for CPUs. It holds the units of the mask
+message: 4 bytes for each element, run or tile, and 8 in tensors of 2**31 or more elements.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..masks.patterns import expand_units
+from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
 from .destinations import Placed, PlacedTensor
 from .digest import digest_sum, mix, zero_extended
 from .layout import Group
+from .positions import active_elements
 
 __all__ = ["ReferenceIndex", "compare", "digest_sum", "select"]
+
+_BLOCK = 2**20  # elements whose positions are computed at once; a row of tiles may have more
 
 
 def bitmap_bytes(nnz: int) -> int:
@@ -71,31 +74,31 @@ class ReferenceIndex:
         device: torch.device,
     ) -> None:
         self._group, self._device = group, device
-        self._primary: list[_Part] = []
-        self._others: list[_Part] = []
+        self._blocks: list[_Block] = []
         for start, name in zip(group.starts, names, strict=False):
-            tensor = placed[name]
-            positions = expand_units(units[name].to(device, torch.int64), tensor.entry.shape, pattern)
-            self._primary += [_Part.of(tensor, p, positions, start) for p in tensor.primary]
-            self._others += [_Part.of(tensor, p, positions, start) for p in tensor.others]
+            self._blocks += _blocks(placed[name], units[name].to(device), pattern, start)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes that the index holds, by purpose."""
-        parts = [*self._primary, *self._others]
-        elements = sum(p.elements.nbytes for p in parts if p.elements is not None)
-        return {"positions": elements + sum(p.offsets.nbytes for p in parts)}
+        return {"positions": sum(block.units.nbytes for block in self._blocks)}
 
     def take(self) -> Tensor:
         """Return the active values [nnz]. Elements without a destination are 0."""
         out = torch.zeros(self._group.nnz, dtype=self._group.torch_dtype, device=self._device)
-        for part in self._primary:
-            _bits(out)[part.slots] = part.memory[part.offsets]
+        for block in self._blocks:
+            positions = block.positions()
+            for part in block.tensor.primary:
+                inside, offsets = block.find(part, positions)
+                _bits(out)[block.begin : block.end][inside] = _memory(part)[offsets]
         return out
 
     def put(self, values: Tensor) -> None:
         """Write the active values [nnz] to all destinations."""
-        for part in (*self._primary, *self._others):
-            part.memory[part.offsets] = _bits(values)[part.slots]
+        for block in self._blocks:
+            positions = block.positions()
+            for part in block.tensor.destinations:
+                inside, offsets = block.find(part, positions)
+                _memory(part)[offsets] = _bits(values)[block.begin : block.end][inside]
 
     def changes(self, bitmap: Tensor, changed: Tensor) -> ReferenceChanges:
         """Return the changed elements of an update, to verify and to write them.
@@ -104,17 +107,16 @@ class ReferenceIndex:
             bitmap: [bitmap_bytes(nnz)] uint8.
             changed: [n], the values of the elements that the bitmap marks.
         """
-        return ReferenceChanges(self._group, self._primary, self._others, bitmap, changed)
+        return ReferenceChanges(self._group, self._blocks, bitmap, changed)
 
 
 class ReferenceChanges:
     """The changed elements of an update, and where they are."""
 
-    def __init__(
-        self, group: Group, primary: Sequence[_Part], others: Sequence[_Part], bitmap: Tensor, changed: Tensor
-    ) -> None:
-        self._group, self._primary, self._others, self._changed = group, primary, others, changed
+    def __init__(self, group: Group, blocks: Sequence[_Block], bitmap: Tensor, changed: Tensor) -> None:
+        self._group, self._changed = group, changed
         self._numbers = _numbers(bitmap)
+        self._found = list(_found(blocks, self._numbers, group.nnz))
 
     def sums(self, *, read_old: bool) -> Tensor:
         """Return [3] int64: the digest of the changed values, that of the values in their place, and the set bits.
@@ -128,58 +130,78 @@ class ReferenceChanges:
         sent = mix(numbers + first, zero_extended(self._changed[: numbers.numel()])).sum()
         old = torch.zeros((), dtype=torch.int64, device=numbers.device)
         if read_old:
-            for part in self._primary:
-                which, offsets = part.find(numbers)
-                held = zero_extended(part.memory[offsets].view(self._group.torch_dtype))
-                old += mix(numbers[which] + first, held).sum()
+            for block, within, positions in self._found:
+                for part in block.tensor.primary:
+                    inside, offsets = block.find(part, positions)
+                    held = zero_extended(_memory(part)[offsets].view(self._group.torch_dtype))
+                    old += mix(self._numbers[within][inside] + first, held).sum()
         return torch.stack([sent, old, count])
 
     def write(self) -> None:
         """Write the changed values to all destinations. `sums` must have been compared with the message first."""
-        for part in (*self._primary, *self._others):
-            which, offsets = part.find(self._numbers)
-            part.memory[offsets] = _bits(self._changed)[which]
+        for block, within, positions in self._found:
+            for part in block.tensor.destinations:
+                inside, offsets = block.find(part, positions)
+                _memory(part)[offsets] = _bits(self._changed)[within][inside]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The active elements of a tensor that are stored in one destination."""
+class _Block:
+    """Consecutive active elements of a tensor.
 
-    begin: int  # the tensor's active elements are begin:end of the group
+    Positions are computed from the units for one block at a time, since they take 8 bytes for each element.
+    """
+
+    begin: int  # the elements are begin:end of the group
     end: int
-    elements: Tensor | None  # [k] int64, ascending numbers in the group; None: all from begin to end
-    offsets: Tensor  # [k] int64, into memory
-    memory: Tensor  # the destination's memory from its first to its last element, as integers
+    units: Tensor  # as in a mask message
+    pattern: str
+    tensor: PlacedTensor
 
-    @classmethod
-    def of(cls, tensor: PlacedTensor, placed: Placed, positions: Tensor, start: int) -> _Part:
-        columns = tensor.entry.matrix[1]
+    def positions(self) -> Tensor:
+        """Return the ascending positions [end - begin] of the elements in the tensor, int64."""
+        return expand_units(self.units.to(torch.int64), self.tensor.entry.shape, self.pattern)
+
+    def find(self, part: Placed, positions: Tensor) -> tuple[Tensor | slice, Tensor]:
+        """Return which of some positions are in a destination, and their offsets in its memory."""
+        if self.tensor.is_plain(part):
+            return slice(None), positions
+        columns = self.tensor.entry.matrix[1]
         row, column = positions // columns, positions % columns
-        inside = (row >= placed.r0) & (row < placed.r1) & (column >= placed.c0) & (column < placed.c1)
-        row_stride, column_stride = placed.tensor.stride()
-        offsets = (row[inside] - placed.r0) * row_stride + (column[inside] - placed.c0) * column_stride
-        elements = None if offsets.numel() == positions.numel() else inside.nonzero().view(-1) + start
-        return cls(start, start + positions.numel(), elements, offsets, _memory(placed.tensor))
-
-    @property
-    def slots(self) -> Tensor | slice:
-        return slice(self.begin, self.end) if self.elements is None else self.elements
-
-    def find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where in ascending `numbers` the elements of this part are, and their offsets."""
-        bounds = torch.tensor([self.begin, self.end], dtype=torch.int64, device=numbers.device)
-        low, high = torch.searchsorted(numbers, bounds).tolist()
-        which = torch.arange(low, high, device=numbers.device)
-        if self.elements is None:
-            return which, self.offsets[numbers[which] - self.begin]
-        if not self.elements.numel():
-            return which[:0], self.offsets
-        at = torch.searchsorted(self.elements, numbers[which]).clamp(max=self.elements.numel() - 1)
-        found = self.elements[at] == numbers[which]
-        return which[found], self.offsets[at[found]]
+        inside = (row >= part.r0) & (row < part.r1) & (column >= part.c0) & (column < part.c1)
+        row_stride, column_stride = part.tensor.stride()
+        return inside, ((row - part.r0) * row_stride + (column - part.c0) * column_stride)[inside]
 
 
-def _memory(tensor: Tensor) -> Tensor:
+def _found(blocks: Sequence[_Block], numbers: Tensor, nnz: int) -> Iterator[tuple[_Block, slice, Tensor]]:
+    """Yield the blocks that have some of ascending `numbers`: which of them, and their positions in the tensor."""
+    bounds = torch.tensor([*(block.begin for block in blocks), nnz], dtype=torch.int64, device=numbers.device)
+    cuts = torch.searchsorted(numbers, bounds).tolist()
+    for block, low, high in zip(blocks, cuts, cuts[1:], strict=False):
+        if low < high:
+            yield block, slice(low, high), block.positions()[numbers[low:high] - block.begin]
+
+
+def _blocks(tensor: PlacedTensor, units: Tensor, pattern: str, start: int) -> Iterator[_Block]:
+    """Yield the blocks of a tensor, whose first active element has the number `start`."""
+    height, width = PATTERNS[pattern]
+    size = max(1, _BLOCK // (height * width))
+    cuts = torch.arange(0, units.numel(), size, device=units.device)[1:]
+    if height > 1:
+        # A row of tiles is in one block, because the elements of its tiles alternate.
+        across = unit_grid(tensor.entry.shape, pattern)[1]
+        ends = torch.unique_consecutive(units // across, return_counts=True)[1].cumsum(0)
+        cuts = ends[torch.searchsorted(ends, cuts)].unique()
+    for part in units.tensor_split(cuts.tolist()):
+        if part.numel():
+            end = start + active_elements(part, tensor.entry, pattern)
+            yield _Block(start, end, part, pattern, tensor)
+            start = end
+
+
+def _memory(part: Placed) -> Tensor:
+    """Return the memory of a destination from its first to its last element, as integers."""
+    tensor = part.tensor
     if not tensor.numel():
         return _bits(tensor.new_empty(0))
     extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

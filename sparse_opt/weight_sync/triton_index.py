@@ -219,8 +219,5 @@ def _tensor_rows(
 
 
 def _part_row(tensor: PlacedTensor, part: Placed) -> list[int]:
-    rows, columns = tensor.entry.matrix
-    row_stride, column_stride = part.tensor.stride()
-    whole = (part.r0, part.r1, part.c0, part.c1) == (0, rows, 0, columns)
-    plain = whole and (column_stride == 1 or columns == 1) and (row_stride == columns or rows == 1)
-    return [part.tensor.data_ptr(), part.r0, part.r1, part.c0, part.c1, row_stride, column_stride, int(plain)]
+    address, strides = part.tensor.data_ptr(), part.tensor.stride()
+    return [address, part.r0, part.r1, part.c0, part.c1, *strides, int(tensor.is_plain(part))]
