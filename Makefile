@@ -119,17 +119,18 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 	$(PYTEST) tests/$*
 
 # Without what does not depend on the backend: examples of the docs, interrupts, damaged states, and tests that name the
-# reference besides the chosen backend.
-OF_BACKEND := not distributed and not documented and not interrupts and not damaged and not reference
+# reference besides the chosen backend. Tests of every optimizer run with SparseAdamW: tests/ops compares the rules of all
+# on every backend, and test_equivalence.py and test_lion.py train with the other two here.
+OF_BACKEND := not distributed and not documented and not interrupts and not damaged and not reference \
+  and not SparseSGD and not SparseLion
 
 test-reference: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py -k "$(OF_BACKEND)"
 
-# With two of four dtypes. What is checked before a step is the same code for every backend: one optimizer's cases.
+# Of the defaults of torch, the default device alone.
 test-triton: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim \
-	  -k "$(OF_BACKEND) and (not test_runs or many_steps) and not (test_torch_defaults and (bfloat16 or float64)) \
-	  and not (test_a_bad_second_group and (SparseSGD or SparseLion))"
+	  -k "$(OF_BACKEND) and (not test_runs or many_steps) and not (test_torch_defaults and (float16 or float64))"
 
 # Without the tests that compile kernels, in processes without the interpreter; test-others runs them.
 test-triton-ops: $(VENV)/.test build
