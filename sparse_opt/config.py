@@ -16,12 +16,12 @@ import dataclasses
 import operator
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import ConfigError, SparseOptError
-from .option_parser import CommandParser
+from .option_parser import CommandParser, Replaced, option_set
 from .option_values import type_name, without_none
 
 ConfigT = TypeVar("ConfigT")
@@ -44,6 +44,9 @@ def add_options(parser: CommandParser, config_class: type) -> CommandParser:
     parser.presets = getattr(config_class, "presets", parser.presets)
     parser.annotations = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
+        parser.in_place_of[field.name] = _replaced(config_class, field.name)
+        for hints in _declared(config_class, field.name, "hints"):
+            parser.hints |= hints
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         required = value is dataclasses.MISSING
         kind, _ = without_none(parser.annotations[field.name])
@@ -97,20 +100,30 @@ def option(
     help: str = "",
     *,
     aliases: Sequence[str] = (),
+    in_place_of: Replaced | None = None,
+    hints: Mapping[str, str] | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Return a dataclass field with its help text, required if it has no default; `aliases` are other names of it.
+    """Return a dataclass field with its help text, required if it has no default.
 
-    `require_number_ranges` checks the bounds. A subclass that redefines an option keeps its bounds and aliases from the
-    base classes, and its help text if it has none.
+    `require_number_ranges` checks the bounds. A subclass that redefines an option keeps all else from the base classes,
+    and its help text if it has none.
+
+    Args:
+        aliases: other names of the option.
+        in_place_of: the option that this one sets, other than by its name, so that the two exclude each other; or a
+            function that returns it, or None, for a value of this one. None and false set nothing.
+        hints: names of options of other programs that are not aliases -> what to write instead, for the error.
     """
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {
         "help": help,
         "aliases": tuple(aliases),
+        "in_place_of": in_place_of,
+        "hints": hints,
         "bounds": {words: limit for words, limit in bounds.items() if limit is not None},
     }
     if isinstance(default, list):
@@ -118,16 +131,27 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _declared(config_class: type, name: str, key: str) -> Iterator[Any]:
+    """The metadata `key` of an option, where the class or one of its base classes gives it."""
+    for base in config_class.__mro__:
+        field = getattr(base, "__dataclass_fields__", {}).get(name)
+        if field is not None and field.metadata.get(key):
+            yield field.metadata[key]
+
+
 def _aliases(config_class: type, name: str) -> list[str]:
     """The other names of an option, in the class or its base classes."""
-    declared = (getattr(base, "__dataclass_fields__", {}).get(name) for base in config_class.__mro__)
-    return list(dict.fromkeys(alias for field in declared if field for alias in field.metadata.get("aliases", ())))
+    return list(dict.fromkeys(alias for aliases in _declared(config_class, name, "aliases") for alias in aliases))
 
 
 def _help(config_class: type, name: str) -> str:
     """The help text of an option, in the class or the first base class that has one."""
-    declared = (getattr(base, "__dataclass_fields__", {}).get(name) for base in config_class.__mro__)
-    return next((text for field in declared if field and (text := field.metadata.get("help"))), "")
+    return next(_declared(config_class, name, "help"), "")
+
+
+def _replaced(config_class: type, name: str) -> Replaced:
+    """The option that an option is given in place of, or a function of its value; the option itself for all others."""
+    return next(_declared(config_class, name, "in_place_of"), name)
 
 
 def require_number_ranges(config: Any) -> None:
@@ -168,8 +192,15 @@ def require_count(what: str, number: int) -> None:
 
 
 def to_yaml(config: Any) -> str:
-    """Return the dataclass as YAML, which `--config` reads back to an equal value."""
+    """Return the dataclass as YAML, which `--config` reads back to an equal value.
+
+    An option that another one sets is left out, as the number of steps if that of epochs is given in place of it.
+    """
     import yaml
 
     plain = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    for name, value in list(plain.items()):
+        replaced = option_set(_replaced(type(config), name), value)
+        if replaced is not None and replaced != name:
+            plain.pop(replaced, None)
     return yaml.safe_dump({k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}, sort_keys=False)

@@ -4,6 +4,10 @@ YAML files (`--config run.yaml`) are read first, at any position; flags (`--lear
 are applied in the order of the command line, and the last one wins. Every value is converted to the type of its option,
 so that a typo in a key or a value is an error before the work starts.
 
+Options may exclude each other, as the number of steps and that of epochs do. A file overrides the files before it, and
+the command line all files, also with another of these options; two of them in one file, or on the command line, are an
+error.
+
 argparse holds the declarations and formats the help. Parsing is own code, because no library does all that commands
 need: flags and `key=value` words in one order (not in argparse, jsonargparse, tyro), YAML files (not in tyro), flags
 and help (not in OmegaConf), `none` and other names of a key (in none of them), errors of one line that name the key,
@@ -23,6 +27,7 @@ from .errors import ConfigError
 from .option_values import FALSE, NONE, TRUE, convert, nearest, similar, without_none
 
 Setting = tuple[str, Any, str]  # key, value before conversion, source: the flag, word or file it comes from
+Replaced = str | Callable[[Any], str | None]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -37,6 +42,8 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **kwargs)
         self.annotations: dict[str, Any] = {}  # dest -> type, where add_argument cannot express it
+        self.in_place_of: dict[str, Replaced] = {}  # dest -> the option that it excludes, or a function of its value
+        self.hints: dict[str, str] = {}  # unknown key of another program -> what to write
         self.presets: Callable[[dict[str, Any]], Iterable[Setting]] = lambda given: ()
 
     def error(self, message: str) -> NoReturn:
@@ -81,12 +88,9 @@ class CommandParser(argparse.ArgumentParser):
         """Return dest -> value of all options that are given, in files, in words or by presets."""
         files, settings, positionals = self._read_words(words)
         values: dict[str, Any] = {}
-        for setting in (setting for file in files for setting in read_settings(file)):
-            self._apply(setting, values)
-        given: dict[str, Any] = {}
-        for setting in settings:
-            self._apply(setting, given)
-        values |= given
+        for file in files:
+            self._override(values, self._read_place(read_settings(file), in_file=True))
+        self._override(values, self._read_place(settings))
         for action in self._get_positional_actions():
             several = self._takes_several(action)
             taken, positionals = (positionals, []) if several else (positionals[:1], positionals[1:])
@@ -94,17 +98,58 @@ class CommandParser(argparse.ArgumentParser):
                 values[action.dest] = self._converted(action, taken if several else taken[0], f"'{taken[0]}'")
         if positionals:
             self._cannot_read(positionals[0])
-        for key, raw, source in self.presets(dict(values)):
-            if self._named(key, source).dest not in values:
-                self._apply((key, raw, source), values)
+        presets = self._read_place(self.presets(dict(values)), in_file=True)
+        self._override(presets, values)
+        values = presets
         missing = [_name(action) for action in self._actions if action.required and action.dest not in values]
         if missing:
             self.error(f"required options are missing: {', '.join(missing)}")
-        for group in self._mutually_exclusive_groups:
-            both = [_name(action) for action in group._group_actions if action.dest in values]
-            if len(both) > 1:
-                self.error(f"{' and '.join(both)} exclude each other")
         return values
+
+    def _read_place(self, settings: Iterable[Setting], *, in_file: bool = False) -> dict[str, Any]:
+        """Return dest -> value of the settings of one file, or of the command line.
+
+        Raises:
+            ConfigError: as in `parse_words`; or two options that exclude each other, or two names of one option in a
+                file, which has no order.
+        """
+        values: dict[str, Any] = {}
+        keys: dict[str, str] = {}  # dest -> key as given
+        source = ""
+        for key, raw, source in settings:
+            dest = self._named(key, source).dest
+            if in_file and dest in keys:
+                raise ConfigError(f"{source}: '{keys[dest]}' and '{key}' are the same option: give one")
+            self._apply((key, raw, source), values)
+            keys[dest] = key
+        for dest, key in keys.items():
+            for other in self._excluded(dest, values):
+                place = f"{source}: " if in_file else ""
+                raise ConfigError(f"{place}options '{key}' and '{keys[other]}' exclude each other: give one")
+        return values
+
+    def _override(self, values: dict[str, Any], later: dict[str, Any]) -> None:
+        """Update `values` with those of a later place, and remove those that these exclude."""
+        for dest, value in later.items():
+            what = self._sets(dest, value)
+            # A switch that was off contradicts the later option as well as one that was on: bf16 false, then dtype.
+            for other in [name for name in values if name not in later and what is not None]:
+                if self._sets(other, values[other] is False or values[other]) == what:
+                    del values[other]
+        values |= later
+
+    def _excluded(self, dest: str, values: dict[str, Any]) -> list[str]:
+        """The options in `values` that exclude option `dest` with its value: both set the same."""
+        what = self._sets(dest, values.get(dest))
+        return [name for name in values if name != dest and what is not None and self._sets(name, values[name]) == what]
+
+    def _sets(self, dest: str, value: Any) -> str | None:
+        """The option that option `dest` sets with this value: itself, or another; None for a value that sets none."""
+        for group in self._mutually_exclusive_groups:
+            dests = [action.dest for action in group._group_actions]
+            if dest in dests:
+                dest = dests[0]
+        return option_set(self.in_place_of.get(dest, dest), value)
 
     def _read_words(self, argv: Sequence[str]) -> tuple[list[Path], list[Setting], list[str]]:
         """Split the words into YAML files, settings and positional arguments, each in order."""
@@ -159,6 +204,15 @@ class CommandParser(argparse.ArgumentParser):
         positionals = {action.dest: action for action in self._get_positional_actions()}
         return self._option_string_actions.get(f"--{key}") or positionals.get(key)
 
+    def _names(self) -> list[str]:
+        """The names of all options, without the negatives of switches."""
+        return [
+            flag[2:]
+            for flag, action in self._option_string_actions.items()
+            if flag.startswith("--")
+            and not (isinstance(action, argparse.BooleanOptionalAction) and flag[:5] == "--no-")
+        ]
+
     def _is_setting(self, word: str) -> bool:
         key, equals, _ = word.partition("=")
         return bool(equals) and self._find(key) is not None
@@ -166,9 +220,11 @@ class CommandParser(argparse.ArgumentParser):
     def _named(self, key: str, source: str) -> argparse.Action:
         action = self._find(key)
         if action is None:
-            names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-            found = similar(key.replace("-", "_"), names)
+            name = key.replace("-", "_")
+            found = similar(name, self._names())
             hint = "" if found is None else f"; the nearest is '{found}'"
+            if name in self.hints:
+                hint = f"; instead: {self.hints[name]}"
             self.error(f"unknown option '{key}' (from {source}){hint}")
         return action
 
@@ -193,6 +249,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def _converted(self, action: argparse.Action, raw: Any, source: str) -> Any:
         return convert(raw, self._type(action), _name(action).lstrip("-"), source)
+
+
+def option_set(replaced: Replaced, value: Any) -> str | None:
+    """The option that an option given in place of `replaced` sets with this value; None and false set none."""
+    if value is None or value is False:
+        return None
+    return replaced(value) if callable(replaced) else replaced
 
 
 def read_settings(file: Path, what: str = "config file") -> list[Setting]:

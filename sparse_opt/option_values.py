@@ -65,12 +65,12 @@ def type_name(annotation: Any) -> str:
 
 
 def similar(word: str, words: Iterable[str]) -> str | None:
-    """The name that `word` may stand for: spelled almost alike, or made of the same words and others."""
+    """The name that `word` may stand for: spelled almost alike, or with words in common."""
     names = list(words)
     alike = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
     parts = set(word.split("_"))
     holding = [name for name in names if parts <= set(name.split("_"))]
-    loosely = difflib.get_close_matches(word, names, n=1)
+    loosely = difflib.get_close_matches(word, [name for name in names if parts & set(name.split("_"))], n=1)
     return next(iter([*alike, *sorted(holding, key=len), *loosely]), None)
 
 

@@ -189,7 +189,7 @@ def test_a_log_that_is_the_model_s_gives_it_a_name(find, files):
             "magnitude",
             ("--top_percent", 1, "--sparsity_percent", 99),
             2,
-            "--sparsity_percent and --top_percent exclude each other",
+            "'top_percent' and 'sparsity_percent' exclude each other",
         ),
         ("magnitude", ("--momentum_window", 4), 2, "'momentum_window' is not valid with method 'magnitude'"),
         ("magnitude", ("--dataset", "pairs.jsonl"), 2, "'dataset' is not valid with method 'magnitude'"),

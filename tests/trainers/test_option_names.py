@@ -41,7 +41,13 @@ NEEDED = ["policy_name=m", "dataset=d"]
         ("wandb_project=x", "project_name"),
         ("save_every=7", "save_steps"),
         ("epochs=2", "n_epochs"),
-        ("train_batch_size=16", "batch_size"),
+        ("per_device_train_batch_size=16", "batch_size"),
+        ("optimizer=sgd", "optim"),
+        ("torch_dtype=fp32", "dtype"),
+        ("grad_clip=0.5", "max_grad_norm"),
+        ("save_interval=7", "save_steps"),
+        ("eval_interval=7", "eval_steps"),
+        ("log_interval=7", "logging_steps"),
         ("max_len=77", "max_length"),
         ("subset=5", "subset_size"),
         ("log_steps=3", "logging_steps"),
@@ -66,7 +72,10 @@ def test_warm_up_as_a_share_of_the_steps():
     config = parse_config(DPOConfig, [*NEEDED, "warmup_ratio=0.05", "n_steps=50"])
     config.set_length(10)
     assert config.warmup_steps == 3
-    config = parse_config(DPOConfig, [*NEEDED, "warmup_ratio=0.05", "n_steps=50", "warmup_steps=20"])
+    config = parse_config(DPOConfig, [*NEEDED, "warmup_ratio=0.05", "n_steps=50", "warmup_steps=0"])
+    config.set_length(10)
+    assert config.warmup_steps == 3
+    config = DPOConfig(policy_name="m", dataset="d", warmup_ratio=0.05, n_steps=50, warmup_steps=20)
     config.set_length(10)
     assert config.warmup_steps == 20
     with pytest.raises(ConfigError, match="'warmup_ratio' is 1.5: expected at least 0, at most 1"):
@@ -101,7 +110,7 @@ def test_num_generations_is_an_alias():
         ("fp16=true bf16=false", "fp16"),
         ("fp16=false", "bf16"),
         ("fp16=false bf16=false", "fp32"),
-        ("fp16=true dtype=fp16", "fp16"),
+        ("bf16=true fp16=false", "bf16"),
     ],
 )
 def test_bf16_and_fp16_are_aliases_of_a_dtype(words, dtype, tmp_path):
@@ -143,14 +152,14 @@ def test_a_run_of_epochs_and_its_resumed_rest(dpo_options, read_metrics, tmp_pat
     assert len(read_metrics(resumed)) == first["n_steps"]
 
 
-@pytest.mark.parametrize(("strategy", "expected"), [("no", None), ("steps", 5)])
-def test_save_strategy(strategy, expected):
-    assert parse_config(DPOConfig, [*NEEDED, "save_steps=5", f"save_strategy={strategy}"]).save_steps == expected
+def test_save_strategy():
+    assert parse_config(DPOConfig, [*NEEDED, "save_steps=5", "save_strategy=steps"]).save_steps == 5
+    assert DPOConfig(policy_name="m", dataset="d", save_steps=5, save_strategy="no").save_steps is None
 
 
 def test_no_in_yaml_is_the_word(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("save_strategy: no\nsave_steps: 5\n")  # YAML's false
+    file.write_text("save_strategy: no\n")  # YAML's false
     assert parse_config(DPOConfig, [*NEEDED, "--config", str(file)]).save_strategy == "no"
     file.write_text("save_strategy: yes\n")
     with pytest.raises(ConfigError, match="'save_strategy' .*is True: expected one of no, steps, epoch"):
@@ -161,20 +170,126 @@ def test_no_in_yaml_is_the_word(tmp_path):
     ("words", "message"),
     [
         (["save_strategy=steps"], "'save_strategy' is steps: expected save_steps"),
-        (["bf16=true", "dtype=fp32"], "'bf16' is true, and dtype is fp32"),
-        (["fp16=true", "dtype=fp32"], "'fp16' is true, and dtype is fp32"),
         (["fp16=false", "dtype=fp16"], "'fp16' is false, and dtype is fp16"),
-        (["fp16=true", "bf16=true"], "'bf16' and 'fp16' are true"),
         (["mode=dense", "mask=m"], "mode sparse only, and mode is dense"),
         (["enforce_eager=true"], "unknown option 'enforce_eager'.*the nearest is 'vllm_enforce_eager'"),
         (["rollout=vllm"], "the nearest is 'rollout_engine'"),
         (["lerning_rate=1"], "the nearest is 'learning_rate'"),
         (["zebra=1"], r"unknown option 'zebra' \(from 'zebra=1'\) \(see"),
+        (["deepspeed=zero3.json"], "unknown option 'deepspeed' .*; instead: parallel=fsdp, "),
+        (["data_seed=1"], "; instead: seed, "),
+        (["use_peft=true"], "; instead: mode=lora"),
+        (["resume_from_checkpoint=c"], "; instead: resume, "),
+        (["train_dataset=d"], "; instead: dataset"),
+        (["--use_wandb"], "; instead: report_to=wandb"),
+        (["eval_strategy=steps"], "; instead: eval_dataset or eval_ratio, with eval_steps"),
     ],
 )
 def test_hints_are_meaningful(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(GRPOConfig, [*NEEDED, *words])
+
+
+def test_no_hint_names_the_negative_of_a_switch():
+    for config_class in (SFTConfig, DPOConfig, RFTConfig):
+        with pytest.raises(ConfigError, match=r"unknown option 'num_generations' \(from 'num_generations=4'\) \(see"):
+            parse_config(config_class, [*NEEDED, "num_generations=4"])
+
+
+def test_the_reference_under_the_name_of_other_trainers():
+    assert parse_config(DPOConfig, [*NEEDED, "ref_model_name=r"]).ref_name == "r"
+
+
+# What a config has, what words after it say, and the options that follow.
+OVERRIDDEN = [
+    ("n_epochs: 10", "max_steps=50", {"n_epochs": None, "n_steps": 50}),
+    ("n_steps: 10", "epochs=3", {"n_epochs": 3, "n_steps": 100}),
+    ("n_epochs: 10", "n_epochs=none n_steps=50", {"n_epochs": None, "n_steps": 50}),
+    ("per_device_train_batch_size: 16", "batch_size=4", {"batch_size": 4}),
+    ("batch_size: 4", "per_device_train_batch_size=16", {"batch_size": 32}),
+    ("subset: train[:90%]", "dataset_split=test", {"dataset_split": "test"}),
+    ("subset: 5", "subset_size=7", {"subset_size": 7}),
+    ("subset: 5", "dataset_split=test", {"subset_size": 5, "dataset_split": "test"}),
+    ("subset_size: 7", "subset=5", {"subset_size": 5}),
+    ("dtype: fp32", "bf16=true", {"dtype": "bf16"}),
+    ("bf16: false", "dtype=bf16", {"dtype": "bf16"}),
+    ("bf16: true\nfp16: false", "fp16=true", {"dtype": "fp16"}),
+    ("fsdp: true", "parallel=replicate", {"parallel": "replicate"}),
+    ("warmup_ratio: 0.5", "warmup_steps=7", {"warmup_ratio": None, "warmup_steps": 7}),
+    ("warmup_steps: 7", "warmup_ratio=0.5", {"warmup_ratio": 0.5, "warmup_steps": 0}),
+    ("save_strategy: epoch", "save_steps=5", {"save_strategy": None, "save_steps": 5}),
+    ("save_steps: 5", "save_strategy=no", {"save_strategy": "no", "save_steps": None}),
+    ("eval_ratio: 0.1", "eval_dataset=e", {"eval_ratio": None, "eval_dataset": "e"}),
+    ("gradient_accumulation_steps: 16\nbatch_size: 1", "train_batch_size=32", {"gradient_accumulation_steps": 32}),
+    ("train_batch_size: 32", "grad_accum=3", {"gradient_accumulation_steps": 3, "batch_size": 4}),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "expected"), OVERRIDDEN)
+def test_a_word_overrides_what_a_config_has_under_another_name(tmp_path, monkeypatch, text, words, expected):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "run.yaml").write_text(text)
+    config = parse_config(SFTConfig, [*NEEDED, *words.split(), "--config", str(tmp_path / "run.yaml")])
+    assert {name: getattr(config, name) for name in expected} == expected
+    later = tmp_path / "later.yaml"
+    later.write_text("\n".join(words.split()).replace("=", ": "))
+    assert config == parse_config(SFTConfig, [*NEEDED, f"config={tmp_path / 'run.yaml'}", f"config={later}"])
+    (tmp_path / "options.yaml").write_text(to_yaml(config))
+    assert parse_config(SFTConfig, ["--config", str(tmp_path / "options.yaml")]) == config
+
+
+def test_a_word_overrides_what_a_profile_has_under_another_name(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["profile=balanced", "per_device_train_batch_size=3", "warmup_steps=7", "fp16=true"]
+    config = parse_config(RFTConfig, [*NEEDED, *words])
+    assert (config.batch_size, config.warmup_steps, config.warmup_ratio, config.dtype) == (6, 7, None, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("max_steps", "num_train_epochs"),
+        ("batch_size", "per_device_train_batch_size"),
+        ("gradient_accumulation_steps", "train_batch_size"),
+        ("subset", "subset_size"),
+        ("warmup_steps", "warmup_ratio"),
+    ],
+)
+def test_two_options_with_one_meaning_at_one_place(tmp_path, first, second):
+    (tmp_path / "run.yaml").write_text(f"{first}: 1\n{second}: 1\n")
+    message = f"options '{first}' and '{second}' exclude each other: give one"
+    with pytest.raises(ConfigError, match=f"^config file .*run.yaml: {message}"):
+        parse_config(DPOConfig, [*NEEDED, "--config", str(tmp_path / "run.yaml")])
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        parse_config(DPOConfig, [*NEEDED, f"{first}=1", f"--{second}", "1"])
+
+
+@pytest.mark.parametrize("pair", ["bf16=true dtype=fp32", "fp16=true dtype=fp32", "bf16=true fp16=true"])
+def test_two_dtypes(pair):
+    first, second = (word.partition("=")[0] for word in pair.split())
+    with pytest.raises(ConfigError, match=f"options '{first}' and '{second}' exclude each other"):
+        parse_config(DPOConfig, [*NEEDED, *pair.split()])
+    given = {key: value == "true" or value for key, value in (word.split("=") for word in pair.split())}
+    with pytest.raises(ConfigError, match=r"'\w+' (is true, and dtype is fp32|and 'fp16' are true): give one"):
+        DPOConfig(policy_name="m", dataset="d", **given)
+
+
+def test_two_names_of_an_option_in_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("n_steps: 5\nmax_steps: 6\n")
+    with pytest.raises(ConfigError, match="run.yaml: 'n_steps' and 'max_steps' are the same option: give one"):
+        parse_config(DPOConfig, [*NEEDED, "--config", str(tmp_path / "run.yaml")])
+    assert parse_config(DPOConfig, [*NEEDED, "n_steps=5", "max_steps=6"]).n_steps == 6
+
+
+@pytest.mark.parametrize("config_class", [SFTConfig, RLTConfig])
+def test_train_batch_size_is_that_of_a_step(monkeypatch, config_class):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = parse_config(config_class, [*NEEDED, "train_batch_size=32", "per_device_train_batch_size=1"])
+    assert (config.batch_size, config.gradient_accumulation_steps) == (2, 16)
+    config = parse_config(config_class, [*NEEDED, "train_batch_size=32"])
+    assert config.batch_size * config.gradient_accumulation_steps == 32
+    with pytest.raises(ConfigError, match="'train_batch_size' is 30, .* expected a multiple of batch_size 4"):
+        parse_config(config_class, [*NEEDED, "train_batch_size=30", "batch_size=4"])
 
 
 def test_a_mask_implies_mode_sparse():

@@ -26,20 +26,25 @@ class ModelOptions:
     )
     checkpoint: Path | None = option(None, "local folder with other weights of the model policy_name to start from")
     dataset: str = option(
-        help="hub name, or local .json, .jsonl or .parquet file", aliases=("dataset_name", "dataset_id_or_path")
+        help="hub name, or local .json, .jsonl or .parquet file",
+        aliases=("dataset_name", "dataset_id_or_path"),
+        hints={"train_dataset": "dataset"},
     )
     dataset_split: str = option("train", "split of a hub dataset")
     subset_size: int | None = option(None, "use this many examples, drawn with the seed", at_least=1)
     subset: str | None = option(
-        None, "a number is subset_size; other text is dataset_split, which may be a part such as train[:90%]"
+        None,
+        "a number is subset_size; other text is dataset_split, which may be a part such as train[:90%]",
+        in_place_of=lambda subset: "subset_size" if subset.isdecimal() else "dataset_split",
     )
     device: str = option("auto", "torch device; auto is cuda if available, else cpu")
     parallel: Parallel = option(
         "auto",
         "processes, which torchrun starts and which share the examples of a step: replicate, each has the model; fsdp, "
         "each has a part of every weight (FSDP2); none, a single process; auto is replicate under torchrun, else none",
+        hints={"deepspeed": "parallel=fsdp, which shards weights, gradients and optimizer states as ZeRO 3 does"},
     )
-    fsdp: bool | None = option(None, "true is parallel fsdp; false is any other")
+    fsdp: bool | None = option(None, "true is parallel fsdp; false is any other", in_place_of="parallel")
     ddp_timeout: float | None = option(
         None,
         "seconds that a process waits for the others in a collective, before the run fails; none is torch's default",
@@ -48,11 +53,15 @@ class ModelOptions:
     dtype: Literal["bf16", "fp16", "fp32"] = option(
         "bf16",
         "dtype of the weights; fp16 trains fp32 weights under fp16 autocast with loss scaling",
-        aliases=("precision",),
+        aliases=("precision", "torch_dtype"),
     )
-    bf16: bool | None = option(None, "true is dtype bf16; false is fp32")
-    fp16: bool | None = option(None, "true is dtype fp16; false is any other")
-    seed: int = option(0, "seed of the data order and of all sampling; on a CPU the same seed gives the same results")
+    bf16: bool | None = option(None, "true is dtype bf16; false is fp32", in_place_of="dtype")
+    fp16: bool | None = option(None, "true is dtype fp16; false is any other", in_place_of="dtype")
+    seed: int = option(
+        0,
+        "seed of the data order and of all sampling; on a CPU the same seed gives the same results",
+        hints={"data_seed": "seed, which is also that of the data order"},
+    )
     mount_dir: Path | None = option(None, "folder that relative output folders, and those named by default, are in")
 
     def __post_init__(self) -> None:
@@ -67,6 +76,7 @@ class ModelOptions:
             self.parallel = "fsdp"
         if self.fsdp is not None and self.fsdp != (self.parallel == "fsdp"):
             raise ConfigError(f"option 'fsdp' is {str(self.fsdp).lower()}, and parallel is {self.parallel}: give one")
+        self.fsdp = None
         self._apply_dtype_names()
 
     def _apply_dtype_names(self) -> None:
@@ -83,6 +93,7 @@ class ModelOptions:
             raise ConfigError("option 'fp16' is false, and dtype is fp16: give one")
         if self.bf16 is False and self.dtype == "bf16":
             self.dtype = "fp32"
+        self.bf16 = self.fp16 = None
 
     def mounted(self, folder: Path) -> Path:
         """The folder, under `mount_dir` unless it is absolute."""

@@ -33,6 +33,7 @@ class TrainingOptions(ModelOptions):
         None,
         "train all weights, the mask's active elements only, or low-rank adapters (peft); none is sparse with a mask, "
         "dense without",
+        hints={"use_peft": "mode=lora"},
     )
     mask: Path | None = option(None, "mask file of mode sparse")
     adapter: Literal["lora", "shira"] = option(
@@ -66,10 +67,20 @@ class TrainingOptions(ModelOptions):
         "train for this many passes over the data, in place of n_steps steps",
         above=0,
         aliases=("num_train_epochs", "epochs"),
+        in_place_of="n_steps",
     )
-    batch_size: int = option(4, "examples per forward pass", at_least=1, aliases=("train_batch_size",))
+    batch_size: int = option(4, "examples per forward pass", at_least=1)
     per_device_train_batch_size: int | None = option(
-        None, "examples per forward pass of each process, in place of batch_size, which is that of all", at_least=1
+        None,
+        "examples per forward pass of each process, in place of batch_size, which is that of all",
+        at_least=1,
+        in_place_of="batch_size",
+    )
+    train_batch_size: int | None = option(
+        None,
+        "examples per optimizer step, in place of gradient_accumulation_steps, which becomes this over batch_size",
+        at_least=1,
+        in_place_of="gradient_accumulation_steps",
     )
     gradient_accumulation_steps: int = option(
         1, "forward passes per optimizer step", at_least=1, aliases=("grad_accum",)
@@ -84,32 +95,52 @@ class TrainingOptions(ModelOptions):
     lr_schedule: Literal["linear", "cosine", "constant"] = option(
         "linear", "learning rate after warm-up, to step n_steps", aliases=("lr_scheduler_type",)
     )
-    warmup_steps: int = option(0, "steps of linear warm-up from 0", at_least=0)
+    warmup_steps: int = option(
+        0,
+        "steps of linear warm-up from 0",
+        at_least=0,
+        in_place_of=lambda steps: "warmup_steps" if steps else None,  # 0, and a ratio: transformers' files have both
+    )
     warmup_ratio: float | None = option(
-        None, "warm-up as a share of n_steps, if warmup_steps is 0", at_least=0, at_most=1
+        None,
+        "warm-up as a share of n_steps, if warmup_steps is 0",
+        at_least=0,
+        at_most=1,
+        in_place_of="warmup_steps",
     )
     optim: Literal["adamw_torch_fused", "adamw_torch", "sgd"] = option(
         "adamw_torch_fused",
         "AdamW, in the modes dense and lora by torch's fused kernel or its slower default; or SGD without momentum",
+        aliases=("optimizer",),
     )
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0)
     adam_beta1: float = option(0.9, "AdamW beta1", at_least=0, below=1)
     adam_beta2: float = option(0.999, "AdamW beta2", at_least=0, below=1)
     adam_epsilon: float = option(1e-8, "AdamW epsilon", at_least=0, aliases=("adam_eps",))
-    max_grad_norm: float | None = option(1.0, "clip the global gradient norm to this; none to leave it", above=0)
+    max_grad_norm: float | None = option(
+        1.0, "clip the global gradient norm to this; none to leave it", above=0, aliases=("grad_clip",)
+    )
 
-    eval_dataset: str | None = option(None, "evaluate on this dataset: hub name or local file, of the training format")
+    eval_dataset: str | None = option(
+        None,
+        "evaluate on this dataset: hub name or local file, of the training format",
+        hints=dict.fromkeys(("eval_strategy", "evaluation_strategy"), "eval_dataset or eval_ratio, with eval_steps"),
+    )
     eval_ratio: float | None = option(
         None,
         "without an eval_dataset: hold out this share of the examples, drawn with the seed, and evaluate on them",
         above=0,
         below=1,
         aliases=("val_ratio",),
+        in_place_of="eval_dataset",
     )
     eval_dataset_split: str = option("test", "split of a hub eval_dataset")
     eval_subset_size: int | None = option(None, "evaluate on this many examples, drawn with the seed", at_least=1)
     eval_steps: int = option(
-        50, "with an eval_dataset: evaluate every so many steps, before the first, after the last", at_least=1
+        50,
+        "with an eval_dataset: evaluate every so many steps, before the first, after the last",
+        at_least=1,
+        aliases=("eval_interval",),
     )
 
     output_dir: Path | None = option(
@@ -117,7 +148,9 @@ class TrainingOptions(ModelOptions):
     )
     save_dir: Path | None = option(None, "new or empty folder for the final model; none is final in output_dir")
     resume: bool = option(
-        False, "resume from the newest checkpoint in output_dir; from the beginning if there is none yet"
+        False,
+        "resume from the newest checkpoint in output_dir; from the beginning if there is none yet",
+        hints={"resume_from_checkpoint": "resume, and resume_step for another than the newest"},
     )
     resume_step: int | None = option(
         None,
@@ -128,10 +161,12 @@ class TrainingOptions(ModelOptions):
         None,
         "write a checkpoint to resume from every so many steps; none writes none",
         at_least=1,
-        aliases=("save_every", "save_ckpt_every"),
+        aliases=("save_every", "save_interval", "save_ckpt_every"),
     )
     save_strategy: Literal["no", "steps", "epoch"] | None = option(
-        None, "epoch sets save_steps to the steps of a pass over the data; no sets it to none; steps uses it"
+        None,
+        "epoch sets save_steps to the steps of a pass over the data; no sets it to none; steps uses it",
+        in_place_of=lambda strategy: None if strategy == "steps" else "save_steps",
     )
     save_total_limit: int | None = option(
         2,
@@ -143,9 +178,11 @@ class TrainingOptions(ModelOptions):
         1,
         "report metrics to trackers every so many steps, as means over these; metrics.jsonl has every step",
         at_least=1,
-        aliases=("log_steps",),
+        aliases=("log_steps", "log_interval"),
     )
-    report_to: list[Literal["wandb", "tensorboard"]] = option([], "send metrics to wandb, tensorboard, or both")
+    report_to: list[Literal["wandb", "tensorboard"]] = option(
+        [], "send metrics to wandb, tensorboard, or both", hints={"use_wandb": "report_to=wandb"}
+    )
     project_name: str | None = option(
         None, "project at wandb; none is {model}-{algorithm}-subnetwork-emergence", aliases=("wandb_project",)
     )
@@ -186,6 +223,17 @@ class TrainingOptions(ModelOptions):
             raise ConfigError(f"option 'resume_step' is {self.resume_step}: it is used with --resume only")
         if self.per_device_train_batch_size is not None:
             self.batch_size = self.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
+            self.per_device_train_batch_size = None
+        if self.train_batch_size is not None:
+            if self.train_batch_size % self.batch_size:
+                raise ConfigError(
+                    f"option 'train_batch_size' is {self.train_batch_size}, the examples per optimizer step: expected "
+                    f"a multiple of batch_size {self.batch_size}, the examples per forward pass"
+                )
+            self.gradient_accumulation_steps = self.train_batch_size // self.batch_size
+            self.train_batch_size = None
+        if self.warmup_steps:
+            self.warmup_ratio = None
         require_count("batch_size x gradient_accumulation_steps", self.batch_size * self.gradient_accumulation_steps)
         if self.save_strategy == "no":
             self.save_steps = None
@@ -263,4 +311,8 @@ class LoggedOptions:
 class ReferenceOptions(TrainingOptions):
     """Options of loops with a reference policy."""
 
-    ref_name: str | None = option(None, "reference model: hub name or local folder; none is the initial policy")
+    ref_name: str | None = option(
+        None,
+        "reference model: hub name or local folder; none is the initial policy",
+        aliases=("ref_model_name", "ref_model_name_or_path"),
+    )
