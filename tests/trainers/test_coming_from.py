@@ -15,6 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from sparse_opt.bench.training.baseline import main as baseline
 from sparse_opt.bench.training.baseline import run as baseline_run
+from sparse_opt.bench.training.profiles import main as profiles
+from sparse_opt.bench.training.profiles import run as profiles_run
 from sparse_opt.bench.training.profiles.main import ProfilesOptions
 from sparse_opt.cli import analyze, delta, doctor, mask, train
 from sparse_opt.cli.main import main
@@ -168,6 +170,12 @@ def test_reinforcement_casino(run, chat_folder, data, tmp_path):
     found = run("mask", "find", config="reinforcement_casino/mask_find", delta_log_dir="log")
     (file,) = (tmp_path / "masks" / "log").glob("sparsity_90.0pct_magnitude_step2.safetensors")
     assert "accard" in found and str(file.name) in found
+    run("mask", "find", config="reinforcement_casino/better_mask_find", delta_log_dir="log", target_step=1)
+    (other,) = (tmp_path / "masks" / "log").glob("top_10.0pct_magnitude_step1.safetensors")
+    of_data = {"model_name": chat_folder, "dataset": pairs, "n_samples": 4}
+    assert "snip" in run("mask", "find", config="reinforcement_casino/cold_start", **of_data)
+    run("mask", "compare", str(file), str(other), config="reinforcement_casino/mask_compare", png="none")
+    assert (tmp_path / "overlap.csv").read_text().count("\n") > 3
     run("train", "dpo", config="reinforcement_casino/sparse_dpo", dataset=pairs, mask=file, output_dir="sparse", **tiny)
     for name in ("efficiency", "bsr"):
         sparse = {"config": f"reinforcement_casino/sparse_dpo_{name}", "output_dir": name, "mask": file}
@@ -206,6 +214,7 @@ def test_sparsellm_rl(run, tokenizer, data, tmp_path):
     assert all(12 <= step["completion_length"] <= 14 for step in steps)
     samples = [json.loads(line) for line in (tmp_path / "checkpoints_gpt2_medium_ppo/samples.jsonl").open()]
     assert all("Sentiment: Positive review." in sample["prompt"] for sample in samples)
+    assert "wte.weight" in run("analyze", "shapes", config="sparsellm_rl/weight_shapes", model_name="gpt2")
     assert "tied: lm_head.weight" in run("analyze", "coverage", config="sparsellm_rl/coverage", no_plots=True)
     run("analyze", "ranks", config="sparsellm_rl/layer_ranks", no_plots=True)
     ranks = json.loads((tmp_path / "plots" / "ranks.json").read_text())
@@ -216,7 +225,7 @@ def test_rlt(run, chat_folder, data):
     words = ["--dataset", data / "stratos.jsonl", "--tokenizer", chat_folder, "--output", "teacher.jsonl"]
     assert teacher_data.main(list(map(str, words))) == 0
     tiny = {**TINY, "policy_name": chat_folder, "max_length": 1024}
-    run("train", "sft", config="rlt/teacher_sft", **{**tiny, "n_epochs": 0.3})
+    run("train", "sft", config="rlt/teacher_sft", **tiny)  # n_steps in place of the config's n_epochs
     tiny |= {"dataset": data / "stratos.jsonl", "rollout_engine": "generate", "n_generations": 2}
     tiny |= {"max_completion_length": 4, "vllm_gpu_memory_utilization": 0.3}
     tiny |= {"generation_aggregation_steps": "none", "vllm_enable_prefix_caching": "none"}
@@ -245,6 +254,26 @@ def test_unit_conversion_rft(run, chat_folder, data, tmp_path, monkeypatch):
     run("train", "rft", "train", config="unit_conversion_rft/train", batch_size=2, **tiny)
     tested = run("train", "rft", "test", config="unit_conversion_rft/test", device="cpu", subset_size=2)
     assert "accuracy" in tested and "answer rate" in tested
+
+
+def test_unit_conversion_profiles(run, chat_folder, data, tmp_path, monkeypatch):
+    jobs = []
+
+    def measured(job):
+        """Check the options of a configuration, without the minute that its stages take (tests/bench runs them)."""
+        for stage, options in job.values.items():
+            profiles_run.configured(rft.STAGES[stage][0], {"dataset": "kept.jsonl", **options})
+        jobs.append(job.name)
+        found = {"wall_s": 2.0, "work_s": 1.0, "tokens_per_s": 1.0, "peak_memory_bytes": None, "n_kept": 1}
+        found |= {"optimizer_bytes": {}, "accuracy": 0.5, "answer_rate": 1.0, "n_prompts": 100}
+        stages = dict.fromkeys(rft.STAGES, found)
+        return {"name": job.name, "stages": stages, "checkpoint": None, "peak_resident_bytes": 1}
+
+    monkeypatch.setattr(profiles, "_run", measured)
+    tiny = {"model_name": chat_folder, "device": "cpu", "repeats": 1}
+    shown = run("bench", "profiles", config="unit_conversion_rft/compare_profiles", **tiny)
+    assert jobs[:2] == ["start", "plain"] and {"conservative", "balanced", "aggressive"} <= set(jobs)
+    assert "aggressive" in shown and (tmp_path / "profiles.json").is_file()
 
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
