@@ -9,10 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-# verl reads them when it is imported.
-os.environ["VERL_PLATFORM"] = "cpu"
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "cpu_platform,sparse_opt.integrations.verl"
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # verl registers its engines for GPUs alone
+from sparse_opt.bench.verl import ENVIRONMENTS
+
+# In this process, which imports verl to read its configurations; `launch_verl` sets those of the tests' processes.
+os.environ.update(ENVIRONMENTS["cpu"])
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Also for the processes that tests start: verl imports cpu_platform by name.
 sys.path.append(str(Path(__file__).parent))

@@ -7,24 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import verl  # noqa: F401  # registers the engine
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine import BaseEngine
 from verl.workers.utils.losses import sft_loss
+
+from sparse_opt.bench.verl.engines import make_engine
 
 VOCABULARY = 64
 BATCH = 8  # sequences in the batch of a step, of all ranks
 
 
-def save_model(folder: Path, *, tied: bool = False) -> Path:
-    """Write a Llama of 140 thousand weights; some matrices have rows that 2 and 3 ranks cannot share equally."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def model_config(*, tied: bool = False) -> LlamaConfig:
+    """A Llama of 140 thousand weights; some matrices have rows that 2 and 3 ranks cannot share equally."""
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=96,
         intermediate_size=131,
@@ -34,7 +32,12 @@ def save_model(folder: Path, *, tied: bool = False) -> Path:
         tie_word_embeddings=tied,
         attn_implementation="eager",
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def save_model(folder: Path, *, tied: bool = False) -> Path:
+    """Write the model of `model_config` with random weights."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(model_config(tied=tied)).save_pretrained(folder)
     return folder
 
 
@@ -52,38 +55,31 @@ def engine(
     contents: Sequence[str] = ("model", "optimizer", "extra"),
 ) -> BaseEngine:
     """An initialized engine of a saved model, in fp32 and without compilation."""
-    options: dict[str, Any] = {
-        "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        "use_torch_compile": False,
-        "use_no_sync_for_gradient_accumulation": True,
-        **(engine_options or {}),
-    }
-    config = FSDPEngineConfig(strategy="fsdp2", **options)
-    object.__setattr__(config, "strategy", strategy)  # as verl's FSDPActorConfig does
-    built = EngineRegistry.new(
-        model_type="language_model",
-        backend=strategy,
-        model_config=HFModelConfig(
-            path=str(model),
-            load_tokenizer=False,
-            enable_gradient_checkpointing=False,
-            use_remove_padding=False,
-            override_config={"attn_implementation": "eager"},
-            **(model_options or {}),
-        ),
-        engine_config=config,
-        optimizer_config=FSDPOptimizerConfig(
-            lr=lr,
-            weight_decay=weight_decay,
-            clip_grad=clip_grad,
-            total_training_steps=100,
-            override_optimizer_config=override,
+    return make_engine(
+        model,
+        strategy,
+        engine={
+            "mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            "use_torch_compile": False,
+            "use_no_sync_for_gradient_accumulation": True,
+            **(engine_options or {}),
+        },
+        optimizer={
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "clip_grad": clip_grad,
+            "override_optimizer_config": override,
+            "total_training_steps": 100,
             **(optimizer_options or {}),
-        ),
-        checkpoint_config=CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+        },
+        network={
+            "enable_gradient_checkpointing": False,
+            "use_remove_padding": False,
+            "override_config": {"attn_implementation": "eager"},
+            **(model_options or {}),
+        },
+        saved=contents,
     )
-    built.initialize()
-    return built
 
 
 def batch(step: int, rank: int, ranks: int, micro_batch_size: int = 2) -> TensorDict:
@@ -133,6 +129,6 @@ def train(built: BaseEngine, steps: range, rank: int, ranks: int) -> list[tuple[
 
 
 def weights(built: BaseEngine) -> dict[str, Tensor]:
-    """All weights, as verl exports them to a rollout."""
+    """All weights, as verl exports them to a rollout, on the CPU."""
     tensors, _ = built.get_per_tensor_param()
-    return {name: tensor.detach().clone() for name, tensor in tensors}
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors}

@@ -42,11 +42,14 @@ class ChangedValues:
         names = {param: name for name, param in self._params.items()}
         if large := [name for name, param in self._params.items() if param.numel() >= 2**31]:
             raise ValueError(f"{large[0]!r} has {self._params[large[0]].numel()} elements, verl sends fewer than 2^31")
-        self._sent_names = _sent_names(model)
+        self._sent_names = sent_names(model)
         self._groups = {}
         local: dict[str, Tensor] = {}
         indices: dict[str, Tensor] = {}
         self._positions: dict[str, Tensor] = {}
+        # Of a parameter of which this rank sends nothing. verl takes the device of its collectives from the entries, so
+        # that these are on the device of the shards, too.
+        self._nothing: dict[str, tuple[Tensor, Tensor]] = {}
         for param, shard in sharding.shards_of(self._params, model).items():
             name = names[param]
             _, contributes, self._groups[name] = derive_dtensor_placement(ShardSpec.from_param(param))
@@ -54,7 +57,10 @@ class ChangedValues:
             if contributes and positions.numel():
                 local[name], indices[name] = shard.local, positions
                 self._positions[name] = (positions.to(torch.int64) + shard.first).to(torch.int32).to(shard.local.device)
-        self._device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
+            else:
+                device = shard.local.device
+                nothing = torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=SENT, device=device)
+                self._nothing[name] = nothing
         # Elements, since a shard may begin inside of a tile.
         shapes = {name: tensor.shape for name, tensor in local.items()}
         self._values = WeightsOf(local, MaskSet(indices, shapes), optimizer.backend) if local else None
@@ -76,8 +82,7 @@ class ChangedValues:
                 changed = (now[name].view(torch.int16) != self._last[name].view(torch.int16)).nonzero().view(-1)
                 positions, values = self._positions[name][changed], now[name][changed]
             else:
-                positions = torch.empty(0, dtype=torch.int32, device=self._device)
-                values = torch.empty(0, dtype=SENT, device=self._device)
+                positions, values = self._nothing[name]
             counts = torch.tensor([values.numel()], dtype=torch.int64, device="cpu")
             for sent in self._sent_names[name]:
                 slots = [(sent, tuple(param.shape))]
@@ -97,8 +102,8 @@ class ChangedValues:
         return found
 
 
-def _sent_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names under which verl sends each parameter; tied weights have several."""
+def sent_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names under which verl sends each parameter, by its name in the model; tied weights have several."""
     by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(param, []).append(name)

@@ -1,4 +1,7 @@
-"""The CPU as a platform of verl, which has none; verl imports this module by VERL_USE_EXTERNAL_MODULES."""
+"""The CPU as a platform of verl, which has none: for tests and for `sparse-opt bench verl --small`.
+
+verl imports this module in each of its processes if the environment has the variables of `ENVIRONMENTS["cpu"]`.
+"""
 
 from __future__ import annotations
 
