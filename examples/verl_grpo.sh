@@ -12,7 +12,7 @@ python3 -m verl.trainer.main_ppo \
   algorithm.adv_estimator=grpo data.train_files="$train" data.val_files="$test" \
   data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=1024 \
   actor_rollout_ref.model.path="$model" \
-  actor_rollout_ref.model.lora_rank=1 +actor_rollout_ref.model.lora.merge=True \
+  actor_rollout_ref.model.lora_rank=1 actor_rollout_ref.model.lora.merge=True \
   actor_rollout_ref.actor.strategy=sparse_fsdp2 \
   +actor_rollout_ref.actor.optim.override_optimizer_config.mask="$mask" \
   actor_rollout_ref.actor.optim.lr=1e-6 \
