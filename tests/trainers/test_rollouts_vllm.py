@@ -79,7 +79,7 @@ class FakeLLM:
         assert type(self.model).__name__ == config.architectures[0]
         self.model.load_weights = self.load_weights
         self.leave_out = None
-        self.cached = False
+        self.cached = self.keeps_cache = False
         self.ended = False
         self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=self.shutdown))
 
@@ -106,8 +106,8 @@ class FakeLLM:
         return [method(self, *args)]
 
     def reset_prefix_cache(self):
-        self.cached = False
-        return True
+        self.cached = self.keeps_cache
+        return not self.keeps_cache
 
     def sleep(self, level=1):
         assert self.can_sleep and level == 2
@@ -293,6 +293,16 @@ def test_a_mixture_of_experts_is_refused(make):
     model.config.num_local_experts = 4
     with pytest.raises(ConfigError, match="mixture of experts, and num_local_experts is 4"):
         make(model)
+
+
+def test_a_prefix_cache_that_vllm_keeps_is_an_error(make):
+    engine = make(small(LlamaConfig))
+    llm = engine._llm
+    llm.keeps_cache = True
+    with pytest.raises(SparseOptError, match="reset_prefix_cache of vLLM failed: blocks are still in use"):
+        greedy(engine)
+    llm.keeps_cache = False
+    assert greedy(engine) == by_hand(engine.model)
 
 
 def test_without_vllm_the_error_says_how_to_install_it(monkeypatch, tokenizer):

@@ -54,7 +54,7 @@ class FullReload:
         """See `WeightSync`.
 
         Raises:
-            SparseOptError: some of vLLM's weights are not among the policy's.
+            SparseOptError: some of vLLM's weights are not among the policy's; or vLLM keeps its prefix cache.
         """
         (missing,) = self._llm.collective_rpc(_reload, args=(merged_weights(self._model),))
         if missing:
@@ -62,7 +62,8 @@ class FullReload:
                 f"vLLM's {type(self._model).__name__} has {len(missing)} weights that the policy does not give it, "
                 f"among them {min(missing)}"
             )
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise SparseOptError("reset_prefix_cache of vLLM failed: blocks are still in use")
 
     def close(self) -> None:
         """Do nothing: no resources are held."""
