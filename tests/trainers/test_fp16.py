@@ -17,6 +17,7 @@ from sparse_opt.trainers.policy.dense_adamw import DenseAdamW
 from sparse_opt.trainers.ranks import ONE_RANK, Ranks
 from sparse_opt.trainers.run import loss_scaling
 from sparse_opt.trainers.run.loss_scaling import LossScaling
+from sparse_opt.trainers.run.training_run import TrainingRun
 
 
 @pytest.fixture
@@ -122,8 +123,48 @@ def test_two_processes_skip_the_same_steps(dpo_options, modes, tmp_path):
         assert ours[-1][2] < ours[0][2] - 1e-3
 
 
-def test_with_fsdp_it_is_refused(dpo_options, monkeypatch, tmp_path):
+def overflow_on_rank_1(rank, configs):
+    """The loss scale after each step of runs whose second backward pass overflows on rank 1 alone."""
+    make_scaler, backward, log = torch.amp.GradScaler, TrainingRun.backward, TrainingRun.log
+    scalers, scales = [], []
+
+    def scaler(*args, **options):
+        scalers.append(make_scaler(*args, init_scale=2.0**10, **options))
+        return scalers[-1]
+
+    def overflowing(run, loss, is_last):
+        overflows = len(scales) % 4 == 1 and rank == 1
+        backward(run, loss * float("inf") if overflows else loss, is_last)
+
+    def checked(run, *args, **metrics):
+        log(run, *args, **metrics)
+        run.optimizer.check_ranks()
+        scales.append(scalers[-1].get_scale())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.amp, "GradScaler", scaler)
+        patch.setattr(TrainingRun, "backward", overflowing)
+        patch.setattr(TrainingRun, "log", checked)
+        for config in configs:
+            dpo.train(config)
+    return scales
+
+
+def test_an_overflow_on_one_rank_skips_the_step_of_sparse_runs_on_all(dpo_options, modes, tmp_path):
+    configs = [
+        dpo_options(dtype="fp16", parallel=parallel, n_steps=4, output_dir=tmp_path / parallel, **modes["sparse"])
+        for parallel in ("fsdp", "replicate")
+    ]
+    assert launch(overflow_on_rank_1, 2, configs) == [2 * [1024.0, 512.0, 512.0, 512.0]] * 2
+    sharded, whole = (rows(config.output_dir / "metrics.jsonl") for config in configs)
+    assert [row["step_skipped"] for row in sharded] == [0.0, 1.0, 0.0, 0.0]
+    # The sums of two ranks' gradients have the same bits in both, and all other arithmetic is the same.
+    assert [row["loss"] for row in sharded] == [row["loss"] for row in whole]
+    assert sharded[-1]["loss"] < sharded[0]["loss"] - 1e-3
+
+
+def test_with_fsdp_mode_dense_is_refused(dpo_options, monkeypatch, tmp_path):
     monkeypatch.setattr(Ranks, "of", lambda *options: dataclasses.replace(ONE_RANK, sharded=True))
-    with pytest.raises(ConfigError, match="'dtype' is fp16 with parallel fsdp.*expected bf16 or fp32"):
+    with pytest.raises(ConfigError, match="'dtype' is fp16 with parallel fsdp and mode dense.*expected mode sparse"):
         dpo.train(dpo_options(dtype="fp16"))
     assert not (tmp_path / "run").exists()

@@ -72,7 +72,8 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
     given, batch = batch, batch if len(batch.input_ids) else TokenBatch.placeholder(batch.input_ids.device)
 
     def run() -> tuple[Tensor, Tensor | None]:
-        logprobs, rows = _pass(inner, inner.forward, batch, temperature, states=states)
+        with autocast_of(model):
+            logprobs, rows = _pass(inner, inner.forward, batch, temperature, states=states)
         return logprobs, None if rows is None else rows.clone()  # no views, see `in_forward`
 
     logprobs, rows = in_forward(model, run)

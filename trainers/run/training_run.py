@@ -102,10 +102,10 @@ class TrainingRun:
                 f"batch_size x gradient_accumulation_steps is {rows}: the {self.ranks.size} processes share these "
                 "examples, expected at least one for each"
             )
-        if config.dtype == "fp16" and self.ranks.sharded:
+        if config.dtype == "fp16" and self.ranks.sharded and config.mode != "sparse":
             raise ConfigError(
-                "option 'dtype' is fp16 with parallel fsdp: a rank sees the overflows of its own part alone, so that "
-                "some ranks would skip a step that others make; expected bf16 or fp32"
+                f"option 'dtype' is fp16 with parallel fsdp and mode {config.mode}: a rank sees the overflows of its "
+                "own part alone, so some would skip a step that others make; expected mode sparse, bf16 or fp32"
             )
         self._files = RunFiles(config, algorithm, self.ranks)
         self.output_dir = self._files.output_dir
