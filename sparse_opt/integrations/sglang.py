@@ -18,8 +18,8 @@ and send, with `engine` an `sglang.Engine` of the trainer's process, the mask an
         engine.update_weights_from_tensor(named_tensors(sender.update()), load_format=LOAD_FORMAT)
 
 SGLang drops its KV cache after each request (`flush_cache`, which is on by default). A refused message leaves the
-weights as they were, but the versions of SGLang that were read do not handle exceptions of a loader: the engine ends. A
-restarted engine needs the mask and the state again. Pipeline parallelism is not supported.
+weights as they were, but SGLang does not handle exceptions of a loader: the engine ends. A restarted engine needs the
+mask and the state again. Pipeline parallelism is not supported.
 """
 
 from __future__ import annotations

@@ -1,116 +1,37 @@
-"""A receiver in numpy, written from docs/weight_sync.md alone, that follows a sender's bytes."""
+"""The independent receiver follows a sender's bytes, and refuses damaged messages before it writes."""
 
 from __future__ import annotations
 
 import json
-import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import independent_receiver
 import numpy as np
 import pytest
-from samples import bits, change, make_weights
+import torch
+import xxhash
+from independent_receiver import Receiver, digest, hexadecimal
+from samples import bits, change, clones, make_weights, same_bits
+from torch import Tensor
 
 from sparse_opt import MaskSet
+from sparse_opt.errors import WeightSyncError
 from sparse_opt.masks.patterns import PATTERNS
-from sparse_opt.weight_sync import WeightSender
+from sparse_opt.weight_sync import Message, WeightReceiver, WeightSender
 
-WORDS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}  # values are bit patterns
-STORED = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "U8": np.uint8, "I32": np.int32, "I64": np.int64}
-SIDES = {"element": (1, 1), "run16": (1, 16), "run32": (1, 32), "tile64": (64, 64), "tile128": (128, 128)}
-
-
-def parse(data: bytes) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Return a message's fields and tensors."""
-    body = 8 + struct.unpack_from("<Q", data)[0]
-    header = json.loads(data[8:body])
-    fields = header.pop("__metadata__")
-    return fields, {
-        name: np.frombuffer(data[body:][slice(*entry["data_offsets"])], STORED[entry["dtype"]])
-        for name, entry in header.items()
-    }
-
-
-def digest(numbers: np.ndarray, words: np.ndarray) -> int:
-    x = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x += words.astype(np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x2545F4914F6CDD1D)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
-
-
-def hexadecimal(total: int) -> str:
-    return f"{total % 2**64:016x}"
-
-
-def elements(units: np.ndarray, shape: list[int], pattern: str) -> np.ndarray:
-    """Return the ascending row-major positions of some units."""
-    columns = shape[-1] if shape else 1
-    grid = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(-1, columns)
-    height, width = SIDES[pattern]
-    across = -(-columns // width)
-    inside = np.isin(grid // columns // height * across + grid % columns // width, units)
-    return grid[inside]
-
-
-class Receiver:
-    """Weights by name, each a flat array of words, and what a receiver knows of them."""
-
-    def __init__(self, weights: dict[str, np.ndarray]) -> None:
-        self.weights, self.version, self.total, self.encodings = weights, None, 0, set[str]()
-
-    def receive(self, data: bytes) -> None:
-        fields, tensors = parse(data)
-        if fields["kind"] == "mask":
-            self.receive_mask(fields, tensors)
-            return
-        update = fields["kind"] == "update"
-        assert fields["mask_digest"] == self.mask
-        assert not update or int(fields["base_version"]) == self.version
-        assert not update or fields["base_digest"] == hexadecimal(self.total)
-        sent, total, writes = 0, self.total, []
-        for dtype, first, places in self.groups:
-            old = np.concatenate([self.weights[name][at] for name, at in places])
-            if f"{dtype}.values" in tensors:
-                chosen, new = np.arange(len(old)), tensors[f"{dtype}.values"]
-            elif f"{dtype}.bitmap" in tensors:
-                chosen = np.flatnonzero(np.unpackbits(tensors[f"{dtype}.bitmap"], bitorder="little"))
-                new = tensors[f"{dtype}.changed"]
-            else:
-                chosen, new = np.arange(0), old[:0]
-            self.encodings |= {key.partition(".")[2] for key in tensors if key.startswith(dtype)} or {"nothing"}
-            assert len(chosen) == len(new)
-            terms = digest(first + chosen, new)
-            sent, total = sent + terms, total + terms - digest(first + chosen, old[chosen])
-            old[chosen] = new
-            writes.append((places, old))
-        assert hexadecimal(sent) == fields["payload_digest"] and hexadecimal(total) == fields["result_digest"]
-        for places, values in writes:
-            for name, at in places:
-                self.weights[name][at], values = values[: len(at)], values[len(at) :]
-        self.version, self.total = int(fields["version"]), total
-
-    def receive_mask(self, fields: dict[str, str], tensors: dict[str, np.ndarray]) -> None:
-        layout: dict[str, Any] = json.loads(fields["layout"])
-        listed = np.concatenate([tensors[f"positions.{i}"] for i, t in enumerate(layout["tensors"]) if t["nnz"]])
-        assert hexadecimal(digest(np.arange(len(listed)), listed)) == fields["payload_digest"]
-        self.mask, self.groups, self.total, first = fields["mask_digest"], [], 0, 0
-        for dtype in sorted({t["dtype"] for t in layout["tensors"] if t["nnz"]}):
-            members = [(i, t) for i, t in enumerate(layout["tensors"]) if t["nnz"] and t["dtype"] == dtype]
-            places = [
-                (t["name"], elements(tensors[f"positions.{i}"], t["shape"], layout["pattern"])) for i, t in members
-            ]
-            assert [len(at) for _, at in places] == [t["nnz"] for _, t in members]
-            words = np.concatenate([self.weights[name][at] for name, at in places])
-            self.groups.append((dtype, first, places))
-            self.total += digest(first + np.arange(len(words)), words)
-            first += len(words)
-        self.version = int(fields["version"]) if hexadecimal(self.total) == fields["result_digest"] else None
+WORDS = {2: np.uint16, 4: np.uint32}
 
 
 def words_of(weights: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {
-        name: bits(w).numpy().view(WORDS[str(w.dtype).removeprefix("torch.")]).copy() for name, w in weights.items()
-    }
+    return {name: bits(w).numpy().view(WORDS[w.element_size()]).copy() for name, w in weights.items()}
+
+
+def receiver_of(weights: dict[str, Any]) -> Receiver:
+    kinds = {name: [str(w.dtype).removeprefix("torch."), list(w.shape)] for name, w in weights.items()}
+    return Receiver(words_of(weights), kinds)
 
 
 def same(receiver: Receiver, weights: dict[str, Any]) -> bool:
@@ -121,19 +42,27 @@ def same(receiver: Receiver, weights: dict[str, Any]) -> bool:
 def test_it_follows_a_sender(pattern: str) -> None:
     weights = make_weights("mixed")
     mask = MaskSet.random(weights, density=0.3, pattern=pattern)
-    sender, receiver = WeightSender(weights, mask), Receiver(words_of(weights))
+    sender, receiver, forms = WeightSender(weights, mask), receiver_of(weights), set()
     receiver.receive(sender.mask_message().to_bytes())
     assert receiver.version == 0
     for version, share in enumerate([0.01, 1.0, 0.0, 0.2], start=1):
         change(weights, mask, share, seed=version)
-        receiver.receive(sender.update().to_bytes())
+        message = sender.update().wait()
+        forms |= {name.partition(".")[2] for name in message.tensors} or {"nothing"}
+        receiver.receive(message.to_bytes())
         assert receiver.version == version and same(receiver, weights)
-    assert receiver.encodings == {"values", "bitmap", "changed", "nothing"}
-    late = Receiver(words_of(make_weights("mixed")))
+    assert forms == {"values", "bitmap", "changed", "nothing"}
+    late = receiver_of(make_weights("mixed"))
     late.receive(sender.mask_message().to_bytes())
     assert late.version is None
     late.receive(sender.state_message().to_bytes())
     assert late.version == 4 and same(late, weights)
+
+
+def test_it_has_fewer_than_100_lines() -> None:
+    assert independent_receiver.__file__ is not None
+    lines = Path(independent_receiver.__file__).read_text().splitlines()
+    assert sum(bool(line) for line in lines) < 100
 
 
 def test_the_vectors_of_the_page() -> None:
@@ -143,3 +72,107 @@ def test_the_vectors_of_the_page() -> None:
     words = np.array([0x3F80, 0xC000, 0x3F00])
     digests = [hexadecimal(digest(first + np.arange(3), words)) for first in (0, 10)]
     assert digests == ["cf71883e9e5c84ff", "f763e0ab94400814"]
+
+
+def with_fields(message: Message, *, sign: bool = True, **fields: str) -> bytes:
+    """The message's bytes with other header fields, with their digest if `sign`."""
+    data = message.to_bytes()
+    body = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:body])
+    metadata = header["__metadata__"] | fields
+    if sign:
+        signed = {key: value for key, value in metadata.items() if key != "digest"}
+        text = json.dumps(signed, sort_keys=True, separators=(",", ":"))
+        metadata["digest"] = xxhash.xxh3_128_hexdigest(text.encode())
+    encoded = json.dumps(header | {"__metadata__": metadata}).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data[body:]
+
+
+def with_tensor(message: Message, name: str, change: Callable[[Tensor], Tensor]) -> Message:
+    return replace(message, tensors={**message.tensors, name: change(message.tensors[name])})
+
+
+def with_positions(message: Message, change: Callable[[Tensor], Tensor]) -> Message:
+    """A mask message with other positions of the first tensor, whose digest is right."""
+    changed = with_tensor(message, "positions.0", change)
+    listed = np.concatenate([positions.numpy() for positions in changed.tensors.values()])
+    return replace(changed, payload_digest=hexadecimal(digest(np.arange(len(listed)), listed)))
+
+
+def with_layout(message: Message, **entry: Any) -> Message:
+    """A mask message whose layout describes the first tensor differently."""
+    layout = json.loads(message.layout or "")
+    layout["tensors"][0] |= entry
+    return replace(message, layout=json.dumps(layout))
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    """A copy with another lowest bit in the first element."""
+    copy = tensor.clone()
+    copy.view(torch.uint8)[0] ^= 1
+    return copy
+
+
+# What is damaged -> the kind of the message, what the independent receiver refuses, and the damage. The header's digest
+# is right in all but the first.
+DAMAGES: dict[str, tuple[str, str, Callable[[Message], bytes | Message]]] = {
+    "header": ("state", "digest of the header", lambda m: with_fields(m, sign=False, version="7")),
+    "end": ("state", "buffer size|cannot reshape", lambda m: m.to_bytes()[:-1]),
+    "format": ("state", "format", lambda m: with_fields(m, format="other")),
+    "format_version": ("state", "format", lambda m: with_fields(m, format_version="2")),
+    "kind": ("state", "kind", lambda m: with_fields(m, kind="patch")),
+    "tensors": ("state", "list of tensors", lambda m: with_fields(m, tensors="[]")),
+    "mask_digest": ("state", "mask", lambda m: replace(m, mask_digest="0" * 32)),
+    "payload_digest": ("state", "payload digest", lambda m: replace(m, payload_digest="0" * 16)),
+    "result_digest": ("state", "result digest", lambda m: replace(m, result_digest="0" * 16)),
+    "a value": ("state", "payload digest", lambda m: with_tensor(m, "float32.values", flipped)),
+    "number of values": ("state", "number of values", lambda m: with_tensor(m, "float32.values", lambda t: t[1:])),
+    "dtype of values": ("state", "number of values", lambda m: with_tensor(m, "float32.values", Tensor.half)),
+    "base_version": ("update", "base version", lambda m: replace(m, version=9, base_version=8)),
+    "base_digest": ("update", "base digest", lambda m: replace(m, base_digest="0" * 16)),
+    "a changed value": ("update", "payload digest", lambda m: with_tensor(m, "float32.changed", flipped)),
+    "a bit": ("update", "number of values", lambda m: with_tensor(m, "float32.bitmap", flipped)),
+    "result of an update": ("update", "result digest", lambda m: replace(m, result_digest="0" * 16)),
+    "a position": ("mask", "payload digest", lambda m: with_tensor(m, "positions.0", flipped)),
+    "order of positions": ("mask", "positions", lambda m: with_positions(m, lambda t: t.flip(0))),
+    "positions twice": ("mask", "positions", lambda m: with_positions(m, lambda t: torch.cat([t[:1], t[:1], t[2:]]))),
+    "range of positions": (
+        "mask",
+        "positions",
+        lambda m: with_positions(m, lambda t: torch.cat([t[:-1], t[-1:] + 99])),
+    ),
+    "nnz": ("mask", "nnz", lambda m: with_positions(m, lambda t: t[1:])),
+    "name": ("mask", "own tensors", lambda m: with_layout(m, name="a.weight")),
+    "shape": ("mask", "own tensors", lambda m: with_layout(m, shape=[5, 13])),
+    "dtype": ("mask", "own tensors", lambda m: with_layout(m, dtype="bfloat16")),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_message_is_refused(what: str) -> None:
+    """By both receivers, before they write; then they accept the undamaged message."""
+    kind, reason, damage = DAMAGES[what]
+    weights = make_weights("mixed")
+    before = clones(weights)
+    sender = WeightSender(weights, MaskSet.random(weights, density=0.3), encoding="bitmap")
+    messages = {"mask": sender.mask_message()}
+    change(weights, sender.mask, 0.1, seed=1)
+    messages |= {"update": sender.update().wait(), "state": sender.state_message()}
+    copy = clones(weights if kind == "mask" else before)
+    independent, receiver = receiver_of(copy), WeightReceiver(copy)
+    if kind != "mask":
+        for receive in (independent.receive, receiver.receive):
+            receive(messages["mask"].to_bytes())
+    held = independent.version, clones(copy)
+    damaged = damage(messages[kind])
+    data = damaged if isinstance(damaged, bytes) else damaged.to_bytes()
+    with pytest.raises(ValueError, match=reason):
+        independent.receive(data)
+    with pytest.raises(WeightSyncError):
+        receiver.receive(data)
+    assert independent.version == receiver.version == held[0]
+    assert same(independent, held[1]) and same_bits(copy, held[1])
+    for receive in (independent.receive, receiver.receive):
+        receive(messages[kind].to_bytes())
+    assert independent.version == receiver.version == (None if kind == "mask" else 1)
+    assert kind == "mask" or (same(independent, weights) and same_bits(copy, weights))
