@@ -66,6 +66,8 @@ def report() -> dict[str, Any]:
             row("element_values", 4.0),
             row("element_changed", 3.5, message_bytes=150, sent_values=10),
             row("tile64_values", 2.0, receiver_bytes={"positions": 11}),
+            row("tile64_values_ipc", 6.0),
+            row("tile64_changed_ipc", 2.5),
             row("weights", 2000.0, network="sockets"),
             row("element_values", 100.0, network="sockets"),
         ],
@@ -77,19 +79,23 @@ def test_targets(report):
     assert found["default", "element_values", "ms"] == (4.0, 5.0)
     assert found["default", "element_changed", "ms"] == (3.5, 3.0)
     assert found["default", "element_values", "times faster than all weights"] == (10.0, 8.0)
+    assert found["default", "tile64_values_ipc", "times faster than all weights"] == (40.0 / 6.0, 8.0)
+    assert {r[1] for r in found if r[2].startswith("times")} == {"element_values", "tile64_values", "tile64_values_ipc"}
+    assert found["default", "tile64_changed_ipc", "ms"] == (2.5, 3.0)
     assert found["sockets", "element_values", "times faster than all weights"] == (20.0, 30.0)
     assert found["default", "element_values", "bytes per active element"] == (2.005, 2.01)
     assert found["default", "element_changed", "bytes per active element"] == (0.15, pytest.approx(0.125 + 2.1 * 0.01))
     assert found["default", "tile64_values", "receiver's index bytes per active element"] == (0.011, 0.01)
     lines = [line for line in reports.text(report).splitlines() if "= " in line]
-    assert sum(line.endswith("missed") for line in lines) == 4  # 3.5 ms, 0.15 bytes, 0.011 bytes, 20 times faster
+    # 3.5 and 6 ms, 0.15 and 0.011 bytes, 6.7 and 20 times faster
+    assert sum(line.endswith("missed") for line in lines) == 6
 
 
 def test_a_wrong_result_is_reported_and_has_no_time(report):
     assert reports.wrong_lines(report) == []
     report["rows"][1] |= {"right": False, "ms": None}
     assert reports.wrong_lines(report) == ["default, element_values: WRONG RESULT: weights differ between the ranks"]
-    assert "in 5 of 6 rows" in reports.text(report)
+    assert "in 7 of 8 rows" in reports.text(report)
 
 
 @pytest.mark.parametrize(
