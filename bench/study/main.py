@@ -23,26 +23,24 @@ from typing import Any
 import xxhash
 import yaml
 
-from sparse_opt.analysis.figures import require_matplotlib
+from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.errors import ConfigError
 from sparse_opt.trainers.run.lock import RunLock
 
 from ..common.environment import environment
 from ..common.harness import exit_code, numbers_out_of_range
 from ..common.report import why_unwritable, write_json
-from .overlaps import sample_file
 from .plan import CLAIMS, FINDING_SEED, TUNING_SEED, Choice, Run
 from .plot import plot
 from .pool import Pool, visible_gpus
 from .report import report
-from .results import Results
-from .runs import Chore, do, do_chore, is_done, needed_by
+from .results import STARTS_FILE, Results, read_starts
+from .runs import Chore, do, do_chore, is_done, needed_by, require_samples
 from .schedule import estimate, parts_of, runs_left
+from .timing import read_times, time_steps
 from .world import World, make_world, require_inputs
 
 SETTINGS = Path(__file__).with_name("study.yaml")
-STARTS_FILE = "starts.json"
 # Settings that say which runs there are.
 _OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "tile", "texts")
 
@@ -153,34 +151,6 @@ class Study:
                     self.ended(*ended)
 
 
-def read_starts(folder: Path, results: Results) -> dict[str, dict[str, Any]]:
-    """Task -> the scores of the start, with the settings and inputs of the results; see `Study`."""
-    file = folder / STARTS_FILE
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    settings = results.header["settings"]
-    return {
-        task: scores
-        for task, scores in found.items()
-        if scores["settings"] == settings and results.agrees_with(scores["inputs"])
-    }
-
-
-def require_samples(world: World, results: Results) -> None:
-    """Check that the changed weights of the finished dense runs are here, which later ones are compared with.
-
-    Raises:
-        ConfigError: a file is missing; names it.
-    """
-    for row in results.rows.values():
-        if row["trained"] == "dense" and row["seed"] != TUNING_SEED:
-            run = Run(row["algorithm"], row["task"], row["trained"], row["learning_rate"], row["seed"])
-            if not (file := sample_file(world.changed, run.name)).is_file():
-                raise ConfigError(
-                    f"{file}: missing, expected the sample of a finished run, which claim 2 compares others with: copy "
-                    "changed/ from the machine that did it, or leave claim 2 out with --claims"
-                )
-
-
 def work(world: World, job: Run | Chore) -> dict[str, Any] | None:
     """Do a run or a chore; return its measurements, if it has any."""
     return do(world, job) if isinstance(job, Run) else do_chore(world, job)
@@ -212,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **environment(device),
     }
     results = Results(path, header)
-    choice = Choice(args.claims, tasks, args.seeds)
+    choice = Choice(args.claims, tasks, args.seeds, args.size)
     if args.dry_run:
         print(estimate(settings, parts_of(choice, results, settings), results, args.jobs))
         return 0
@@ -225,12 +195,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_inputs(world, results.inputs)
             if 2 in args.claims:
                 require_samples(world, results)
-            study = Study(world, choice, results, args.jobs)
-            finished = study.run(deadline, args.kill)
-            n_failed = len(study.failures)
+            if args.time_steps is not None:
+                finished = time_steps(world, parts_of(choice, results, settings), results, args.time_steps, deadline)
+            else:
+                study = Study(world, choice, results, args.jobs)
+                finished = study.run(deadline, args.kill)
+                n_failed = len(study.failures)
     starts = read_starts(world.folder, results)
     parts = parts_of(choice, results, settings)
-    page = report(results, parts, choice, starts, settings)
+    page = report(results, parts, choice, starts, settings, read_times(world.folder, results))
     (args.output_dir / "report.md").write_text(page, encoding="utf-8")
     print(page, end="")
     if args.plot is not None:
@@ -273,6 +246,12 @@ def _parser() -> CommandParser:
         help="runs at once, each in a process of its own if there are several or with --kill, on all GPUs; times of "
         "several are not compared (%(default)s)",
     )
+    parser.add_argument(
+        "--time_steps",
+        type=int,
+        metavar="N",
+        help="in place of the runs, measure N steps of each choice of what is trained with the device to itself",
+    )
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU where there is one")
     return parser
 
@@ -287,8 +266,11 @@ def _problem(args: Namespace, settings: dict[str, Any]) -> str:
         require_matplotlib("plot")
         if problem := why_unwritable(args.plot):
             return problem
-    if args.jobs < 1:
-        return f"--jobs {args.jobs}: expected at least 1"
+    for name in ("jobs", "time_steps"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            return f"--{name} {value}: expected at least 1"
+    if args.time_steps is not None and (args.jobs > 1 or args.kill):
+        return "--time_steps measures one after the other: it is not valid with --jobs or --kill"
     return numbers_out_of_range(args)
 
 

@@ -140,6 +140,13 @@ class Choice:
     claims: Sequence[int]
     tasks: Sequence[str]
     seeds: Sequence[int]
+    size: str = "smollm2"
+
+    def command(self, claim: int) -> str:
+        """The command that does the runs of a claim's tables."""
+        of_size = "" if self.size == "smollm2" else f" --size {self.size}"
+        seeds = " ".join(map(str, self.seeds))
+        return f"sparse-opt bench study{of_size} --claims {claim} --tasks {' '.join(self.tasks)} --seeds {seeds}"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from sparse_opt.errors import ConfigError
 
 from .plan import TUNING_SEED, Run, Subject
 
+STARTS_FILE = "starts.json"
+
 
 class Results:
     """Finished runs by their settings. Each is appended and flushed to disk when it is finished.
@@ -112,3 +114,15 @@ class Results:
         rows = [row for row in self.rows.values() if row["algorithm"] == algorithm]
         found = [row["seconds"] for row in rows if row["jobs"] == jobs] or [row["seconds"] for row in rows]
         return median(found) if found else None
+
+
+def read_starts(folder: Path, results: Results) -> dict[str, dict[str, Any]]:
+    """Task -> the scores of the start, with the settings and inputs of the results."""
+    file = folder / STARTS_FILE
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = results.header["settings"]
+    return {
+        task: scores
+        for task, scores in found.items()
+        if scores["settings"] == settings and results.agrees_with(scores["inputs"])
+    }

@@ -13,16 +13,19 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
+from sparse_opt.errors import ConfigError
 from sparse_opt.trainers.run.outputs import ADAPTER_FOLDER
 
 from ..common.training import accuracy, finish, metrics
 from .forgetting import make_texts, perplexity
 from .measures import changed_weights, closeness, measure_update
+from .overlaps import sample_file
 from .plan import ADAPTERS, EARLY, FINDING_SEED, OF_DENSE, TUNING_SEED, Run, Trained
+from .results import Results
 from .world import DATA, TEXTS_FILE, World, make_answers
 
 # Algorithm -> module of its loop, and its config class.
-_LOOPS = {
+LOOPS = {
     "grpo": ("sparse_opt.trainers.grpo", "GRPOConfig"),
     "dpo": ("sparse_opt.trainers.dpo", "DPOConfig"),
     "rft": ("sparse_opt.trainers.rft.train", "RFTConfig"),
@@ -70,6 +73,22 @@ def is_done(world: World, chore: Chore) -> bool:
 def dense_run(run: Run) -> Run:
     """The dense run of the same settings."""
     return replace(run, trained="dense")
+
+
+def require_samples(world: World, results: Results) -> None:
+    """Check that the changed weights of the finished dense runs are here, which later ones are compared with.
+
+    Raises:
+        ConfigError: a file is missing; names it.
+    """
+    for row in results.rows.values():
+        if row["trained"] == "dense" and row["seed"] != TUNING_SEED:
+            run = Run(row["algorithm"], row["task"], row["trained"], row["learning_rate"], row["seed"])
+            if not (file := sample_file(world.changed, run.name)).is_file():
+                raise ConfigError(
+                    f"{file}: missing, expected the sample of a finished run, which claim 2 compares others with: copy "
+                    "changed/ from the machine that did it, or leave claim 2 out with --claims"
+                )
 
 
 def do_chore(world: World, chore: Chore) -> dict[str, Any] | None:
@@ -125,6 +144,17 @@ def _stderr(shares: Sequence[float]) -> float:
     return math.sqrt(share * (1 - share) / len(shares))
 
 
+def options_of(world: World, run: Run) -> dict[str, Any]:
+    """Options of the loop's config for a run, without data and folders. A mask is made unless it exists."""
+    options, trained = world.options(run), Trained.parse(run.trained)
+    if trained.source in ADAPTERS:
+        assert trained.amount is not None
+        return options | {"mode": "lora", "adapter": trained.source, "lora_rank": int(trained.amount)}
+    if trained.is_mask or trained.source == "subnetwork":
+        return options | {"mode": "sparse", "mask": mask_file(world, run)}
+    return options | {"mode": "dense"} | ({"optim": "sgd"} if trained.source == "sgd" else {})
+
+
 def do(world: World, run: Run) -> dict[str, Any]:
     """Train and measure, then remove the weights of the run.
 
@@ -138,15 +168,8 @@ def do(world: World, run: Run) -> dict[str, Any]:
     folder = world.folder / "runs" / run.name
     if not (folder / "final" / "model.safetensors").is_file():  # killed, or its result was not written
         shutil.rmtree(folder, ignore_errors=True)
-    options, trained = world.options(run), Trained.parse(run.trained)
-    if trained.source in ADAPTERS:
-        assert trained.amount is not None
-        options |= {"mode": "lora", "adapter": trained.source, "lora_rank": int(trained.amount)}
-    elif trained.is_mask or trained.source == "subnetwork":
-        options |= {"mode": "sparse", "mask": mask_file(world, run)}
-    else:
-        options |= {"mode": "dense", "optim": "sgd"} if trained.source == "sgd" else {"mode": "dense"}
-    module, config = _LOOPS[run.algorithm]
+    options, trained = options_of(world, run), Trained.parse(run.trained)
+    module, config = LOOPS[run.algorithm]
     started = time.perf_counter()
     summary = finish(
         importlib.import_module(module), config, options, world.data(run.task, DATA[run.algorithm]), folder
@@ -262,7 +285,7 @@ def finding_log(world: World, algorithm: str, task: str) -> tuple[Path, dict[int
             shutil.rmtree(unfinished, ignore_errors=True)
     steps = ",".join([*map(str, sorted(set(early.values()))), "last"])
     options = world.options(run) | {"delta_log_dir": log_dir, "delta_log_steps": steps, "mode": "dense"}
-    module, config = _LOOPS[algorithm]
+    module, config = LOOPS[algorithm]
     finish(importlib.import_module(module), config, options, world.data(task, DATA[algorithm]), folder)
     shutil.rmtree(folder / "final", ignore_errors=True)
     return log_dir, {**early, 100: n_steps}

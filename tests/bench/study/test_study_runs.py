@@ -214,15 +214,15 @@ def test_the_start_is_scored_once(finished, monkeypatch, capsys):
     monkeypatch.setattr("sparse_opt.bench.study.runs.perplexity", None)
     assert study_main.main(words_for(finished)) == 0
     before = json.loads((finished / "starts.json").read_text())["sums"]["accuracy"]
-    row = table_without_times(capsys.readouterr().out)[0]
-    assert row.split(" | ")[4] == f"{before:.3f}"
+    row = table_without_times(capsys.readouterr().out)[2]
+    assert row[4] == f"{before:.3f}"
     # On another machine, with the small files alone.
     carried = finished.parent / "carried"
     carried.mkdir()
     for name in ("results.jsonl", "starts.json"):
         shutil.copy(finished / name, carried)
     assert study_main.main(words_for(carried, "--report_only")) == 0
-    assert table_without_times(capsys.readouterr().out)[0] == row
+    assert table_without_times(capsys.readouterr().out)[2] == row
 
 
 @pytest.mark.parametrize("name", ["texts.jsonl", "questions/sums/kept.jsonl"])
@@ -246,6 +246,28 @@ def test_a_missing_sample_of_a_finished_run_is_refused(finished, monkeypatch):
     words[words.index("--claims") + 1] = "2"
     with pytest.raises(ConfigError, match=r"changed/grpo_sums_dense_lr\S+_seed0\.safetensors: missing"):
         study_main.main(words)
+
+
+def step_times(page):
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| sums")]
+    return [cells[-2] for cells in rows if len(cells) == 14]
+
+
+def test_steps_are_timed_alone(finished, capsys):
+    """The results are those of runs at once."""
+    rows = [json.loads(line) | {"jobs": 8} for line in (finished / "results.jsonl").read_text().splitlines()]
+    (finished / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert study_main.main(words_for(finished, "--time_steps", "2", "--stop_after", "0")) == 1
+    assert step_times(capsys.readouterr().out) == ["", ""]
+    assert study_main.main(words_for(finished, "--time_steps", "2")) == 0
+    found = step_times(capsys.readouterr().out)
+    times = [json.loads(line) for line in (finished / "times.jsonl").read_text().splitlines()]
+    assert [row["trained"] for row in times] == ["dense", "random:1:run16", "sgd"]
+    assert found == [f"{row['step_time_s']:.3f}" for row in times[:2]]
+    assert study_main.main(words_for(finished, "--time_steps", "2")) == 0  # none is left
+    assert len((finished / "times.jsonl").read_text().splitlines()) == 3
+    with pytest.raises(ConfigError, match="--time_steps measures one after the other: it is not valid with"):
+        study_main.main(words_for(finished, "--time_steps", "2", "--kill"))
 
 
 def test_kill_begins_no_run_that_would_not_end(finished, capfd):
@@ -281,7 +303,9 @@ def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, 
     monkeypatch.setattr(study_main, "do", original)
     assert study_main.main(words) == 0
     resumed = table_without_times(capsys.readouterr().out)
-    assert len(resumed) == 4 * 3
+    # Scores and shares by rate have a line for each part; the shares by component and by layer a column.
+    assert sum(cells[0] == "| sums" for cells in resumed) == 2 * 4
+    assert [cells[0] for cells in resumed[-2:]] == ["| 0", "| none"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == [TUNING_SEED, 0, TUNING_SEED, 0, 0, TUNING_SEED]
     assert all(0 < row["changed"] <= 1 for row in rows) and rows[2]["n_trained"] > 0
@@ -307,4 +331,6 @@ def test_kill_ends_a_run_that_is_alone(finished, capfd):
 
 
 def table_without_times(page):
-    return [re.sub(r"[\d ]+\|$", "", line) for line in page.splitlines() if line.startswith("| sums")]
+    """The lines of all tables, as cells; without the seconds of a step and of a run, the last ones of scores."""
+    lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    return [cells[:-2] if len(cells) == 14 else cells for cells in lines]

@@ -109,7 +109,29 @@ def test_the_page_says_what_is_missing(results, measured, settings):
     results.add(Run("grpo", "sums", "dense", 1e-5, 0), measured(0.75))
     page = report(results, parts, Choice([1], ["sums"], [0, 1]), {"sums": {"accuracy": 0.25}}, settings)
     assert "**not shown**" in page and "4 of 4 rows are not finished" in page
-    assert "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 | 0.750 |  | 1 of 2 | 20.0% |" in page
+    assert "    sparse-opt bench study --claims 1 --tasks sums --seeds 0 1" in page.splitlines()
+    row = "| sums | grpo | dense | 1e-05 | 0.250 | 0.750 | 0.750 |  | 1 of 2 | 20.0% | 3.00 | 5.0 | 0.500 | 2 |"
+    assert row in page.splitlines()
+    table = page[page.index("| changed by layer") :].splitlines()
+    assert table[2:4] == ["| 0 | 25.0% | 25.0% | 25.0% |", "| none | 12.5% | 12.5% | 12.5% |"]
+
+
+def test_rewards_at_equal_time(results, measured, settings):
+    """Steps of the mask take half as long, by times measured alone."""
+    parts = [Part(subject, subject, (0,), (4,)) for subject in (DENSE, Subject("grpo", "sums", "random:1:tile64"))]
+    for part in parts:
+        rate = first_rates(settings, part.subject)[0]
+        for seed in (TUNING_SEED, 0):
+            rewards = {str(step): step / 100 for step in range(5, 80, 5)}
+            results.add(Run("grpo", "sums", part.subject.trained, rate, seed), measured(rewards=rewards, jobs=8))
+    times = {("grpo", "dense"): {"step_time_s": 2.0}, ("grpo", "random:1:tile64"): {"step_time_s": 1.0}}
+    choice = Choice([4], ["sums"], [0])
+    page = report(results, parts, choice, {}, settings, times)
+    assert "| task | trained | runs | s a step | steps in 75 s | reward then | reward at the end |" in page
+    # The last three rewards within 37 steps are those of 25, 30 and 35.
+    assert "| sums | dense | 1 | 2.000 | 37 | 0.300 | 0.700 |" in page
+    assert "| sums | random:1:tile64 | 1 | 1.000 | 75 | 0.700 | 0.700 |" in page
+    assert "steps in" not in report(results, parts, choice, {}, settings)  # no run was alone
 
 
 def common(n_both, stderr):

@@ -1,0 +1,238 @@
+"""The tables that claims have besides the scores."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from sparse_opt.tables import markdown_table
+
+from .law import best_of, law
+from .plan import TUNING_SEED, Part, Run
+from .results import Results
+from .timing import Times, timed_as
+from .verdicts import overlaps, ratio, rows_of
+
+
+def further_tables(
+    claim: int,
+    results: Results,
+    parts: Sequence[Part],
+    tasks: Sequence[str],
+    before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
+    times: Times,
+) -> list[str]:
+    """What a claim needs besides the scores; nothing without its runs."""
+    if claim == 1:
+        return [_by_rate(results, parts), *_by_place(results, parts)]
+    if claim == 2:
+        return _overlaps(results, parts)
+    if claim == 3:
+        return _closeness(results, parts)
+    if claim == 4:
+        return [table for task in tasks for table in _at_equal_time(results, parts, task, times)]
+    if claim == 5:
+        return _memory_and_forgetting(results, parts, before, times)
+    if claim == 7:
+        return _laws(results, parts, tasks, before, settings)
+    return []
+
+
+def _laws(
+    results: Results,
+    parts: Sequence[Part],
+    tasks: Sequence[str],
+    before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
+) -> list[str]:
+    rows = []
+    for part in parts:
+        best = best_of(settings, results, part.subject, before.get(part.subject.task))
+        if best is not None:
+            values = [row["n_trained"] for row in results.of(part.subject, [TUNING_SEED]) if "n_trained" in row]
+            numbers = (f"{best.rate:g}", f"{best.low:.3g}", f"{best.high:.3g}")
+            rows.append(
+                (part.subject.task, part.subject.trained, f"{mean(values):,.0f}" if values else "all", *numbers)
+            )
+    headers = ("task", "trained", "values", "best rate", "from", "to")
+    tables = [markdown_table(headers, rows, n_words=2)] if rows else []
+    for task in tasks:
+        found = law(settings, results, parts, task, before.get(task))
+        if found is not None:
+            interval = f"p between {found.low:.2f} and {found.high:.2f}"
+            tables.append(f"{task}: rate ~ density^-p, p = {found.p:.2f} over {found.n} densities, {interval}")
+    return tables
+
+
+def _by_rate(results: Results, parts: Sequence[Part]) -> str:
+    rows = []
+    for part in parts:
+        by_rate = defaultdict(list)
+        for row in results.of(part.subject, (TUNING_SEED, *part.seeds)):
+            by_rate[row["learning_rate"]].append(row)
+        for rate, runs in sorted(by_rate.items()):
+            ranks = [run["ranks"] for run in runs if run.get("ranks")]
+            rows.append(
+                (
+                    part.subject.task,
+                    part.subject.algorithm,
+                    f"{rate:g}",
+                    str(len(runs)),
+                    f"{mean(run['changed_bf16'] for run in runs):.1%}",
+                    f"{mean(run['changed_1e-5'] for run in runs):.1%}",
+                    *(f"{mean(rank[kind] for rank in ranks):.3f}" if ranks else "" for kind in _RANKS),
+                    f"{mean(run['accuracy'] for run in runs):.3f}",
+                )
+            )
+    headers = ("task", "algorithm", "learning rate", "runs", "bf16 changed", "moved by > 1e-5", *_RANKS.values())
+    return markdown_table((*headers, "after"), rows, n_words=2)
+
+
+_RANKS = {"numerical": "rank", "numerical_min": "lowest rank", "effective": "effective rank"}
+
+
+def _by_place(results: Results, parts: Sequence[Part]) -> list[str]:
+    """The shares of changed bf16 weights by component, and by layer: a column for each subject."""
+    found = {part.subject: runs for part in parts if (runs := rows_of(results, part))}
+    tables = []
+    for what, key in (("component", "changed_by_component"), ("layer", "changed_by_layer")):
+        names = list(dict.fromkeys(name for runs in found.values() for name in runs[0][key]))
+        rows = [
+            (name, *(f"{mean(row[key].get(name, 0.0) for row in runs):.1%}" for runs in found.values()))
+            for name in names
+        ]
+        headers = (f"changed by {what}", *(f"{subject.algorithm} {subject.task}" for subject in found))
+        tables.append(markdown_table(headers, rows, n_words=1))
+    return tables
+
+
+def _at_equal_time(results: Results, parts: Sequence[Part], task: str, times: Times) -> list[str]:
+    """The rewards of training, up to the time that the fastest takes for all its steps."""
+    found = []
+    for part in parts:
+        runs = [row for row in rows_of(results, part) if row.get("rewards")]
+        if runs and part.subject.task == task and (step := step_seconds(times, part, runs)) is not None:
+            found.append((part.subject.trained, runs, step))
+    if len(found) < 2:
+        return []
+    budget = min(step * max(map(int, runs[0]["rewards"])) for _, runs, step in found)
+    rows = []
+    for trained, runs, step in found:
+        n_steps = int(budget / step + 1e-9)
+        at_end = f"{mean(_reward(run, 10**9) for run in runs):.3f}"
+        then = mean(_reward(run, n_steps) for run in runs)
+        rows.append((task, trained, str(len(runs)), f"{step:.3f}", str(n_steps), f"{then:.3f}", at_end))
+    headers = ("task", "trained", "runs", "s a step", f"steps in {budget:.0f} s", "reward then", "reward at the end")
+    return [markdown_table(headers, rows, n_words=2)]
+
+
+def _reward(run: Mapping[str, Any], n_steps: int) -> float:
+    """The mean of the last three rewards recorded within some steps; NaN before the first."""
+    before = [reward for step, reward in run["rewards"].items() if int(step) <= n_steps]
+    return mean(before[-3:]) if before else float("nan")
+
+
+def step_seconds(times: Times, part: Part, runs: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds of a step that had the device to itself: as measured, or of runs that were alone; None without any."""
+    key = timed_as(part.subject)
+    if key is not None and key in times:
+        return float(times[key]["step_time_s"])
+    alone = [run["step_time_s"] for run in runs if run["jobs"] == 1]
+    return mean(alone) if alone else None
+
+
+def mean_of(runs: Sequence[Mapping[str, Any]], key: str, form: str, factor: float) -> str:
+    """The mean of a measurement that some runs do not have, as on a CPU."""
+    values = [run[key] for run in runs if run[key] is not None]
+    return form.format(mean(values) * factor) if values else ""
+
+
+def _overlaps(results: Results, parts: Sequence[Part]) -> list[str]:
+    by_kind = defaultdict(list)
+    for first, second, counts in overlaps(results, parts):
+        by_kind[_difference(first, second)].append(counts)
+    rows = []
+    for kind, found in sorted(by_kind.items()):
+        ratios = [ratio(counts) for counts in found]
+        stderr = max(counts["n_both_stderr"] / max(1.0, counts["expected"]) for counts in found)
+        rows.append(
+            (
+                kind,
+                str(len(found)),
+                f"{mean(c['n_both'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
+                f"{mean(c['expected_by_tensor'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
+                f"{mean(c['expected'] / max(1, min(c['n'], c['n_other'])) for c in found):.1%}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{stderr:.3f}",
+            )
+        )
+    headers = (
+        "runs differ in", "pairs", "in common", "by chance in tensors", "and exponents", "ratio", "its standard error",
+    )  # fmt: skip
+    return [markdown_table(headers, rows, n_words=1)] if rows else []
+
+
+def _difference(first: Run, second: Run) -> str:
+    names = ("algorithm", "task", "seed")
+    return ", ".join(name for name in names if getattr(first, name) != getattr(second, name))
+
+
+def _closeness(results: Results, parts: Sequence[Part]) -> list[str]:
+    rows = [
+        (
+            row["trained"],
+            str(row["seed"]),
+            f"{row['accuracy']:.3f}",
+            *(f"{row['closeness'][name]:.1%}" for name in ("within_1e-5", "within_1e-4")),
+            *(f"{row['closeness'][name]:.3f}" for name in ("distance", "cosine")),
+        )
+        for part in parts
+        for row in rows_of(results, part)
+        if "closeness" in row
+    ]
+    headers = ("trained", "seed", "after", "within 1e-5", "within 1e-4", "distance / update", "cosine of updates")
+    return [markdown_table(headers, rows, n_words=1)] if rows else []
+
+
+def _memory_and_forgetting(
+    results: Results, parts: Sequence[Part], before: Mapping[str, Mapping[str, Any]], times: Times
+) -> list[str]:
+    rows = []
+    for part in parts:
+        runs = [row for row in rows_of(results, part) if "perplexity" in row]
+        if not runs:
+            continue
+        start = before.get(part.subject.task, {})
+        step = step_seconds(times, part, runs)
+        rows.append(
+            (
+                part.subject.task,
+                part.subject.trained,
+                f"{runs[0]['n_trained']:,}" if "n_trained" in runs[0] else "all",
+                mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
+                f"{mean(run['accuracy'] for run in runs):.3f}",
+                _mean_of_others(runs),
+                _mean_of_others([start]) if start else "",
+                _perplexity(runs),
+                _perplexity([start]) if start else "",
+                "" if step is None else f"{step:.3f}",
+            )
+        )
+    headers = (
+        "task", "trained", "values", "optimizer MB", "after", "other tasks", "before", "perplexity", "before",
+        "s a step",
+    )  # fmt: skip
+    return [markdown_table(headers, rows, n_words=2)] if rows else []
+
+
+def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
+    values = [row["perplexity"] for row in rows]
+    return "not finite" if None in values else f"{mean(values):.3f}"
+
+
+def _mean_of_others(rows: Sequence[Mapping[str, Any]]) -> str:
+    scores = [score for row in rows for score in row["others"].values()]
+    return f"{mean(scores):.3f}" if scores else ""
