@@ -50,6 +50,10 @@ BENCHMARKS = {
         "study.main",
         "claims about sparse training on a pretrained model: runs, tables and verdicts; resumable",
     ),
+    "verl": (
+        "verl.main",
+        "verl's actor update on several GPUs, the sparse engine compared with verl's own: time, peak memory",
+    ),
     "weight_sync": (
         "weight_sync.main",
         "weight updates from a trainer to another GPU: the active weights compared with all weights, time and bytes",

@@ -1,0 +1,132 @@
+"""verl's actor update under FSDP2: the sparse engine compared with verl's own engine and its AdamW.
+
+An actor update is what verl's worker does with a batch of responses: forward and backward passes of its policy loss in
+micro-batches, clipping, the optimizer's step and that of the schedule. Both engines are built in the same processes
+from the same weights, one process per GPU, and make their first update on the same batch: the update of the active
+elements must be the same, except for rounding. Then they are timed in turns. The memory of an engine is the peak of the
+allocator during an update, less what the other engine holds. Neither vLLM nor Ray is part of it.
+
+Needs verl 0.9.1 in the environment, as in that of `make test-verl`; with --small it runs on a CPU with gloo.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from sparse_opt.cli.doctor import installed_version
+from sparse_opt.cli.parser import CommandParser
+from sparse_opt.masks.patterns import PATTERNS
+
+from ..common.harness import Benchmark, Report, WrongResult, out_of_range, run_in_process
+from ..distributed.models import SHAPES
+from . import ENVIRONMENTS
+from .report import text, wrong_line
+
+_SETTINGS = (
+    *("shape", "gpus", "density", "pattern", "sequence_length", "batch_size", "micro_batch_size", "model_dtype"),
+    *("gradient_checkpointing", "attention", "clip_grad", "learning_rate", "n_rounds", "seed", "device"),
+)
+
+_EPILOG = """examples:
+  sparse-opt bench verl                                      # 3B shape on two GPUs
+  sparse-opt bench verl --gpus 4 --gradient_checkpointing    # as verl's default configuration
+  sparse-opt bench verl --small                              # a tiny model, two processes on the CPU
+"""
+
+
+def options(parser: CommandParser) -> None:
+    shapes = [name for name in SHAPES if name != "70b"]  # both engines are on the GPUs at once
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--shape", choices=shapes, default="3b", help="of the Llama (%(default)s)")
+    what.add_argument("--density", type=float, default=0.025, help="of the random mask (%(default)s)")
+    what.add_argument("--pattern", choices=tuple(PATTERNS), default="tile64", help="of the mask (%(default)s)")
+    what.add_argument("--sequence_length", type=int, default=1024, help="tokens, half of them prompt (%(default)s)")
+    what.add_argument("--batch_size", type=int, default=4, help="sequences of an update on each GPU (%(default)s)")
+    what.add_argument("--micro_batch_size", type=int, default=2, help="of these at once (%(default)s)")
+    what.add_argument("--model_dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)")
+    what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
+    what.add_argument(
+        "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa", help="kernels (%(default)s)"
+    )
+    what.add_argument("--clip_grad", type=float, default=1.0, help="largest norm of the gradient (%(default)s)")
+    what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed updates (%(default)s)")
+    run = parser.add_argument_group("how")
+    run.add_argument("--gpus", type=int, default=2, help="of this host (%(default)s)")
+    run.add_argument("--n_rounds", type=int, default=20, help="timed updates of each engine (%(default)s)")
+    run.add_argument("--timeout_s", type=float, default=600.0, help="of a collective (%(default)s)")
+    run.add_argument("--folder", type=Path, help="keeps the model and the mask for later runs (default: temporary)")
+    run.add_argument("--seed", type=int, default=0, help="of weights, mask and batch (%(default)s)")
+    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
+
+
+def problem(args: Namespace) -> str:
+    """The error in the options; empty if they are valid."""
+    on_cpu = args.device == "cpu"
+    if args.small:
+        args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
+        args.density = max(args.density, 0.25)  # the matrices have 8 to 32 tiles
+    if error := out_of_range(args, "sequence_length", at_least=4) or out_of_range(args, "micro_batch_size"):
+        return error
+    if args.batch_size % args.micro_batch_size:
+        return f"--batch_size {args.batch_size} is no multiple of --micro_batch_size {args.micro_batch_size}"
+    if error := out_of_range(args, "gpus", at_least=2):
+        return error
+    if not on_cpu and args.gpus > torch.cuda.device_count():
+        return f"--gpus {args.gpus}: torch sees {torch.cuda.device_count()}; --small runs on a CPU"
+    if find_spec("verl") is None:
+        return "verl is not installed here: `make test-verl` installs it into an environment of its own, build/verl"
+    if args.folder is not None and not args.folder.is_dir():
+        return f"--folder {args.folder}: no such folder"
+    if args.output is None and args.shape != "3b":
+        args.output = Path(f"bench/results/verl_{args.shape}.json")
+    args.device = "cpu" if on_cpu else "cuda"
+    return ""
+
+
+def run(args: Namespace, report: Report) -> None:
+    """Run the engines in processes of a torchrun, and fill the report with their rows."""
+    settings = {name: getattr(args, name) for name in _SETTINGS} | {"verl": installed_version("verl")}
+    report |= {"settings": settings, "rows": [], "failed": False}
+    with tempfile.TemporaryDirectory(prefix="sparse_opt_verl_") as temporary:
+        # Of the options of World: no limit of the memory, the network that NCCL chooses.
+        job = settings | {"timeout_s": args.timeout_s, "network": "default", "limit_gib": None}
+        job["folder"] = str(args.folder or temporary)
+        variables = ENVIRONMENTS[args.device]
+        result = run_in_process(
+            "sparse_opt.bench.verl.world", "verl", job, Path(temporary), variables, n_ranks=args.gpus
+        )
+    if result is None:
+        report["failed"] = True
+        return
+    report |= {name: result[name] for name in ("rows", "check", "nnz")}
+    if not report["check"]["met"]:
+        raise WrongResult(wrong_line(report["check"]))
+
+
+BENCHMARK = Benchmark(
+    name="verl",
+    doc=__doc__,
+    options=options,
+    problem=problem,
+    measure=run,
+    text=text,
+    failures=lambda report, args: ["the run did not end"] if report["failed"] else [],
+    epilog=_EPILOG,
+    output="bench/results/verl.json",
+    device="auto",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return BENCHMARK.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""The processes of `bench verl`: both engines in each, compared after their first update, then timed in turns.
+
+Two engines with the same weights compute the same gradients of a batch except for rounding: verl's engine computes
+whole matrices of gradients, and with a mask of tiles the sparse one adds the products of a tile in another order. Of N
+sequences of all ranks the gradient is a sum of N matrices (2 N of tied embeddings). Each engine rounds each of them to
+the dtype of the backward pass, by at most u of its values (u = 2^-9 in bf16); sums are fp32. If the gradients of
+different sequences are uncorrelated, the norm of the sum is sqrt(2 N) times that of one, and the norm of the difference
+at most 2 u sqrt(2 N) of it. AdamW's first update is +-lr, and an error e of the gradient changes the signs of at most
+sqrt(4 e) of its norm; see `bench.distributed.reference`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparse_opt import MaskSet
+
+from ..common.environment import commit
+from ..common.harness import job_main
+from ..common.timing import measure
+from ..distributed.models import make_model
+from ..distributed.reference import CHECK_LR, first_step
+from ..distributed.variants import Variant
+from ..distributed.world import World
+from .engines import EngineTraining, make_batch, make_engine, make_loss
+from .report import DENSE, SPARSE
+
+UNIT_ROUNDOFF = 2.0**-9  # of the bf16 forward and backward pass, verl's default
+
+
+class FirstUpdate(NamedTuple):
+    """The norm of an engine's first gradient, and this rank's active elements after the update, on the CPU."""
+
+    grad_norm: float
+    values: list[tuple[str, slice, Tensor, Tensor]]  # as of `Training.active_values`
+
+    @classmethod
+    def of(cls, training: EngineTraining, mask: MaskSet) -> FirstUpdate:
+        values = [(name, slots, w.cpu().clone(), m.cpu().clone()) for name, slots, w, m in training.active_values(mask)]
+        return cls(training.grad_norm, values)
+
+
+class EngineWorld(World):
+    """The processes of one torchrun with verl's engines.
+
+    Args:
+        args: the options of the benchmark and `folder`, which all ranks see, for the model and the mask.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(args, {}, [])
+        self.model = Path(args.folder) / f"{args.shape}_{args.seed}"
+        self.mask = Path(args.folder) / f"{args.shape}_{args.pattern}_{args.density:g}_{args.seed}.safetensors"
+
+    def engines(self) -> dict[str, Any]:
+        """Measure verl's engine and the sparse one; return the comparison of their first updates, and their rows.
+
+        Engines whose first updates differ are not timed, and have no rows.
+        """
+        self._write_files()
+        mask = MaskSet.load(self.mask)
+        trainings: list[EngineTraining] = []
+        first: list[FirstUpdate] = []
+        rows: list[dict[str, Any]] = []
+        batch: Any = None
+        for strategy in (DENSE, SPARSE):
+            self._print(f"{strategy}: building the engine")
+            self._reset_peak()
+            held_by_others = self._allocated()
+            training = self._training(strategy)
+            build_peak = self._peak()
+            if batch is None:
+                batch = self._batch(training.log_probs(self._batch()))
+            first_step(training, [batch])
+            first.append(FirstUpdate.of(training, mask))
+            training.set_lr(self.args.learning_rate)
+            training.step([batch])
+            self._reset_peak()
+            training.step([batch])
+            peak = self._peak()
+            trainings.append(training)
+            row: dict[str, Any] = {"engine": strategy, "build_peak_bytes": None, "peak_memory_bytes": None}
+            row["held_bytes"] = None  # between updates
+            if build_peak is not None and peak is not None:
+                row["build_peak_bytes"] = build_peak - held_by_others
+                row["peak_memory_bytes"] = peak - held_by_others
+                row["held_bytes"] = self._allocated() - held_by_others
+            rows.append(row)
+        check = self._compare(*first, mask)
+        if not check["met"]:
+            return {"rows": [], "check": check, "nnz": mask.nnz}
+        gc.collect()
+        gc.freeze()
+        variants = {row["engine"]: self._call(training, batch) for row, training in zip(rows, trainings, strict=True)}
+        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=self.args.n_rounds, clock=self._clock)
+        gc.unfreeze()
+        for row in rows:
+            row |= timings[row["engine"]].as_dict() | {"commit": commit()}
+        return {"rows": rows, "check": check, "nnz": mask.nnz}
+
+    @staticmethod
+    def _call(training: EngineTraining, batch: Any) -> Any:
+        return lambda: training.step([batch])
+
+    def _write_files(self) -> None:
+        """Write the model and the mask, unless an earlier run has left them in the folder."""
+        if self.rank == 0 and not self.mask.is_file():
+            self._draw(self.args.pattern).save(self.mask)
+        if self.rank == 0 and not (self.model / "config.json").is_file():
+            self._print(f"writing a model of the shape {self.args.shape}")
+            made: Any = make_model(self.config, self.device, self.args.seed)
+            made.save_pretrained(self.model)
+            del made
+            self._release_memory()
+        self._barrier()
+
+    def _training(self, strategy: str) -> EngineTraining:
+        args = self.args
+        optimizer: dict[str, Any] = {
+            "lr": args.learning_rate,
+            "weight_decay": 0.0,
+            "clip_grad": args.clip_grad,
+            "total_training_steps": 10**6,
+        }
+        if strategy == SPARSE:
+            optimizer["override_optimizer_config"] = {"mask": str(self.mask)}
+        engine = make_engine(
+            self.model,
+            strategy,
+            engine={"model_dtype": args.model_dtype, "use_torch_compile": False},
+            optimizer=optimizer,
+            network={
+                "enable_gradient_checkpointing": args.gradient_checkpointing,
+                "use_remove_padding": False,
+                "override_config": {"attn_implementation": args.attention},
+            },
+        )
+        variant = Variant("fsdp2") if strategy == DENSE else Variant("fsdp2", args.pattern, "fp32")
+        loss = make_loss(args.micro_batch_size)
+        return EngineTraining(variant, engine.module, engine.module, engine.optimizer, False, engine, loss)
+
+    def _batch(self, old_log_probs: Tensor | None = None) -> Any:
+        args = self.args
+        return make_batch(
+            n=args.batch_size,
+            length=args.sequence_length,
+            vocab=self.config.vocab_size,
+            ranks=self.size,
+            micro_batch_size=args.micro_batch_size,
+            seed=args.seed + self.rank,
+            old_log_probs=old_log_probs,
+        )
+
+    def _compare(self, dense: FirstUpdate, sparse: FirstUpdate, mask: MaskSet) -> dict[str, Any]:
+        """The errors of the sparse engine's first update, their tolerances, and whether they are met; a collective."""
+        args = self.args
+        # What clipping has multiplied the gradients with: by the norm of all gradients, and of the active ones.
+        scales = [min(1.0, args.clip_grad / (update.grad_norm + 1e-6)) for update in (dense, sparse)]
+        names = [name for name in mask.names if mask[name].numel()]
+        # Of each parameter the sums of squares: error of moments, moments, error of updates; and the elements.
+        sums = torch.zeros(len(names), 4, dtype=torch.float64, device="cpu")
+        pairs = zip(dense.values, sparse.values, strict=True)
+        for (name, slots, weights, moments), (other, other_slots, other_weights, other_moments) in pairs:
+            assert (name, slots) == (other, other_slots)
+            expected, error = moments.double() / scales[0], other_moments.double() / scales[1]
+            error -= expected
+            row = sums[names.index(name)]
+            row[0], row[1] = error.square().sum(), expected.square().sum()
+            row[2], row[3] = (other_weights.double() - weights.double()).square().sum(), weights.numel()
+        sums = sums.to(self.device)
+        dist.all_reduce(sums)
+        error, size, update_error, n = sums.sum(dim=0).tolist()
+        tolerance = 2 * UNIT_ROUNDOFF * (2 * args.batch_size * self.size) ** 0.5
+        check = {
+            "moment_error": (error / size) ** 0.5,
+            "moment_tolerance": tolerance,
+            "update_error": (update_error / n) ** 0.5 / CHECK_LR,
+            "update_tolerance": (4 * tolerance) ** 0.5,
+            "worst_parameter": names[int(sums[:, 0].argmax())],
+            "grad_norm": [dense.grad_norm, sparse.grad_norm],
+        }
+        check["met"] = (
+            check["moment_error"] <= check["moment_tolerance"] and check["update_error"] <= check["update_tolerance"]
+        )
+        return check
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    world = EngineWorld(Namespace(**job))
+    result = world.engines()
+    dist.destroy_process_group()
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(job_main(run))
