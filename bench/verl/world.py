@@ -94,7 +94,7 @@ class EngineWorld(World):
                 row["peak_memory_bytes"] = peak - held_by_others
                 row["held_bytes"] = self._allocated() - held_by_others
             rows.append(row)
-        check = self._compare(*first, mask)
+        check = self._compare(first[0], first[1], mask)
         if not check["met"]:
             return {"rows": [], "check": check, "nnz": mask.nnz}
         gc.collect()

@@ -61,6 +61,35 @@ def test_the_sft_trainers_overrides_reach_the_engine():
     assert isinstance(engine, SparseFSDPEngineConfig) and engine.strategy == "sparse_fsdp2"
 
 
+def test_the_checkpoint_engines_overrides_find_its_class():
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.utils.import_utils import import_external_libs
+    from verl.workers.rollout.sglang_rollout.delta_loader import LOADER_FQN
+
+    rollout = "actor_rollout_ref.rollout"
+    words = [
+        f"{rollout}.checkpoint_engine.backend=sparse_opt",
+        f"{rollout}.checkpoint_engine.custom_backend_module=sparse_opt.integrations.verl.checkpoint_engine",
+        f"+{rollout}.checkpoint_engine.engine_kwargs.sparse_opt.timeout=60",
+        # What verl sets itself for delta_sharded, so that the inference engine takes changes.
+        f"+{rollout}.engine_kwargs.vllm.weight_transfer_config.backend=verl_delta_ipc",
+        f"+{rollout}.engine_kwargs.sglang.custom_weight_loader=[{LOADER_FQN}]",
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*words, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"])
+    found = config.actor_rollout_ref.rollout
+    assert found.engine_kwargs.vllm.weight_transfer_config.backend == "verl_delta_ipc"
+    assert found.engine_kwargs.sglang.custom_weight_loader == [LOADER_FQN]
+    options = omega_conf_to_dataclass(found.checkpoint_engine)
+    import_external_libs(options.custom_backend_module)
+    size = options.update_weights_bucket_megabytes << 20
+    made = CheckpointEngineRegistry.new(
+        options.backend, bucket_size=size, is_master=True, **options.engine_kwargs["sparse_opt"]
+    )
+    # How verl's CheckpointEngineWorker tells the rollout's adapter what comes.
+    assert made.wire_format == "delta_flush" and made.prepare().address
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("AdamW", SparseAdamW), ("SparseLion", SparseLion), ("SGD", SparseSGD), ("Lion", SparseLion)]
 )

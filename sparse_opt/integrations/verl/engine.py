@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -17,8 +17,24 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from ...errors import ConfigError
 from ...optim import SparseOptimizer
 from .checkpoint import SparseCheckpointManager
-from .deltas import ChangedValues
+from .deltas import ChangedValues, sent_names
 from .options import STRATEGY, build_optimizer, require_supported, set_strategy
+
+
+class ExportedWeights(Iterator[tuple[str, Tensor]]):
+    """All weights by name, gathered one after the other; a collective of the trainer's ranks.
+
+    verl passes this to a checkpoint engine, and the engine that trains to its own `delta_sharded` only.
+
+    Attributes:
+        engine: that trains these weights.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], engine: SparseFSDPEngine) -> None:
+        self._tensors, self.engine = iter(tensors), engine
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._tensors)
 
 
 @EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cuda", "cpu"])
@@ -31,7 +47,8 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
       last micro-batch of a step;
     - the norm and the clipping are those of the active gradients;
     - checkpoints hold the optimizer's state for any number of ranks (checkpoint.py);
-    - weight updates of the checkpoint engine delta_sharded send the active values that have changed (deltas.py);
+    - weight updates of the checkpoint engine delta_sharded send the active values that have changed (deltas.py), and
+      those of the checkpoint engine sparse_opt without their positions (checkpoint_engine.py);
     - with `model.lora_rank` above 0, with which verl computes the reference in the actor, there are no adapters: the
       reference is the weights before training, from the optimizer's `base_weights()`.
 
@@ -54,7 +71,7 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
         if model_config.lora_rank > 0 and not model_config.lora.get("merge", False):
             raise ConfigError(
                 f"model.lora_rank is {model_config.lora_rank}: with strategy {STRATEGY} it asks for the reference in "
-                "the actor, without adapters; add +model.lora.merge=True, so that the rollout expects whole weights"
+                "the actor, without adapters; set model.lora.merge=True, so that the rollout expects whole weights"
             )
         engine_config = copy.copy(engine_config)
         set_strategy(engine_config, "fsdp2")
@@ -120,6 +137,15 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
         self.checkpoint_manager.load_checkpoint(
             local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
         )
+
+    def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """All weights by name, as verl's engine exports them, for rollouts and for checkpoint engines."""
+        tensors, adapters = super().get_per_tensor_param(**kwargs)
+        return (tensors if self.optimizer is None else ExportedWeights(tensors, self)), adapters
+
+    def rollout_names(self) -> dict[str, list[str]]:
+        """The names of each parameter in `get_per_tensor_param`, by its name in the mask; tied weights have several."""
+        return sent_names(self.module)
 
     def prime_delta_snapshots(self) -> None:
         """Remember the active values, which the rollout has just received with all weights.

@@ -1,0 +1,309 @@
+"""The checkpoint engine sparse_opt: two processes train, and verl's loader for SGLang updates models in others."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from verl_launch import launch_verl
+
+pytest.importorskip("verl", reason="needs verl: make test-verl")
+
+from test_engine import save_mask
+
+from sparse_opt import MaskSet
+from sparse_opt.errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
+from sparse_opt.integrations.verl.changed_elements import ChangeReader, state_after
+from sparse_opt.weight_sync import WeightSender
+
+TRAINERS, UPDATES = 2, 4
+HEADER = 1024  # bytes at most of the JSON in an update, whose share is small in models that are not tiny
+MODULE = "sparse_opt.integrations.verl.checkpoint_engine"
+
+
+class Manager:
+    """verl's CheckpointEngineManager for workers that are not Ray's: calls the same methods in the same order.
+
+    Args:
+        worker: number of this process, those of the trainer first.
+    """
+
+    def __init__(self, folder: str, worker: int, rollouts: int, bucket_size: int) -> None:
+        from verl.utils.import_utils import import_external_libs
+
+        import_external_libs(MODULE)
+        self.store = dist.FileStore(f"{folder}/store", -1)
+        self.worker, self.rollouts, self.bucket_size, self.update = worker, rollouts, bucket_size, 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Make the engine anew, as in a worker that verl has started."""
+        from verl.checkpoint_engine import CheckpointEngineRegistry
+
+        options = {"is_master": self.worker == 0} if self.worker < TRAINERS else {}
+        self.engine = CheckpointEngineRegistry.new("sparse_opt", bucket_size=self.bucket_size, **options)
+
+    def join(self) -> bool:
+        """Prepare an update; returns whether it has all weights."""
+        self.update += 1
+        found = self._gathered("metadata", self.engine.prepare())
+        both = self.engine.build_topology(TRAINERS, self.rollouts, found) if self.worker == 0 else None
+        of_trainers, of_rollouts = self._from_first("topology", both)
+        arguments = of_trainers if self.worker < TRAINERS else of_rollouts
+        index = self.worker if self.worker < TRAINERS else self.worker - TRAINERS
+        own = {name: values[index] for name, values in arguments.items()}
+        self.engine.init_process_group(**own)
+        return own["whole"]
+
+    def end(self) -> None:
+        self.engine.finalize()
+        self._gathered("end", None)
+
+    def _gathered(self, what: str, value: Any) -> list[Any]:
+        self.store.set(f"{what}/{self.update}/{self.worker}", pickle.dumps(value))
+        keys = [f"{what}/{self.update}/{i}" for i in range(TRAINERS + self.rollouts)]
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def _from_first(self, what: str, value: Any) -> Any:
+        if self.worker == 0:
+            self.store.set(f"{what}/{self.update}", pickle.dumps(value))
+        return pickle.loads(self.store.get(f"{what}/{self.update}"))
+
+
+def trainer(rank: int, folder: str, options: dict[str, Any]) -> Any:
+    """Train a step before each update; returns what was sent, and all weights in bf16 after each update."""
+    from verl_lab import engine, train, weights
+
+    built = engine(Path(options["model"]), "sparse_fsdp2", lr=options["lr"], override={"mask": options["mask"]})
+    manager = Manager(folder, rank, options["rollouts"], options["bucket_size"])
+    metrics, exported = [], []
+    for step in range(UPDATES):
+        train(built, range(step, step + 1), rank, TRAINERS)
+        manager.join()
+        tensors, _ = built.get_per_tensor_param()
+        metrics.append(asyncio.run(manager.engine.send_weights(tensors, global_steps=step)))
+        manager.end()
+        exported.append({name: tensor.to(torch.bfloat16) for name, tensor in weights(built).items()})
+    return metrics, exported, built.optimizer.mask.nnz
+
+
+class Rollout(torch.nn.Module):
+    """A model with the method by which vLLM and SGLang load weights; its weights are zeros, as with dummy weights."""
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        for parameter in self.model.parameters():
+            parameter.data.zero_()
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+def rollout(rank: int, folder: str, options: dict[str, Any]) -> Any:
+    """Apply the updates; returns whether each had all weights, and all weights after each.
+
+    The worker `restart` starts anew before its last update.
+    """
+    from verl.workers.rollout.sglang_rollout.delta_loader import apply_delta
+
+    manager = Manager(folder, TRAINERS + rank, options["rollouts"], options["bucket_size"])
+    model = Rollout(options["model"])
+    whole, received, flushes = [], [], []
+    for update in range(UPDATES):
+        if update == UPDATES - 1 and options["restart"] == rank:
+            manager.restart()
+            model = Rollout(options["model"])
+        whole.append(manager.join())
+        ends = []
+        for named, is_last in manager.engine.receive_weights(global_steps=update):
+            apply_delta(model, named)
+            ends.append(is_last)
+        assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
+        flushes.append(len(ends))
+        manager.end()
+        tensors = model.model.named_parameters(remove_duplicate=False)
+        received.append({name: tensor.detach().clone() for name, tensor in tensors})
+    return whole, received, flushes
+
+
+def run(tmp_path: Path, model: Path, mask: Path, **given: Any) -> tuple[list[Any], list[Any]]:
+    """The results of the trainers and of the rollout workers, which run at the same time in other process groups."""
+    options = {"model": str(model), "mask": str(mask), "rollouts": 1, "bucket_size": 2**20, "restart": None, "lr": 1e-2}
+    options |= given
+    with ThreadPoolExecutor(2) as pool:
+        trainers = pool.submit(launch_verl, trainer, TRAINERS, str(tmp_path), options)
+        rollouts = pool.submit(launch_verl, rollout, options["rollouts"], str(tmp_path), options)
+        return trainers.result(), rollouts.result()
+
+
+def assert_same_bits(exported: list[Any], received: list[Any]) -> None:
+    for expected, found in zip(exported, received, strict=True):
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name].view(torch.int16), expected[name].view(torch.int16)) for name in expected)
+
+
+@pytest.mark.parametrize(("pattern", "tied"), [("element", True), ("tile64", False)], ids=["tied", "tiles"])
+def test_rollouts_have_the_weights_and_active_values_are_sent_once(pattern: str, tied: bool, tmp_path: Path):
+    from verl_lab import save_model
+
+    model = save_model(tmp_path / "model", tied=tied)
+    # Buckets of 64 KiB: several flushes of all weights, and of changes.
+    trained, rolled = run(tmp_path, model, save_mask(model, 0.2, pattern), rollouts=2, bucket_size=2**16)
+    (metrics, exported, nnz), _ = trained
+    for whole, received, flushes in rolled:
+        assert whole == [True, False, False, False]
+        assert flushes[0] > 1
+        assert_same_bits(exported, received)
+    for update in metrics[1:]:
+        share = update["checkpoint_engine/changed_ratio"]
+        nbytes = update["checkpoint_engine/payload_mbytes"] * 2**20 - HEADER
+        assert 0 < share <= 1
+        assert nbytes <= min(2.01, 0.125 + 2.1 * share) * nnz + 8
+    assert metrics[0]["checkpoint_engine/payload_mbytes"] > metrics[1]["checkpoint_engine/payload_mbytes"]
+
+
+def test_few_changes_are_sent_as_a_bitmap(tmp_path: Path):
+    from verl_lab import save_model
+
+    model = save_model(tmp_path / "model")
+    (metrics, _, nnz), _ = run(tmp_path, model, save_mask(model, 0.2), lr=1e-6)[0]
+    for update in metrics[1:]:
+        share = update["checkpoint_engine/changed_ratio"]
+        assert share < 0.5
+        assert update["checkpoint_engine/payload_mbytes"] * 2**20 - HEADER <= (0.125 + 2.1 * share) * nnz + 8
+
+
+def test_a_rollout_worker_that_restarts_gets_all_weights(tmp_path: Path):
+    from verl_lab import save_model
+
+    model = save_model(tmp_path / "model")
+    ((_, exported, _), _), rolled = run(tmp_path, model, save_mask(model, 0.2), rollouts=2, restart=1)
+    for whole, received, _ in rolled:
+        assert whole == [True, False, False, True]
+        assert_same_bits(exported, received)
+
+
+def refused(rank: int) -> str:
+    from sparse_opt.errors import ConfigError
+    from sparse_opt.integrations.verl.checkpoint_engine import SparseCheckpointEngine
+
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(SparseCheckpointEngine(bucket_size=1).send_weights(iter([("w", torch.zeros(1))])))
+    return str(raised.value)
+
+
+def test_weights_of_another_engine_are_refused():
+    assert "strategy=sparse_fsdp2" in launch_verl(refused, 1)[0]
+
+
+@pytest.fixture
+def sender() -> tuple[dict[str, torch.Tensor], WeightSender]:
+    """Weights of two dtypes, and their sender."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (96, 130), "b": (70, 64)}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    weights["a"] = weights["a"].bfloat16()
+    mask = MaskSet.random(weights, density=0.4, pattern="run16", seed=2)
+    return weights, WeightSender(weights, mask)
+
+
+def change(weights: dict[str, torch.Tensor], every: int) -> None:
+    for tensor in weights.values():
+        tensor.view(-1)[::every] += 1
+
+
+@pytest.mark.parametrize("every", [1, 97], ids=["values", "bitmap"])
+def test_changes_have_the_positions_and_values_of_an_update(every: int, sender: Any):
+    weights, sends = sender
+    received = {name: tensor.clone() for name, tensor in weights.items()}
+    reader = ChangeReader(torch.device("cpu"))
+    reader.start(sends.mask_message())
+    for _ in range(2):
+        change(weights, every)
+        message = sends.update().wait()
+        assert any(name.endswith("values" if every == 1 else "bitmap") for name in message.tensors)
+        found = reader.changes(message)
+        assert [name for name, *_ in found] == ["a", "b"]
+        for name, shape, positions, values in found:
+            assert shape == weights[name].shape and positions.dtype == torch.int32
+            received[name].view(-1)[positions.long()] = values
+    active = {name: sends.mask.bool(name) for name in weights}
+    assert all(torch.equal(received[name][active[name]], weights[name][active[name]]) for name in weights)
+    assert reader.state == state_after(message)
+
+
+def test_an_update_without_changes_has_none(sender: Any):
+    _, sends = sender
+    reader = ChangeReader(torch.device("cpu"))
+    reader.start(sends.mask_message())
+    assert reader.changes(sends.update().wait()) == []
+
+
+@pytest.mark.parametrize("every", [1, 97], ids=["values", "bitmap"])
+def test_damaged_values_are_refused_and_the_right_update_is_accepted(every: int, sender: Any):
+    weights, sends = sender
+    reader = ChangeReader(torch.device("cpu"))
+    mask = sends.mask_message()
+    positions = {name: tensor.clone() for name, tensor in mask.tensors.items()}
+    positions["positions.0"][-1] += 1
+    with pytest.raises(DamagedMessage, match="positions"):
+        reader.start(replace(mask, tensors=positions))
+    reader.start(mask)
+    change(weights, every)
+    message = sends.update().wait()
+    for name in message.tensors:
+        tensors = {other: tensor.clone() for other, tensor in message.tensors.items()}
+        tensors[name].view(torch.uint8)[3] ^= 1
+        with pytest.raises(DamagedMessage):
+            reader.changes(replace(message, tensors=tensors))
+    assert reader.state == state_after(mask)
+    assert reader.changes(message)
+
+
+def test_updates_out_of_order_and_of_other_masks_are_refused(sender: Any):
+    weights, sends = sender
+    reader = ChangeReader(torch.device("cpu"))
+    with pytest.raises(OutOfOrderMessage, match="the rollout has no version"):
+        reader.changes(sends.update().wait())
+    reader.start(sends.mask_message())
+    change(weights, 1)
+    missed = sends.update().wait()
+    with pytest.raises(OutOfOrderMessage, match="the rollout has version 1"):
+        reader.changes(sends.update().wait())
+    with pytest.raises(ForeignMessage, match="mask"):
+        reader.changes(replace(missed, mask_digest="0"))
+    with pytest.raises(OutOfOrderMessage, match="digest 0,"):
+        reader.changes(replace(missed, base_digest="0"))
+    assert reader.changes(missed)
+
+
+def test_the_group_is_kept_while_its_members_stay():
+    from sparse_opt.integrations.verl.checkpoint_engine import Member, SparseCheckpointEngine
+
+    build = SparseCheckpointEngine.build_topology
+    first, others = build(2, 2, [Member(None, "h:1"), Member(), Member(), Member()])
+    assert (first["rank"], others["rank"], first["size"], others["address"]) == ([0, -1], [1, 2], [3, 3], ["h:1"] * 2)
+    assert first["whole"] == [True, True]
+    key = first["key"][0]
+
+    def members(*ranks: int, size: int, state: str = "s") -> list[Member]:
+        return [Member("s", "h:1", (key, 0, size)), Member()] + [Member(state, "", (key, r, size)) for r in ranks]
+
+    first, others = build(2, 2, members(1, 2, size=3))
+    assert {*first["key"], *others["key"]} == {key} and not any(first["whole"] + others["whole"])
+    for changed, workers in ((members(2, 1, size=3), 2), (members(1, size=3), 1)):
+        first, others = build(2, workers, changed)
+        assert key not in first["key"] + others["key"] and not any(first["whole"])
+    assert build(2, 2, members(1, 2, size=3, state="older"))[0]["whole"] == [True, True]
