@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from .. import backends
 from .buckets import Bucket, compact
-from .gradients.collector import GradientCollector, arrived_inside
+from .gradients.collector import GradientCollector, inside_base_error
 from .ranks.sharding import Shard
 from .segments import LocalSegments, fits_uint16, index_dtype, longest_run, pack_indices
 from .signals import UninterruptedContext
@@ -156,7 +156,7 @@ class InBaseWeights(UninterruptedContext):
 
     def _refuse(self, param: Tensor) -> None:
         name = next((name for name, p in self._named() if p is param), "a parameter")
-        raise RuntimeError(arrived_inside(name))
+        raise RuntimeError(inside_base_error(name))
 
 
 def _set_versions(params: tuple[Parameter, ...], versions: tuple[int, ...]) -> None:

@@ -189,7 +189,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                 weights.
             ValueError: the model has no parameter of a name; or as the constructor raises.
         """
-        self._refuse("rebind")
+        self._require_usable("rebind")
         sharding.reshard(model)
         params = {
             name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): p
@@ -267,7 +267,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
-        self._refuse("set_mask")
+        self._require_usable("set_mask")
         if self._collector.has_unused():
             raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
         sharding.reshard(self._root())
@@ -276,7 +276,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             checks.require_same_setup(self, mask, self.process_group)
         steppers = self._build(active, mask.pattern)
         buckets = [stepper.bucket for stepper in steppers]
-        state_entries.carry(self._buckets, buckets)
+        state_entries.copy_common_state(self._buckets, buckets)
         held = dict(part for base in self._bases for part in base.parts())
         bases = base_weights.rebuild(buckets, held, self.backend) if self.keep_base_weights else []
         self.mask = mask
@@ -307,7 +307,8 @@ class BoundOptimizer(torch.optim.Optimizer):
             if buffer.tiles.has(i)
         )
 
-    def _refuse(self, what: str) -> None:
+    def _require_usable(self, what: str) -> None:
+        """Raise an error that names the call `what` if the optimizer is closed, or inside `base_weights()`."""
         if self._closed:
             raise RuntimeError(f"{what}: the optimizer is closed")
         if self._collector.inside_base:
@@ -349,7 +350,7 @@ class BoundOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def attach(self) -> None:
         """Undo `detach`. Master weights are updated from weights that changed in between."""
-        self._refuse("attach")
+        self._require_usable("attach")
         self._detach()
         self.refresh_master_weights()
         self._attach()

@@ -38,7 +38,7 @@ class UninterruptedContext(ContextDecorator, ABC):
 
     def __init__(self) -> None:
         self._is_entered = self._is_deferring = False
-        self._in_front: list[tuple[int, _InFront]] = []
+        self._installed: list[tuple[int, _DeferringHandler]] = []
         self._deferred: list[tuple[Handler, int, FrameType | None]] = []
 
     @abstractmethod
@@ -77,29 +77,29 @@ class UninterruptedContext(ContextDecorator, ABC):
         for number in _SIGNALS:
             handler = _signal.getsignal(number)
             if callable(handler):
-                in_front = _InFront(self, _still_in_use(handler))
-                self._in_front.append((number, in_front))
-                _signal.signal(number, in_front)
+                wrapper = _DeferringHandler(self, _unwrapped(handler))
+                self._installed.append((number, wrapper))
+                _signal.signal(number, wrapper)
 
     def _stop_deferring(self) -> None:
         try:
             self._is_entered = False
             if threading.current_thread() is threading.main_thread():
-                self._put_back()
+                self._restore_handlers()
         finally:
             self._is_deferring = False
             self._call_deferred()
 
-    def _put_back(self) -> None:
+    def _restore_handlers(self) -> None:
         """Restore all handlers, even if a restored one is called and raises meanwhile."""
-        if self._in_front:
-            number, in_front = self._in_front[-1]
+        if self._installed:
+            number, wrapper = self._installed[-1]
             try:
-                if _signal.getsignal(number) is in_front:  # otherwise the body has installed another one
-                    _signal.signal(number, _still_in_use(in_front.handler))
-                self._in_front.pop()
+                if _signal.getsignal(number) is wrapper:  # otherwise the body has installed another one
+                    _signal.signal(number, _unwrapped(wrapper.handler))
+                self._installed.pop()
             finally:
-                self._put_back()
+                self._restore_handlers()
 
     def _call_deferred(self) -> None:
         if self._deferred:
@@ -123,7 +123,7 @@ class UninterruptedContext(ContextDecorator, ABC):
 _CODES = (UninterruptedContext.__enter__.__code__, UninterruptedContext.__exit__.__code__)
 
 
-class _InFront:
+class _DeferringHandler:
     """A signal handler that wraps another one; the context decides when the other one is called."""
 
     def __init__(self, context: UninterruptedContext, handler: Handler) -> None:
@@ -137,8 +137,8 @@ class _InFront:
         return self.context._is_deferring
 
 
-def _still_in_use(handler: Handler) -> Handler:
+def _unwrapped(handler: Handler) -> Handler:
     """Return the handler without the wrappers of contexts that are no longer in use."""
-    while isinstance(handler, _InFront) and not handler.is_in_use:
+    while isinstance(handler, _DeferringHandler) and not handler.is_in_use:
         handler = handler.handler
     return handler

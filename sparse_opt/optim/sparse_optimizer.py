@@ -87,7 +87,7 @@ class SparseOptimizer(BoundOptimizer):
         Raises:
             RuntimeError: some ranks differ from the first one; names the ranks and the first tensor that differs.
         """
-        self._refuse("check_ranks")
+        self._require_usable("check_ranks")
         if self.process_group is not None:
             checks.require_same_weights(self._shards, dict(self._named()), self.process_group)
             checks.require_same_state(self, self._buckets, self.process_group)
@@ -144,7 +144,7 @@ class SparseOptimizer(BoundOptimizer):
         Raises:
             ValueError, RuntimeError: as in `step`.
         """
-        self._refuse("clip_grad_norm_")
+        self._require_usable("clip_grad_norm_")
         norm, clip_coef = self._clipping(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
@@ -177,7 +177,7 @@ class SparseOptimizer(BoundOptimizer):
                 has received; a GradScaler is used without `amp_scaling`; the optimizer is closed, or the model holds
                 its base weights.
         """
-        self._refuse("step")
+        self._require_usable("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -253,7 +253,7 @@ class SparseOptimizer(BoundOptimizer):
     # Base weights
 
     def _bases_to_swap(self) -> list[base_weights.BaseWeights]:
-        self._refuse("base_weights")
+        self._require_usable("base_weights")
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
         return self._bases
@@ -296,7 +296,7 @@ class SparseOptimizer(BoundOptimizer):
         With sharded parameters, all ranks must call this. The tensors are copies, as DTensors over all ranks, for
         `torch.distributed.checkpoint`. `sparse_opt.distributed` loads checkpoints, and gathers a full state dict.
         """
-        self._refuse("state_dict")
+        self._require_usable("state_dict")
         params, state = self.param_groups[0]["params"], self.state
         try:
             self.param_groups[0]["params"] = params[: len(params) - self._collector.shown_proxies()]
@@ -321,7 +321,7 @@ class SparseOptimizer(BoundOptimizer):
             ValueError: the state is malformed, or was saved with another mask, shape, dtype or set of parameters, on
                 any rank; the optimizer's state, options and gradients have not changed.
         """
-        self._refuse("load_state_dict")
+        self._require_usable("load_state_dict")
         if isinstance(state_dict, dict):
             state_dict = state_dict.copy()  # the hooks may change it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

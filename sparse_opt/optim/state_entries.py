@@ -41,7 +41,7 @@ def nbytes(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[str, int]:
     return total
 
 
-def carry(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
+def copy_common_state(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
     """Copy the compact state of the elements that are in both masks, and the step counts of their parameters."""
     old = {shard: (bucket, i) for bucket in old_buckets for i, shard in enumerate(bucket.shards)}
     for bucket in new_buckets:

@@ -198,7 +198,7 @@ class _WeightGradNode(torch.autograd.Function):
 
         slices = _word_slices(len(hidden), len(weight))
         parts = ((words.start, grad_logits(words)) for words in slices)
-        if owner.route is not None and owner.route.take_rows(parts, hidden):
+        if owner.route is not None and owner.route.add_product_rows(parts, hidden):
             return None, None
         grad_weight = torch.empty_like(weight)
         for words in slices:

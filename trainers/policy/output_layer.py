@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Models that modify the product of their output layer, with their `_state` when this was detected.
 _REFUSED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-_taking_out = threading.Lock()  # held while a layer's forward is read and replaced
+_replace_lock = threading.Lock()  # held while a layer's forward is read and replaced
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:
@@ -60,7 +60,7 @@ def hidden_states(
         call: computes the model's output from the inputs; None calls the model.
     """
     logits, why = None, "its logits are not its output layer's product"
-    with _taken_out(head) as seen:
+    with _recording_inputs(head) as seen:
         if seen is None:
             return None
         try:
@@ -69,8 +69,8 @@ def hidden_states(
         except _LogitsAreUsedError as error:
             why = str(error)
     if len(seen) == 1:
-        ((hidden, stand_in),) = seen
-        if logits is stand_in and hidden.dtype == head.weight.dtype:
+        ((hidden, placeholder),) = seen
+        if logits is placeholder and hidden.dtype == head.weight.dtype:
             return hidden
     if model not in _REFUSED:
         logger.warning(
@@ -89,7 +89,7 @@ def _state(model: nn.Module, head: nn.Linear) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
+def _recording_inputs(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
     """A context in which the layer, in this thread, records its inputs and returns placeholders for its outputs.
 
     Calls of other threads reach the layer itself. Yields None if another thread has already replaced the layer.
@@ -101,11 +101,11 @@ def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
         if threading.get_ident() != owner:
             output: Tensor = type(head).forward(head, input) if own is None else own(input)
             return output
-        stand_in = _StandIn.of_product(input, head.weight)
-        seen.append((input, stand_in))
-        return stand_in
+        placeholder = _LogitsPlaceholder.of_product(input, head.weight)
+        seen.append((input, placeholder))
+        return placeholder
 
-    with _taking_out:
+    with _replace_lock:
         own = vars(head).get("forward")
         if has_plain_forward(head):
             head.forward = forward  # type: ignore[method-assign]
@@ -115,7 +115,7 @@ def _taken_out(head: nn.Linear) -> Iterator[list[tuple[Tensor, Tensor]] | None]:
     try:
         yield seen
     finally:
-        with _taking_out:
+        with _replace_lock:
             if vars(head).get("forward") is forward:
                 del head.forward
                 if (route := route_of(head)) is not None:  # as it is now: an optimizer may have been closed meanwhile
@@ -136,20 +136,20 @@ _KNOWN = frozenset(
 )
 
 
-class _StandIn(Tensor):
+class _LogitsPlaceholder(Tensor):
     """A tensor without elements: its shape, dtype and device can be read, everything else raises."""
 
     @classmethod
     def of_product(cls, input: Tensor, weight: Tensor) -> Tensor:
         """A placeholder for input @ weight.T: [..., V] for [..., H] and [V, H]."""
-        stand_in: Tensor = cls._make_wrapper_subclass(
+        placeholder: Tensor = cls._make_wrapper_subclass(
             cls,
             (*input.shape[:-1], len(weight)),
             dtype=input.dtype,
             device=input.device,
             requires_grad=torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad),
         )
-        return stand_in
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

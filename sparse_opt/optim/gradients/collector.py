@@ -16,7 +16,7 @@ from .reduction import GradientReducer
 from .scaler_proxy import ScalerProxy
 
 
-def arrived_inside(name: str) -> str:
+def inside_base_error(name: str) -> str:
     """Return the error message for a gradient that is refused inside `base_weights()`."""
     return f"a gradient of {name!r} arrived inside base_weights(), where W0 is not trained"
 
@@ -140,10 +140,10 @@ class GradientCollector:
         """Whether gradients are collected for the receiver, which may be of an earlier mask."""
         return bool(self._handles) and receiver in self.receivers
 
-    def refuse(self, name: str) -> None:
+    def require_accepting(self, name: str) -> None:
         """Raise an error if a gradient of the parameter must not arrive now."""
         if self._inside_base:
-            raise RuntimeError(arrived_inside(name))
+            raise RuntimeError(inside_base_error(name))
         if self._clip_coef is not None:
             raise RuntimeError(
                 f"a gradient of {name!r} arrived after clip_grad_norm_(); call step() or zero_grad() first"
@@ -291,7 +291,7 @@ class Receiver:
         with collector.lock:
             if grad is None and buffer.received_tiles(i) and not collector.inside_base:  # tiles are refused inside
                 return
-            collector.refuse(name)
+            collector.require_accepting(name)
             if grad is None:
                 raise RuntimeError(
                     f"the gradient of {name!r} is gone: another hook, or a second sparse optimizer, took it"
@@ -309,7 +309,7 @@ class Receiver:
         with collector.lock:
             if not collector.collects(self):
                 return False
-            collector.refuse(buffer.names[i])
+            collector.require_accepting(buffer.names[i])
             found_inf = collector.begin(buffer)
             buffer.add_tiles(i, left.detach(), right.detach(), found_inf)
         return True
@@ -322,10 +322,10 @@ class Receiver:
         with collector.lock:
             if not collector.collects(self):
                 return False
-            collector.refuse(buffer.names[i])
+            collector.require_accepting(buffer.names[i])
         values = buffer.tile_rows(i, parts, right.detach())  # unlocked: the caller's code computes parts
         with collector.lock:
-            collector.refuse(buffer.names[i])
+            collector.require_accepting(buffer.names[i])
             found_inf = collector.begin(buffer)
             buffer.add_values(i, values, found_inf)
         return True

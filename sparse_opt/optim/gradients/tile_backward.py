@@ -59,14 +59,14 @@ class Route(ABC):
         """Whether the sink still exists."""
         return self._sink() is not None
 
-    def take(self, left: Tensor, right: Tensor) -> bool:
+    def add_product(self, left: Tensor, right: Tensor) -> bool:
         """Add left^T @ right to the compact gradient; False if the optimizer no longer collects it."""
         sink = self._sink()
         return sink is not None and sink.receive_tiles(self._i, left, right)
 
-    def take_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """`take` for a left operand, [tokens, rows], that is never materialized whole, such as the gradient of the
-        logits of a large vocabulary.
+    def add_product_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
+        """`add_product` for a left operand, [tokens, rows], that is never materialized whole, such as the gradient of
+        the logits of a large vocabulary.
 
         Call it in a backward pass, with the operands of the layer's own backward pass.
 
@@ -127,11 +127,11 @@ class NativeRoute(Route):
         super().__init__(sink, i, weight, transposed=transposed)
         this = weakref.ref(self)
 
-        def take(left: Tensor, right: Tensor) -> bool:
+        def add_product(left: Tensor, right: Tensor) -> bool:
             route = this()
-            return route is not None and route.take(left, right)
+            return route is not None and route.add_product(left, right)
 
-        self._native = buffer.route(i, transposed, take)
+        self._native = buffer.route(i, transposed, add_product)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output: Tensor = self._native.linear(input, weight, bias)
@@ -265,7 +265,7 @@ def _linear_backward(
         )
     grad_rows, input_rows = _rows(grad_output), _rows(input)
     operands = (input_rows, grad_rows) if transposed else (grad_rows, input_rows)
-    if found is None or (use == "accumulated" and not found.take(*operands)):
+    if found is None or (use == "accumulated" and not found.add_product(*operands)):
         raise RuntimeError(
             "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
         )

@@ -219,8 +219,8 @@ def test_two_threads_with_one_model(all_logits, caplog):
 
 def test_an_output_layer_is_taken_out_once():
     head = torch.nn.Linear(2, 3, bias=False)
-    with output_layer._taken_out(head) as seen:
-        with output_layer._taken_out(head) as again:  # as a thread that came at the same time
+    with output_layer._recording_inputs(head) as seen:
+        with output_layer._recording_inputs(head) as again:  # as a thread that came at the same time
             assert again is None
         head(torch.zeros(1, 2))
         assert len(seen) == 1
