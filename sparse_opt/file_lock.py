@@ -22,7 +22,7 @@ class FileLock:
         self._made = made
 
     @classmethod
-    def take(cls, path: Path, *, make: bool = False) -> Self:
+    def acquire(cls, path: Path, *, make: bool = False) -> Self:
         """Lock a file, which is created if it is missing; `make` creates its folder too.
 
         Raises:
@@ -73,7 +73,7 @@ class FileLock:
             self._descriptor = None
 
     def undo(self, *, remove_file: bool = False) -> None:
-        """Release the lock, and remove the file and folders that `take` created, unless others have added files.
+        """Release the lock, and remove the file and folders that `acquire` created, unless others have added files.
 
         Args:
             remove_file: remove the file even if it existed before.

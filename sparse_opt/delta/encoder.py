@@ -28,18 +28,18 @@ class StepCoder:
     """Encodes the steps of a log.
 
     Attributes:
-        shadow: the state that the next patch is coded against, on the model's devices.
+        coded_against: the state that the next patch is coded against, on the model's devices.
         since_keyframe: number of patches after the last keyframe.
-        fresh: the shadow is not the state of a submitted step, so that the next step must be a keyframe.
-        masked: the mask's elements of the shadow; None until a step needs them.
+        needs_keyframe: `coded_against` is not the state of a submitted step, so that the next step must be a keyframe.
+        masked: the mask's elements of `coded_against`; None until a step needs them.
     """
 
     base: StepHeader
     mask: LogMask | None
-    shadow: dict[str, Tensor]
+    coded_against: dict[str, Tensor]
     since_keyframe: int
     backend: Backend | None
-    fresh: bool = False
+    needs_keyframe: bool = False
     masked: MaskedState | None = None
 
     @property
@@ -53,18 +53,18 @@ class StepCoder:
         return self.base.settings
 
     @torch.no_grad()
-    def job(self, step: int, tensors: Mapping[str, Tensor], *, fresh: bool) -> StepJob:
-        """Encode a step for the writer, and update the shadow. Call `submitted` after it has been submitted.
+    def job(self, step: int, tensors: Mapping[str, Tensor], *, needs_keyframe: bool) -> StepJob:
+        """Encode a step for the writer, and update `coded_against`. Call `submitted` after it has been submitted.
 
         Args:
             tensors: the tensors of the layout.
-            fresh: write a keyframe in any case.
+            needs_keyframe: write a keyframe in any case.
         """
         layout, settings, names = self.layout, self.settings, self.layout.names
         new = _gathered(layout, tensors)
         # The model may have been moved to another device.
-        old = self.shadow = {name: tensor.to(new[name].device) for name, tensor in self.shadow.items()}
-        fresh = fresh or self.fresh
+        old = self.coded_against = {name: tensor.to(new[name].device) for name, tensor in self.coded_against.items()}
+        needs_keyframe = needs_keyframe or self.needs_keyframe
         follows = settings.against == "previous"
         digests: list[StateDigest] = []
         # On a GPU all digests are computed while the host waits for a sample; on a CPU those of changed tensors, later.
@@ -74,14 +74,18 @@ class StepCoder:
             if early and not digests:
                 digests.append(StateDigest.start([new[name] for name in names]))
 
-        # Until the step is submitted, the shadow is not the state of any step.
-        self.fresh = True
+        # Until the step is submitted, `coded_against` is not the state of any step.
+        self.needs_keyframe = True
         patch: StatePatch | None = None
         changed: int | None = None
         differ = list(range(len(names)))
-        if not fresh and settings.keyframe_every is not None and self.since_keyframe + 1 >= settings.keyframe_every:
+        if (
+            not needs_keyframe
+            and settings.keyframe_every is not None
+            and self.since_keyframe + 1 >= settings.keyframe_every
+        ):
             changed = sum(count_changes(layout, old, new, self.backend).values())
-        elif not fresh:
+        elif not needs_keyframe:
             patch = encode(
                 layout,
                 old,
@@ -124,18 +128,18 @@ class StepCoder:
             payload=HostCopy(payload),
             digests=digests[0],
             digested=tuple(differ),
-            fresh=fresh,
+            restarts=needs_keyframe,
         )
 
     def _masked(self) -> MaskedState | None:
-        """Return the mask's elements of the shadow, or None if the log has no mask."""
+        """Return the mask's elements of `coded_against`, or None if the log has no mask."""
         if self.mask is not None and self.masked is None:
-            self.masked = MaskedState(self.mask, self.layout, self.shadow)
+            self.masked = MaskedState(self.mask, self.layout, self.coded_against)
         return self.masked
 
     def submitted(self, job: StepJob) -> None:
         """Record that the writer has accepted the last job."""
-        self.fresh = False
+        self.needs_keyframe = False
         self.since_keyframe = 0 if job.header.file.kind == KEYFRAME else self.since_keyframe + 1
 
 
@@ -155,8 +159,8 @@ def begin(
         DeltaLogError: a file cannot be written, the lock was lost, or the mask does not fit the state.
     """
     log_mask = None if mask is None else LogMask(_resolved(mask, layout, tensors, directory))
-    shadow = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    digests = StateDigest.start([shadow[name] for name in layout.names]).result()
+    coded_against = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    digests = StateDigest.start([coded_against[name] for name in layout.names]).result()
     header = StepHeader(
         file=step_file(directory, 0, KEYFRAME),
         run_id=secrets.token_hex(16),
@@ -177,8 +181,8 @@ def begin(
             log_mask.mask.save(directory / MASK_NAME)
         except MaskError as error:
             raise DeltaLogError(f"{header.file.where}: {error}") from error
-    write_step(header, {name: tensor.cpu() for name, tensor in shadow.items()}, require_lock=lock.require_held)
-    return StepCoder(header, log_mask, shadow, 0, backend)
+    write_step(header, {name: tensor.cpu() for name, tensor in coded_against.items()}, require_lock=lock.require_held)
+    return StepCoder(header, log_mask, coded_against, 0, backend)
 
 
 def resume(files: LogFiles) -> tuple[StepCoder, StepHeader]:
@@ -186,9 +190,9 @@ def resume(files: LogFiles) -> tuple[StepCoder, StepHeader]:
     base, listed = files.base(), files.steps()
     assert base.settings is not None  # the base is a keyframe
     chain = files.chain(max(listed))
-    shadow = files.rebuild(chain if base.settings.against == "previous" else [base])
+    coded_against = files.rebuild(chain if base.settings.against == "previous" else [base])
     mask = LogMask.load(files.directory, base, files.layout) if base.mask_digest else None
-    return StepCoder(base, mask, shadow, since_keyframe(listed), files.backend), chain[-1]
+    return StepCoder(base, mask, coded_against, since_keyframe(listed), files.backend), chain[-1]
 
 
 def since_keyframe(listed: Mapping[int, StepFile]) -> int:

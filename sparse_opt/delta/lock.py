@@ -25,14 +25,14 @@ class WriterLock(FileLock):
         return self.path.parent
 
     @classmethod
-    def take(cls, directory: Path, *, make: bool = False) -> Self:
+    def acquire(cls, directory: Path, *, make: bool = False) -> Self:
         """Lock a directory and remove a killed writer's leftovers; `make` creates the directory if it is missing.
 
         Raises:
             DeltaLogError: another writer holds the lock, or the directory cannot be written.
         """
         try:
-            lock = super().take(directory / LOCK_NAME, make=make)
+            lock = super().acquire(directory / LOCK_NAME, make=make)
         except BlockingIOError as error:
             raise DeltaLogError(f"{directory}: another writer has this delta log open: {error}") from error
         except OSError as error:
@@ -83,7 +83,7 @@ def claim(directory: str | Path) -> Iterator[WriterLock]:
         DeltaLogError: the directory contains a log, another writer holds its lock, or it cannot be written.
     """
     directory = Path(directory)
-    lock = WriterLock.take(directory, make=True)
+    lock = WriterLock.acquire(directory, make=True)
     try:
         require_no_log(directory)
         yield lock

@@ -202,8 +202,8 @@ class DeltaLog(DeltaReader):
             self._writing = self._resumed()
         writing = self._writing
         writing.writer.require_here(f"{self.directory}: step {step}")
-        fresh = self._report(writing) or writing.coder.fresh
-        if fresh:
+        needs_keyframe = self._report(writing) or writing.coder.needs_keyframe
+        if needs_keyframe:
             writing.last_step = writing.writer.last_step
         if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
             raise DeltaLogError(f"{self.directory}: step is {step!r}, expected a step after {writing.last_step}")
@@ -211,7 +211,7 @@ class DeltaLog(DeltaReader):
         if self._reader is None:
             self._reader = StateReader(layout)
         tensors = self._reader.read(state, f"{self.directory}: step {step}")
-        if fresh and self._on_error == "warn":
+        if needs_keyframe and self._on_error == "warn":
             # On a full disk, every step would copy a keyframe from the device and then fail to write it.
             free = shutil.disk_usage(self.directory).free
             if free < layout.nbytes:
@@ -219,7 +219,7 @@ class DeltaLog(DeltaReader):
                 return writing.writer.refused(step, f"{where}: a keyframe takes {layout.nbytes} bytes, found {free}")
         writing.writer.reserve()
         try:
-            job = writing.coder.job(step, tensors, fresh=fresh)
+            job = writing.coder.job(step, tensors, needs_keyframe=needs_keyframe)
             writing.last_step = step
             append = writing.writer.submit(job)
         except BaseException:
@@ -251,7 +251,7 @@ class DeltaLog(DeltaReader):
                 damaged; or a write failed.
         """
         self.flush()
-        lock = WriterLock.take(self.directory) if self._writing is None else self._writing.lock
+        lock = WriterLock.acquire(self.directory) if self._writing is None else self._writing.lock
         try:
             info = StepInfo.of(maintenance.squash(self._log_files, a, b, on_step, lock))
             if self._writing is not None:
@@ -270,7 +270,7 @@ class DeltaLog(DeltaReader):
             DeltaLogError: the log begins after `after`; another writer holds the lock; or a write failed.
         """
         self.close()
-        lock = WriterLock.take(self.directory)
+        lock = WriterLock.acquire(self.directory)
         try:
             maintenance.truncate(self._log_files, after, lock)
         finally:
@@ -318,7 +318,7 @@ class DeltaLog(DeltaReader):
 
     def _resumed(self) -> _Writing:
         """Lock the directory, and rebuild the state that the next patch is coded against."""
-        lock = WriterLock.take(self.directory)
+        lock = WriterLock.acquire(self.directory)
         try:
             return self._begun(lock, *resume(self._log_files))
         except BaseException:

@@ -106,14 +106,14 @@ class StepJob:
 
     Attributes:
         digests: digests of the tensors at the layout positions `digested`; all others have the parent's digests.
-        fresh: a keyframe that restarts the log after a failed step.
+        restarts: a keyframe that restarts the log after a failed step.
     """
 
     header: StepHeader
     payload: HostCopy
     digests: StateDigest
     digested: tuple[int, ...]
-    fresh: bool = False
+    restarts: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ class Append:
 
 
 class StepWriter:
-    """Writes steps in order, in one thread. After a failed step nothing is written until a fresh keyframe.
+    """Writes steps in order, in one thread. After a failed step nothing is written until a keyframe restarts
+    the log.
 
     Args:
         base, last: headers of the log's first and last step.
@@ -173,7 +174,8 @@ class StepWriter:
         self._lock = threading.Lock()
         self._failed: int | None = None
         self._unreported: BaseException | None = None
-        # Failed steps, without those dropped after them, and how many of them a fresh keyframe has followed.
+        # Failed steps, without those dropped after them, and how many of them a keyframe has
+        # followed that restarts the log.
         self._failures = self._restarted = 0
         self._futures: list[Future[StepInfo]] = []
 
@@ -203,7 +205,7 @@ class StepWriter:
         self._slots.release()
 
     def submit(self, job: StepJob) -> Append:
-        if job.fresh:
+        if job.restarts:
             self._restarted = self._failures  # if it fails too, that is a new failure
         future = self._executor.submit(self._run, job)
         self._futures = [f for f in self._futures if not f.done()] + [future]
@@ -237,14 +239,14 @@ class StepWriter:
         try:
             # First, so that no tensor is freed while it is copied.
             payload, digests = job.payload.result(), job.digests.result()
-            if self._failed is not None and not job.fresh:
+            if self._failed is not None and not job.restarts:
                 raise DeltaLogError(
                     f"{job.header.file.where}: dropped with step {self._failed}, which could not be written"
                 )
             return self._write(job, payload, digests)
         except BaseException as error:
             with self._lock:
-                if self._failed is None or job.fresh:
+                if self._failed is None or job.restarts:
                     self._failed, self._unreported = job.header.file.step, error
                     self._failures += 1
             raise

@@ -243,7 +243,7 @@ def test_no_more_than_two_steps_wait(tmp_path: Path, disk: Disk, state: dict[str
 def test_an_error_while_a_step_is_coded(
     tmp_path: Path, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """The shadow may have advanced with it, so that nothing may be coded against it."""
+    """The state that steps are coded against may have advanced with it, so that it must not be used."""
     log = DeltaLog.create(tmp_path / "log", state)
 
     def out_of_memory(*args: Any, **kwargs: Any) -> None:

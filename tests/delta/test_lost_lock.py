@@ -50,7 +50,7 @@ def test_a_writer_that_lost_its_lock_stops(tmp_path: Path, replaced: bool, keyfr
     with pytest.raises(DeltaLogError, match=LOST.format(r"step_00000003\.\w+\.safetensors", 3)):
         log.append(3, state(3)).wait()
     assert contents(directory) == before
-    # It may take the directory again, like any other writer.
+    # It may acquire the directory again, like any other writer.
     log.close()
     assert log.append(4, state(4)).wait().step == 4
     assert log.steps == (0, 1, 4) and log.verify() == []
@@ -81,7 +81,7 @@ def test_acknowledged_steps_of_a_second_writer_are_kept(tmp_path: Path, same_bit
 def test_a_file_of_the_step_is_never_overwritten_or_hidden(
     tmp_path: Path, same_bits: Compare, monkeypatch: pytest.MonkeyPatch, links: bool, kind: str, theirs: str
 ) -> None:
-    """Of either kind: where a step has two files, readers take the keyframe."""
+    """Of either kind: where a step has two files, readers acquire the keyframe."""
     no_check(monkeypatch)
     if not links:
         no_links(monkeypatch)
@@ -173,7 +173,7 @@ def test_a_new_file_whose_directory_cannot_be_synced_is_taken_back(
 
 def lose_lock(directory: Path) -> WriterLock:
     (directory / "writer.lock").unlink()
-    return WriterLock.take(directory)
+    return WriterLock.acquire(directory)
 
 
 def test_squash_and_truncate_stop_too(logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +187,8 @@ def test_squash_and_truncate_stop_too(logged: Any, monkeypatch: pytest.MonkeyPat
 
         class Lost(WriterLock):
             @classmethod
-            def take(cls, directory: Path, *, make: bool = False, into: list[WriterLock] = taken) -> WriterLock:
-                lock = WriterLock.take(directory, make=make)
+            def acquire(cls, directory: Path, *, make: bool = False, into: list[WriterLock] = taken) -> WriterLock:
+                lock = WriterLock.acquire(directory, make=make)
                 into.append(lose_lock(directory))
                 return lock
 

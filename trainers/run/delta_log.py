@@ -57,7 +57,7 @@ class RunDeltaLog:
         if self._log is None or self._lock is None:
             return  # `claim` removes what is not a log
         self._log.close()
-        lock = WriterLock.take(self.directory)
+        lock = WriterLock.acquire(self.directory)
         try:
             steps, _ = list_steps(self.directory)
             for file in steps.values():
@@ -97,7 +97,7 @@ class RunDeltaLog:
         free = shutil.disk_usage(self.directory).free
         if free < whole:
             raise SparseOptError(
-                f"{self.directory}: the delta log's initial weights take {format_bytes(whole)}, found "
+                f"{self.directory}: the delta log's initial weights acquire {format_bytes(whole)}, found "
                 f"{format_bytes(free)} free: name another delta_log_dir, or none"
             )
         steps = f"{n} step{'s' * (n != 1)}"

@@ -35,7 +35,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         path = self.folder / LOCK_FILE
         try:
-            self._lock = FileLock.take(path, make=True)
+            self._lock = FileLock.acquire(path, make=True)
         except BlockingIOError as error:
             raise ConfigError(f"option 'output_dir': another run is writing to {self.folder}") from error
         except OSError as error:
