@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparse_opt.analysis.figures import require_matplotlib
+from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 

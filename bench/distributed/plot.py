@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from sparse_opt.analysis.figures import new_figure, save_png
+from sparse_opt.analysis.output_files import new_figure, save_png
 
 from ..common.harness import Report
 from ..common.plots import COLOURS, network_bars, plot_main

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparse_opt.analysis.figures import new_figure, require_matplotlib, save_png
+from sparse_opt.analysis.output_files import new_figure, require_matplotlib, save_png
 from sparse_opt.cli.parser import CommandParser
 
 from ..common.harness import exit_code

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
-from sparse_opt.analysis.figures import require_matplotlib
+from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.masks.patterns import PATTERNS
 

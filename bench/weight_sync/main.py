@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from sparse_opt.analysis.figures import require_matplotlib
+from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 
 from ..common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process

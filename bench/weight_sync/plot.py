@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparse_opt.analysis.figures import new_figure, save_png
+from sparse_opt.analysis.output_files import new_figure, save_png
 
 from ..common.harness import Report
 from ..common.plots import network_bars, plot_main

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ..masks.mask_set import MaskSet
 from ..masks.parameters import PART_LABELS, PARTS, Part, group, in_layer_order, layer_label, place_of
 from ..masks.stats import MaskStats
-from .figures import new_figure, save_png
 from .mask_overlap import Comparison, Overlap
+from .output_files import new_figure, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

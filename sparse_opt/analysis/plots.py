@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ..masks.parameters import PART_LABELS, PARTS, Part, group, group_by_part, place_of
 from .coverage import Coverage
-from .figures import new_figure
+from .output_files import new_figure
 from .ranks import RankStats
 from .shapes import WeightShape
 from .sparsity import ChangeCounts, StepChanges, sum_changes

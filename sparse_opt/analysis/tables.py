@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from .figures import write_text
+from .output_files import write_text
 
 Kind = Literal["text", "shape", "count", "percent", "number", "interval"]
 Record = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Finds masks, from a log of states or from an untrained model, and names their files."""
+"""Finds masks, from a log of states or from the initial model, and names their files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .select import FoundMask, SelectionOptions, find_mask, require_arguments
 def mask_file_name(sparsity: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
     """`sparsity_97.5pct_magnitude_step50.safetensors`; sparsity in percent.
 
-    Without a step, as for an untrained model: `sparsity_97.5pct_snip.safetensors`. A pattern other than element follows
-    the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
+    Without a step, as for a mask from the initial model: `sparsity_97.5pct_snip.safetensors`. A pattern other than
+    element follows the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
     """
     return f"sparsity_{float(sparsity)}pct_{_source(method, step, pattern)}.safetensors"
 
@@ -107,7 +107,7 @@ def find_from_model(
     metadata: Mapping[str, str] | None = None,
     **options: Unpack[SelectionOptions],
 ) -> FoundMask:
-    """Find the mask of the elements that a method scores highest in an untrained model, on the model's device.
+    """Find the mask of the elements that a method scores highest in the initial model, on the model's device.
 
     `mask_finding.model_scores` describes the methods, `find_mask` how elements are selected. The candidates are the
     floating-point parameters, tied ones once; wanda's are the weights of linear layers among them.

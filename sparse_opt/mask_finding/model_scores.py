@@ -1,4 +1,4 @@
-"""Scores of an untrained model's elements, from its weights alone or from calibration sequences.
+"""Scores of the initial model's elements, from its weights alone or from calibration sequences.
 
 With w a weight, g its gradient and x the input that it multiplies:
 

@@ -198,7 +198,7 @@ def find_mask(
             for name, kind, scores in _scores(source, kinds, bar):
                 pooled[kind].refine(name, scores)
         for name, kind, scores in _scores(source, kinds, bar):
-            units = selections[kind].take(name, scores)
+            units = selections[kind].select(name, scores)
             sums[kind] += _score_sum(scores.bits[units.to(scores.bits.device)])
             counts[kind] += int(units.numel() if scores.sizes is None else scores.sizes.cpu()[units].sum())
             if kind == pattern:

@@ -98,7 +98,7 @@ class GlobalSelection:
 
     Every tensor keeps its best units until they have `floors[name]` elements or more. Then the best of all other units
     are selected, in the total order, until the next one would exceed the quota. Call `count` for every tensor, then
-    `refine` for every tensor, then `take` for every tensor in the tensors' order.
+    `refine` for every tensor, then `select` for every tensor in the tensors' order.
     """
 
     def __init__(self, floors: Mapping[str, int], quota: int) -> None:
@@ -142,7 +142,7 @@ class GlobalSelection:
             lower_histogram(scores, self._upper) if self._upper < 2**_LOW_BITS else Histogram(np.zeros(1, np.int64))
         )
 
-    def take(self, name: str, scores: UnitScores) -> Tensor:
+    def select(self, name: str, scores: UnitScores) -> Tensor:
         """Third round: return the sorted int64 positions, on the CPU, of the units that are kept."""
         if self._capacity is None:
             self._set_threshold()
@@ -181,7 +181,7 @@ class TensorSelection:
         self.requested = 0
         self.reachable = 0
 
-    def take(self, name: str, scores: UnitScores) -> Tensor:
+    def select(self, name: str, scores: UnitScores) -> Tensor:
         """Return the sorted int64 positions, on the CPU, of the units that are kept."""
         requested = max(self._floors[name], self._shares[name])
         self.requested += requested

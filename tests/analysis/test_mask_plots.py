@@ -19,8 +19,8 @@ matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib: pip ins
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 
-from sparse_opt.analysis.figures import require_matplotlib  # noqa: E402
 from sparse_opt.analysis.mask_plots import draw_comparison, draw_density, draw_pair  # noqa: E402
+from sparse_opt.analysis.output_files import require_matplotlib  # noqa: E402
 
 SHAPES = {
     "model.embed_tokens.weight": (40, 32),

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet
-from sparse_opt.analysis.figures import require_matplotlib
+from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
 from sparse_opt.errors import ConfigError
 from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable

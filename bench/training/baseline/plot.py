@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparse_opt.analysis.figures import new_figure, save_png
+from sparse_opt.analysis.output_files import new_figure, save_png
 
 # The Okabe-Ito palette, which is safe for colour-blind readers; grey is time outside all sections.
 _COLOURS = {

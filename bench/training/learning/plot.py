@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from sparse_opt.analysis.figures import new_figure, save_png
+from sparse_opt.analysis.output_files import new_figure, save_png
 from sparse_opt.masks.patterns import PATTERNS
 
 from .runs import ALGORITHMS, TRAINED

@@ -14,7 +14,7 @@ import torch
 from ...analysis import coverage as coverages
 from ...analysis import plots, records
 from ...analysis.checkpoints import CheckpointPair, CheckpointSeries
-from ...analysis.figures import require_matplotlib, save_png, write_text
+from ...analysis.output_files import require_matplotlib, save_png, write_text
 from ...analysis.ranks import TAU, measure_ranks_by_step
 from ...analysis.shapes import weight_shapes
 from ...analysis.sparsity import measure_sparsity

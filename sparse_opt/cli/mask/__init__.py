@@ -73,7 +73,7 @@ def _random(args: Namespace) -> None:
     from sparse_opt.trainers.run.progress import hide_progress_bars
 
     from ...masks.mask_set import MaskSet
-    from .untrained import chosen_shapes
+    from .from_model import chosen_shapes
 
     if not 0.0 < args.density <= 1.0:
         raise ConfigError(f"option 'density' is {args.density}: expected more than 0, at most 1")

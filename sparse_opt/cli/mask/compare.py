@@ -75,7 +75,7 @@ def run(args: Namespace) -> None:
         raise ConfigError(f"option 'layers_png' draws two masks, found {len(args.files)}")
     for option in ("png", "layers_png"):
         if getattr(args, option) is not None:
-            from ...analysis.figures import require_matplotlib
+            from ...analysis.output_files import require_matplotlib
 
             require_matplotlib(option)
     masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}

@@ -1,4 +1,4 @@
-"""`sparse-opt mask find`: find a mask from a delta log or from an untrained model."""
+"""`sparse-opt mask find`: find a mask in a delta log, or from the initial model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
 
 def add_parser(actions: Any) -> None:
     """Add the action to those of `sparse-opt mask`."""
-    find = actions.add_parser("find", help="find a mask in a delta log, or from an untrained model", epilog=_EPILOG)
+    find = actions.add_parser("find", help="find a mask in a delta log, or from the initial model", epilog=_EPILOG)
     methods = (*LOG_METHODS, *MODEL_METHODS)
     find.add_argument("--method", choices=methods, default="magnitude", metavar="METHOD", help="score (%(default)s)")
     find.add_argument("--delta_log_dir", type=Path, metavar="DIR", help="delta log of a dense run")
@@ -105,7 +105,7 @@ def add_parser(actions: Any) -> None:
     find.add_argument("--dataset_split", metavar="NAME", help="split of a hub dataset (train)")
     find.add_argument("--n_samples", type=int, metavar="K", help="calibration sequences, drawn with --seed (128)")
     find.add_argument("--max_length", type=int, metavar="T", help="longest calibration sequence in tokens (1024)")
-    find.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the untrained model (fp32)")
+    find.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the initial model (fp32)")
     find.add_argument("--seed", type=int, help="seed of random masks and of the calibration sequences (0)")
     find.add_argument("--device", default="auto", help="device that computes scores: auto, cpu, cuda (%(default)s)")
     find.add_argument("--compute_jaccard", action="store_true", help="compare with the log's oracle mask")
@@ -253,7 +253,7 @@ def _shared(args: Namespace) -> dict[str, Any]:
 
 
 def _in_model(args: Namespace, log: StateLog | None, sparsity: float, device: torch.device) -> _Plan:
-    from . import untrained as mask_untrained
+    from . import from_model
 
     label = f"random_seed{args.seed}" if args.method == "random" else args.method
 
@@ -261,7 +261,7 @@ def _in_model(args: Namespace, log: StateLog | None, sparsity: float, device: to
         if log is not None:
             _require_log_of(log, shapes, args.model_name)
 
-    return label, None, lambda: mask_untrained.find(args, sparsity, device, require, _shared(args))
+    return label, None, lambda: from_model.find(args, sparsity, device, require, _shared(args))
 
 
 def _require_log_of(log: StateLog, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:

@@ -36,7 +36,7 @@ def run(args: Namespace) -> None:
     from ...masks.parameters import PART_LABELS, layer_label
 
     if args.png is not None:
-        from ...analysis.figures import require_matplotlib
+        from ...analysis.output_files import require_matplotlib
 
         require_matplotlib("png")
     mask = MaskSet.load(args.file)

@@ -42,7 +42,7 @@ def find(
     require: Callable[[Mapping[str, tuple[int, ...]]], None],
     options: dict[str, Any],
 ) -> FoundMask:
-    """Find a mask for an untrained model.
+    """Find a mask from the initial model.
 
     Args:
         args: the options of `mask find`.

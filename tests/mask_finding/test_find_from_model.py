@@ -1,4 +1,4 @@
-"""Scores of untrained models against the formulas, worked out sequence by sequence with plain autograd."""
+"""Scores of initial models against the formulas, worked out sequence by sequence with plain autograd."""
 
 from __future__ import annotations
 
