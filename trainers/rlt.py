@@ -30,9 +30,9 @@ from torch import Tensor
 from sparse_opt.config import option
 from sparse_opt.errors import ConfigError
 
-from .data.lessons import Templates
 from .data.loaders import LoadData
 from .data.order import chunks
+from .data.solved_questions import Templates
 from .data.teacher_data import LessonReport, TeacherExample, load_teacher_examples, split_explanation
 from .grpo import GroupOptions, LossType, check_rows, group_advantages, update_on_rollout
 from .policy.models import resolve_device
@@ -225,7 +225,7 @@ def reduce_span(values: Tensor, mask: Tensor, how: Reduction, *, empty: float) -
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredRollout:
     """The rewards of a rollout, and for each completion its explanation's length and whether the end tag is present."""
 
     reward: TeacherReward
@@ -248,7 +248,7 @@ class Judged:
     def rows(self, sampled: Rollout, examples: Sequence[TeacherExample], tokenizer: Any) -> list[dict[str, Any]]:
         """One log row per completion, with the parts of its reward."""
         columns: dict[str, Tensor | Sequence[Any]] = {
-            "solution": [example.lesson.solution for example in examples],
+            "solution": [example.solved.solution for example in examples],
             "reward": self.reward.total,
             "reward_solution": self.reward.solution,
             "reward_kl": -self.reward.kl,
@@ -262,14 +262,14 @@ class Judged:
         return sample_rows([example.text for example in examples], completions, columns)
 
 
-def judge(
+def score_rollout(
     config: RLTConfig,
     run: TrainingRun,
     student: Reference,
     sampled: Rollout,
     examples: Sequence[TeacherExample],
     eos_ids: Sequence[int],
-) -> Judged:
+) -> ScoredRollout:
     """The rewards of a rollout; `examples` holds one example per row of the rollout."""
     found = [
         split_explanation(run.tokenizer, completion, config.explanation_end, eos_ids)
@@ -305,7 +305,7 @@ def judge(
         kl_coefficients=config.kl_coefficients,
         format_penalty=config.format_penalty,
     )
-    return Judged(reward, lengths, closed)
+    return ScoredRollout(reward, lengths, closed)
 
 
 def train(config: RLTConfig) -> dict[str, Any]:
@@ -332,11 +332,11 @@ def train(config: RLTConfig) -> dict[str, Any]:
     with closing(engine), run:
         parts = run.row_file(PARTS_FILE) if config.activate_debugging_logs else None
 
-        def explain(examples: Sequence[TeacherExample], n: int) -> tuple[Rollout, Judged, list[TeacherExample]]:
+        def explain(examples: Sequence[TeacherExample], n: int) -> tuple[Rollout, ScoredRollout, list[TeacherExample]]:
             sampled = sample_rollout(run, engine, examples, n, config.completions_per_row)
             of_rows = [example for example in examples for _ in range(n)]
             with run.time("reward"):
-                return sampled, judge(config, run, student, sampled, of_rows, engine.eos_ids), of_rows
+                return sampled, score_rollout(config, run, student, sampled, of_rows, engine.eos_ids), of_rows
 
         def evaluate() -> dict[str, Tensor | float]:
             """Statistics of one explanation per example."""
@@ -344,32 +344,32 @@ def train(config: RLTConfig) -> dict[str, Any]:
             means: dict[str, Tensor | float] = {}
             sequences, ended = [], []
             for part in chunks(data, config.completions_per_step):
-                sampled, judged, _ = explain(part, 1)
-                for name, value in judged.means().items():
+                sampled, scored, _ = explain(part, 1)
+                for name, value in scored.means().items():
                     means[name] = means.get(name, 0.0) + value * (len(part) / len(data))
                 sequences += sampled.sequences
                 ended.append(sampled.ended)
             return means | completion_metrics(sequences, torch.cat(ended))
 
         for step in run.steps(evaluate):
-            sampled, judged, examples = explain(run.examples_of(step), config.n_generations)
+            sampled, scored, examples = explain(run.examples_of(step), config.n_generations)
             agreement = engine_agreement(config, sampled)
-            advantages = group_advantages(judged.reward.total, config.n_generations)
+            advantages = group_advantages(scored.reward.total, config.n_generations)
             ref_logprobs = reference_logprobs(run, reference if config.beta > 0 else None, sampled)
             statistics = update_on_rollout(run, sampled, advantages, ref_logprobs=ref_logprobs)
             if run.samples_due(step) or parts is not None:
-                rows = judged.rows(sampled, examples, run.tokenizer)
+                rows = scored.rows(sampled, examples, run.tokenizer)
                 run.log_samples(step, rows)
                 if parts is not None:
                     for row in rows:
                         parts.write({"step": step, **row})
-            groups = judged.reward.total.view(-1, config.n_generations)
+            groups = scored.reward.total.view(-1, config.n_generations)
             run.log(
                 step,
                 sampled.batch.n_tokens,
                 **statistics,
                 **agreement,
-                **judged.means(),
+                **scored.means(),
                 **completion_metrics(sampled.sequences, sampled.ended),
                 reward_std=groups.std(dim=1).mean(),
             )

@@ -75,22 +75,22 @@ def _shown(thing: Any) -> str:
 
 # transformers: the first version with Trainer._clip_grad_norm and Trainer._get_grad_norm, according to its source.
 # TRL: the first version with the fused LM head, through which DPO and GRPO call their reference.
-FIRST = {"transformers": "5.3.0", "trl": "1.16.0"}
+MINIMUM_VERSIONS = {"transformers": "5.3.0", "trl": "1.16.0"}
 
 
 def require(package: str) -> None:
-    """Raise a one-line ImportError if `package` is missing or older than its version in `FIRST`."""
+    """Raise a one-line ImportError if `package` is missing or older than its version in `MINIMUM_VERSIONS`."""
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(
-            f"sparse_opt.integrations needs {package} >= {FIRST[package]}, which is not installed: "
+            f"sparse_opt.integrations needs {package} >= {MINIMUM_VERSIONS[package]}, which is not installed: "
             "pip install 'sparse-opt[integrations]'"
         ) from None
     from packaging.version import Version  # a dependency of transformers
 
-    if Version(found) < Version(FIRST[package]):
+    if Version(found) < Version(MINIMUM_VERSIONS[package]):
         raise ImportError(
-            f"sparse_opt.integrations needs {package} >= {FIRST[package]}, found {found}: "
-            f"pip install '{package}>={FIRST[package]}'"
+            f"sparse_opt.integrations needs {package} >= {MINIMUM_VERSIONS[package]}, found {found}: "
+            f"pip install '{package}>={MINIMUM_VERSIONS[package]}'"
         )

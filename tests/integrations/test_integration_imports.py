@@ -31,16 +31,16 @@ def test_a_missing_or_old_package_is_one_line(package, monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
-    first = versions.FIRST[package]
+    minimum = versions.MINIMUM_VERSIONS[package]
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(
-        ImportError, match=rf"needs {package} >= {first}, which is not installed: pip install"
+        ImportError, match=rf"needs {package} >= {minimum}, which is not installed: pip install"
     ) as caught:
         versions.require(package)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(metadata, "version", lambda name: "1.0.0")
     with pytest.raises(
-        ImportError, match=rf"needs {package} >= {first}, found 1.0.0: pip install '{package}>={first}'"
+        ImportError, match=rf"needs {package} >= {minimum}, found 1.0.0: pip install '{package}>={minimum}'"
     ):
         versions.require(package)
 

@@ -17,7 +17,7 @@ from sparse_opt.trainers import grpo, ppo
 from sparse_opt.trainers.grpo import GRPOConfig, grpo_loss
 from sparse_opt.trainers.ppo import PPOConfig
 from sparse_opt.trainers.ppo.losses import policy_loss
-from sparse_opt.trainers.rollouts import Completions, GenerateEngine, Sampling, joined, rollout
+from sparse_opt.trainers.rollouts import Completions, GenerateEngine, Sampling, concatenated, rollout
 from sparse_opt.trainers.rollouts.importance import (
     importance_weights,
     logprob_differences,
@@ -281,8 +281,10 @@ def test_a_server_is_for_engine_vllm_only(train):
 
 def test_parts_are_joined_with_their_log_probabilities():
     first, second = Completions([[5], [6, 7]], [[-1.0], [-2.0, -3.0]]), Completions([[8]], [[-4.0]])
-    assert joined([first, Completions([]), second]) == Completions([[5], [6, 7], [8]], [[-1.0], [-2.0, -3.0], [-4.0]])
-    assert joined([first, Completions([[8]])]) == Completions([[5], [6, 7], [8]])
+    assert concatenated([first, Completions([]), second]) == Completions(
+        [[5], [6, 7], [8]], [[-1.0], [-2.0, -3.0], [-4.0]]
+    )
+    assert concatenated([first, Completions([[8]])]) == Completions([[5], [6, 7], [8]])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sparse_opt.trainers.policy import reference
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 from sparse_opt.trainers.rewards.student import load_student_tokenizer
 from sparse_opt.trainers.rlt import RLTConfig
-from sparse_opt.trainers.rollouts import Completions, InParts, Sampling
+from sparse_opt.trainers.rollouts import ChunkedEngine, Completions, Sampling
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 TEMPLATES = {
@@ -90,18 +90,18 @@ def full_mask(tmp_path, model_folder):
 
 def test_rewards_of_a_run_are_those_of_its_completions(rlt_options, read_metrics, model_folder, tokenizer, monkeypatch):
     """What the log says of the first rollout, computed once more, row by row, by the start model."""
-    judge, judged = rlt.judge, []
+    score_rollout, scored = rlt.score_rollout, []
 
     def spied(config, run, student, rollout, examples, eos_ids):
-        judged.append((rollout.completions, examples))
-        return judge(config, run, student, rollout, examples, eos_ids)
+        scored.append((rollout.completions, examples))
+        return score_rollout(config, run, student, rollout, examples, eos_ids)
 
-    monkeypatch.setattr(rlt, "judge", spied)
+    monkeypatch.setattr(rlt, "score_rollout", spied)
     config = rlt_options(n_steps=1, activate_debugging_logs=True)
     summary = rlt.train(config)
     (row,) = read_metrics(summary)
     parts = [json.loads(line) for line in (config.output_dir / "reward_parts.jsonl").read_text().splitlines()]
-    ((completions, examples),) = judged
+    ((completions, examples),) = scored
     assert len(parts) == len(completions) == 8
     assert 0 < sum(part["closed"] for part in parts) < 8
     for name in ("reward", "reward_kl", "solution_logprob_min", "explanation_kl_max", "explanation_length"):
@@ -265,7 +265,7 @@ def test_parts_of_a_rollout_are_sampled_in_turn():
         def close(self):
             calls.append("closed")
 
-    engine = InParts(Echo(), 4)
+    engine = ChunkedEngine(Echo(), 4)
     prompts = [[3], [4], [5]]
     assert engine.generate(prompts, 2, Sampling(4)) == Echo().generate(prompts, 2, Sampling(4))
     engine.close()

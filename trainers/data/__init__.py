@@ -1,1 +1,1 @@
-"""Training data: records, prompts and lessons, encoded, packed and ordered."""
+"""Training data: records, prompts and solved questions, encoded, packed and ordered."""

@@ -1,13 +1,13 @@
 """Encode the inputs of an RLT teacher and its student, and write demonstrations for the teacher's initial SFT.
 
-A tokenizer with a chat template gets the system and user texts of `lessons.Templates` as messages and the rest as the
-beginning of the assistant's turn; one without gets the texts one after another, verbatim.
+A tokenizer with a chat template gets the system and user texts of `solved_questions.Templates` as messages and the
+rest as the beginning of the assistant's turn; one without gets the texts one after another, verbatim.
 
     python -m sparse_opt.trainers.data.teacher_data --dataset rows.jsonl --tokenizer MODEL --templates rlt.yaml \\
         --output teacher.jsonl
 
 writes rows (prompt, completion): the prompt that the run rlt.yaml gives to its teacher, and a known explanation with
-the end tag. `lessons` lists the columns that the dataset may have.
+the end tag. `solved_questions` lists the columns that the dataset may have.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from sparse_opt.option_parser import read_yaml
 from ..policy.pretrained import load_tokenizer_from
 from ..run.outputs import write_text, writing
 from .encoding import applying_chat_template, text_ids
-from .lessons import EXPLANATION_COLUMNS, FIELD, Lesson, Templates, filled, lesson_reader, load_lessons
 from .rows import DataReport, counter, load_rows
+from .solved_questions import (
+    EXPLANATION_COLUMNS,
+    FIELD,
+    SolvedQuestion,
+    Templates,
+    filled,
+    load_solved_questions,
+    solved_question_reader,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,9 +52,9 @@ class StudentSequence:
 
 @dataclass(frozen=True)
 class TeacherExample:
-    """A lesson as tokens: the teacher's prompt, and the parts of the student's input around the explanation."""
+    """The tokens of a solved question: the teacher's prompt, and the student's input around the explanation."""
 
-    lesson: Lesson
+    solved: SolvedQuestion
     ids: list[int]
     text: str
     student_start: list[int]
@@ -64,7 +72,7 @@ class TeacherExample:
 
 @dataclass
 class LessonReport(DataReport):
-    """Counts of a dataset's used and dropped lessons."""
+    """Counts of a dataset's used and dropped questions."""
 
     n_dropped_too_long: int = counter("{} dropped for a prompt longer than max_prompt_length")
 
@@ -80,18 +88,18 @@ def load_teacher_examples(
     subset_size: int | None = None,
     seed: int = 0,
 ) -> tuple[list[TeacherExample], LessonReport]:
-    """A dataset's lessons as tokens, without those whose teacher's prompt is longer than `max_prompt_length`.
+    """A dataset's solved questions as tokens, without those whose teacher's prompt is longer than `max_prompt_length`.
 
     Raises:
-        DataError: see `load_rows`, `lesson_reader` and `encode_lesson`.
+        DataError: see `load_rows`, `solved_question_reader` and `encode_solved_question`.
     """
     report = LessonReport()
 
     def encoder(columns: Iterable[str], name: str) -> Callable[[dict[str, Any]], TeacherExample | None]:
-        read = lesson_reader(columns, name, templates)
+        read = solved_question_reader(columns, name, templates)
 
         def encode_row(row: dict[str, Any]) -> TeacherExample | None:
-            example = encode_lesson(tokenizer, read(row), templates, student_tokenizer)
+            example = encode_solved_question(tokenizer, read(row), templates, student_tokenizer)
             if len(example.ids) > max_prompt_length:
                 report.n_dropped_too_long += 1
                 return None
@@ -102,52 +110,54 @@ def load_teacher_examples(
     return load_rows(dataset, split, subset_size, seed, encoder, report), report
 
 
-def encode_lesson(
+def encode_solved_question(
     tokenizer: PreTrainedTokenizerBase,
-    lesson: Lesson,
+    solved: SolvedQuestion,
     templates: Templates,
     student_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> TeacherExample:
-    """The lesson's token ids, those of the student by its own tokenizer, whose chat template may be another.
+    """The token ids of a solved question; the student's are by its own tokenizer, which may have another template.
 
     Raises:
         DataError: a piece has no tokens, or pieces that are tokenized separately decode to another text.
     """
     student_tokenizer = student_tokenizer or tokenizer
-    text = teacher_prompt(tokenizer, lesson, templates)
+    text = teacher_prompt(tokenizer, solved, templates)
     before, middle, _ = FIELD.split(templates.student_answer)[::2]
-    start_text = _opening(student_tokenizer, templates.student_system, templates.student_user, lesson) + before
-    pieces = [text_ids(student_tokenizer, start_text), *_later_ids(student_tokenizer, [middle, lesson.solution])]
+    start_text = _opening(student_tokenizer, templates.student_system, templates.student_user, solved) + before
+    pieces = [text_ids(student_tokenizer, start_text), *_later_ids(student_tokenizer, [middle, solved.solution])]
     ids = text_ids(tokenizer, text)
     for name, piece in (("teacher's prompt", ids), ("student's prompt", pieces[0]), ("solution", pieces[2])):
         if not piece:
             raise DataError(f"the {name} has no tokens")
     joined = student_tokenizer.decode([id for piece in pieces for id in piece])
-    whole = student_tokenizer.decode(text_ids(student_tokenizer, start_text + middle + lesson.solution))
+    whole = student_tokenizer.decode(text_ids(student_tokenizer, start_text + middle + solved.solution))
     if joined != whole:
         raise DataError(
             f"the tokenizer decodes {_around_difference(joined, whole)!r} from separately tokenized pieces; expected "
             f"{_around_difference(whole, joined)!r}, as from the whole text"
         )
-    return TeacherExample(lesson, ids, text, *pieces)
+    return TeacherExample(solved, ids, text, *pieces)
 
 
-def teacher_prompt(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> str:
+def teacher_prompt(tokenizer: PreTrainedTokenizerBase, solved: SolvedQuestion, templates: Templates) -> str:
     """The text that the teacher continues with its explanation."""
-    opening = _opening(tokenizer, templates.teacher_system, templates.teacher_user, lesson)
-    return opening + filled(templates.teacher_start, lesson)
+    opening = _opening(tokenizer, templates.teacher_system, templates.teacher_user, solved)
+    return opening + filled(templates.teacher_start, solved)
 
 
-def teacher_demonstration(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, templates: Templates) -> dict[str, str]:
-    """A row (prompt, completion) for SFT: the teacher's prompt; the lesson's explanation and the end tag.
+def teacher_demonstration(
+    tokenizer: PreTrainedTokenizerBase, solved: SolvedQuestion, templates: Templates
+) -> dict[str, str]:
+    """A row (prompt, completion) for SFT: the teacher's prompt; the explanation and the end tag.
 
     Raises:
-        DataError: the lesson has no explanation.
+        DataError: there is no explanation.
     """
-    if lesson.explanation is None:
+    if solved.explanation is None:
         raise DataError(f"no explanation; expected a column of ({', '.join(EXPLANATION_COLUMNS)})")
-    prompt = teacher_prompt(tokenizer, lesson, templates)
-    return {"prompt": prompt, "completion": lesson.explanation + templates.explanation_end}
+    prompt = teacher_prompt(tokenizer, solved, templates)
+    return {"prompt": prompt, "completion": solved.explanation + templates.explanation_end}
 
 
 def split_explanation(
@@ -181,8 +191,8 @@ def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, lesson: Lesson) -> str:
-    system, user = filled(system, lesson), filled(user, lesson)
+def _opening(tokenizer: PreTrainedTokenizerBase, system: str, user: str, solved: SolvedQuestion) -> str:
+    system, user = filled(system, solved), filled(user, solved)
     if tokenizer.chat_template is None:
         return system + user
     messages = [{"role": "system", "content": system}] if system else []
@@ -251,10 +261,10 @@ def write_demonstrations(config: TeacherDataConfig) -> int:
         raise ConfigError(f"option 'output': {config.output} exists; choose another or remove it")
     tokenizer = load_tokenizer_from(config.tokenizer)
     templates = Templates() if config.templates is None else read_templates(config.templates)
-    lessons = load_lessons(
+    questions = load_solved_questions(
         config.dataset, config.dataset_split, templates, subset_size=config.subset_size, seed=config.seed
     )
-    rows = [teacher_demonstration(tokenizer, lesson, templates) for lesson in lessons]
+    rows = [teacher_demonstration(tokenizer, solved, templates) for solved in questions]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     with writing(config.output):
         config.output.parent.mkdir(parents=True, exist_ok=True)

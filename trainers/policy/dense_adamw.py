@@ -34,7 +34,7 @@ class DenseAdamW(DenseOptimizer, torch.optim.AdamW):
         fused: bool = True,
     ):
         super().__init__(
-            self.take(params, max_grad_norm, master_weights=master_weights),
+            self.set_weights(params, max_grad_norm, master_weights=master_weights),
             lr=lr,
             betas=betas,
             eps=eps,

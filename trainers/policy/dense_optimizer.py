@@ -27,7 +27,9 @@ class DenseOptimizer(torch.optim.Optimizer):
     `grad_norm` is the norm of the last step before clipping, a device scalar, or None without clipping.
     """
 
-    def take(self, params: Iterable[nn.Parameter], max_grad_norm: float | None, *, master_weights: bool) -> list[Any]:
+    def set_weights(
+        self, params: Iterable[nn.Parameter], max_grad_norm: float | None, *, master_weights: bool
+    ) -> list[Any]:
         """Keep the weights to train, with fp32 copies if `master_weights`; return the tensors to update."""
         self.weights = list(params)
         self.masters = [weight.detach().float().clone() for weight in self.weights] if master_weights else None

@@ -23,7 +23,7 @@ class DenseSGD(DenseOptimizer, torch.optim.SGD):
         master_weights: bool = False,
     ):
         super().__init__(
-            self.take(params, max_grad_norm, master_weights=master_weights),
+            self.set_weights(params, max_grad_norm, master_weights=master_weights),
             lr=lr,
             weight_decay=weight_decay,
             fused=True,

@@ -23,7 +23,7 @@ MAY_DIFFER |= {"report_to", "project_name", "run_name"}
 
 
 @contextmanager
-def claimed(folder: Path, options: Any, inputs: dict[str, str], *, resuming: bool) -> Iterator[None]:
+def prepared_output(folder: Path, options: Any, inputs: dict[str, str], *, resuming: bool) -> Iterator[None]:
     """Write options and input digests to a locked folder, or check them against those of the run to resume.
 
     A new run that fails before its first part leaves no files.

@@ -40,7 +40,7 @@ from ..run.progress import Progress
 from ..run.resume import is_begun, require_same_options
 from ..run.trackers import make_trackers, require_trackers
 from ..run.training_run import seed_everything
-from .parts import MAY_DIFFER, claimed, part_file, read_part, write_part
+from .parts import MAY_DIFFER, part_file, prepared_output, read_part, write_part
 
 MatmulPrecision = Literal["highest", "high", "medium"]
 TrackerName = Literal["wandb", "tensorboard"]
@@ -269,7 +269,7 @@ def sample(options: SamplingOptions, stage: str) -> Iterator[Sampled]:
 
             def begin() -> set[int]:
                 locked.enter_context(RunLock(folder))
-                locked.enter_context(claimed(folder, options, inputs, resuming=resuming))
+                locked.enter_context(prepared_output(folder, options, inputs, resuming=resuming))
                 return {part for part in range(len(blocks)) if part_file(folder, part).is_file()}
 
             ranks.barrier()  # a rank that fails before this leaves the folder as it was

@@ -22,7 +22,7 @@ from ..policy.optimizers import load_mask
 from ..policy.sharding import is_sharded
 from ..ranks import ONE_RANK, Ranks
 from .continuous_batching import ContinuousBatchingEngine
-from .engine import Completions, Engine, InParts, Rollout, Sampling, joined, rollout, sample, stop_ids
+from .engine import ChunkedEngine, Completions, Engine, Rollout, Sampling, concatenated, rollout, sample, stop_ids
 from .generate import GenerateEngine
 from .sharded import GatheredEngine, LayerwiseEngine
 from .shared_cache import SharedCacheEngine
@@ -30,18 +30,18 @@ from .vllm import VLLMEngine
 from .vllm_server import VLLMServerEngine
 
 __all__ = [
+    "ChunkedEngine",
     "Completions",
     "ContinuousBatchingEngine",
     "Engine",
     "GenerateEngine",
-    "InParts",
     "Rollout",
     "Sampling",
     "SharedCacheEngine",
     "VLLMEngine",
     "VLLMServerEngine",
+    "concatenated",
     "configured_engine",
-    "joined",
     "make_engine",
     "rollout",
     "sample",
@@ -122,7 +122,7 @@ def make_engine(
         else:
             engine = GenerateEngine(model, **common, by_length=by_length)
         if at_once is not None:
-            engine = InParts(engine, at_once)
+            engine = ChunkedEngine(engine, at_once)
         return GatheredEngine(engine, model) if is_sharded(model) else engine
     if name == "vllm":
         vllm = VLLMEngine(
@@ -135,7 +135,7 @@ def make_engine(
             enable_prefix_caching=vllm_enable_prefix_caching,
             mask=mask,
         )
-        return vllm if at_once is None else InParts(vllm, at_once)
+        return vllm if at_once is None else ChunkedEngine(vllm, at_once)
     raise ConfigError(f"rollout_engine is {name!r}, expected generate, continuous_batching or vllm")
 
 

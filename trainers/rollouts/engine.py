@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Release the engine's resources; it cannot be used afterwards."""
 
 
-class InParts:
+class ChunkedEngine:
     """An engine wrapper that samples about `completions` completions per call of the engine."""
 
     def __init__(self, engine: Engine, completions: int):
@@ -98,7 +98,7 @@ class InParts:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Completions:
         """See `Engine.generate`."""
         parts = chunks(prompts, max(1, self._completions // n))
-        return joined([self._engine.generate(part, n, sampling) for part in parts])
+        return concatenated([self._engine.generate(part, n, sampling) for part in parts])
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -270,7 +270,7 @@ def sample(
     else:
         share = ranks.share(0, len(repeated))
         own = engine.generate([repeated[row] for row in share], 1, sampling)
-        completions = joined(ranks.gather(own))
+        completions = concatenated(ranks.gather(own))
     _check(completions, len(repeated), sampling.max_new_tokens)
     sequences = [
         TokenSequence([*prompt, *completion], len(prompt))
@@ -289,7 +289,7 @@ def sample(
     return Rollout(batch, logprobs, ended, sequences, engine_logprobs)
 
 
-def joined(parts: Sequence[Completions]) -> Completions:
+def concatenated(parts: Sequence[Completions]) -> Completions:
     """The rows of several calls of an engine, in order; without log-probabilities unless all rows have them."""
     logprobs: list[list[float]] | None = []
     for part in parts:

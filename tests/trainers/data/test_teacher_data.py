@@ -9,10 +9,15 @@ import pytest
 
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.trainers.data.encoding import load_examples
-from sparse_opt.trainers.data.lessons import Lesson, Templates, lesson_reader, load_lessons
 from sparse_opt.trainers.data.rows import load_records
+from sparse_opt.trainers.data.solved_questions import (
+    SolvedQuestion,
+    Templates,
+    load_solved_questions,
+    solved_question_reader,
+)
 from sparse_opt.trainers.data.teacher_data import (
-    encode_lesson,
+    encode_solved_question,
     load_teacher_examples,
     main,
     read_templates,
@@ -20,7 +25,7 @@ from sparse_opt.trainers.data.teacher_data import (
     teacher_demonstration,
 )
 
-LESSON = Lesson("What is {solution} times 2?", r"\frac{84}{2} = 42 {question}", "Half of 84.\n\n")
+SOLVED = SolvedQuestion("What is {solution} times 2?", r"\frac{84}{2} = 42 {question}", "Half of 84.\n\n")
 SHORT = Templates(
     teacher_system="",
     teacher_user="Q: {question}\n",
@@ -33,37 +38,37 @@ SHORT = Templates(
 
 
 def test_plain_text_is_put_together_verbatim(tokenizer):
-    example = encode_lesson(tokenizer, LESSON, SHORT)
-    assert example.text == f"Q: {LESSON.question}\nS: {LESSON.solution}\nE: "
+    example = encode_solved_question(tokenizer, SOLVED, SHORT)
+    assert example.text == f"Q: {SOLVED.question}\nS: {SOLVED.solution}\nE: "
     assert example.ids == tokenizer(example.text)["input_ids"]
     assert example.ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in example.ids[1:]
     explanation = tokenizer(" two words", add_special_tokens=False)["input_ids"]
     student = example.student_sequence(explanation)
     assert student.ids[student.explanation] == explanation
-    assert tokenizer.decode(student.ids[student.solution]) == LESSON.solution
-    assert tokenizer.decode(student.ids) == f"<s>Q: {LESSON.question}\nE:  two words\nS: {LESSON.solution}"
+    assert tokenizer.decode(student.ids[student.solution]) == SOLVED.solution
+    assert tokenizer.decode(student.ids) == f"<s>Q: {SOLVED.question}\nE:  two words\nS: {SOLVED.solution}"
     assert example.student_sequence([]).explanation == slice(len(example.student_start), len(example.student_start))
 
 
 def test_chat_template_writes_the_turns(chat_tokenizer):
-    example = encode_lesson(chat_tokenizer, LESSON, Templates())
+    example = encode_solved_question(chat_tokenizer, SOLVED, Templates())
     templates = Templates()
     assert example.text == (
-        f"<s><|system|>{templates.teacher_system}</s><|user|>{LESSON.question}</s><|assistant|>"
-        f"<|begin_of_solution|>\n\n{LESSON.solution}\n\n<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n"
+        f"<s><|system|>{templates.teacher_system}</s><|user|>{SOLVED.question}</s><|assistant|>"
+        f"<|begin_of_solution|>\n\n{SOLVED.solution}\n\n<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n"
     )
     assert example.ids.count(chat_tokenizer.bos_token_id) == 1
     student = chat_tokenizer.decode(example.student_sequence([]).ids)
     assert student == (
-        f"<s><|system|>{templates.student_system}</s><|user|>{LESSON.question}</s><|assistant|><|begin_of_thought|>"
-        f"\n\n<|end_of_thought|>\n\n<|begin_of_solution|>\n\n{LESSON.solution}"
+        f"<s><|system|>{templates.student_system}</s><|user|>{SOLVED.question}</s><|assistant|><|begin_of_thought|>"
+        f"\n\n<|end_of_thought|>\n\n<|begin_of_solution|>\n\n{SOLVED.solution}"
     )
 
 
 def test_a_student_has_its_own_chat_template(chat_tokenizer, tokenizer):
-    example = encode_lesson(chat_tokenizer, LESSON, SHORT, student_tokenizer=tokenizer)
+    example = encode_solved_question(chat_tokenizer, SOLVED, SHORT, student_tokenizer=tokenizer)
     assert example.text.startswith("<s><|user|>Q: ")
-    assert tokenizer.decode(example.student_start) == f"<s>Q: {LESSON.question}\nE: "
+    assert tokenizer.decode(example.student_start) == f"<s>Q: {SOLVED.question}\nE: "
 
 
 @pytest.mark.parametrize(
@@ -98,11 +103,11 @@ def test_a_token_that_holds_the_tags_beginning_is_the_tags():
 
 
 @pytest.mark.parametrize(
-    ("row", "lesson"),
+    ("row", "solved"),
     [
-        ({"question": "q", "solution": "s", "reasoning_trace": "r", "answer": "a"}, Lesson("q", "s", "r")),
-        ({"problem": "q", "answer": "a"}, Lesson("q", "a")),
-        ({"prompt": "q", "solution": "s", "explanation": "e"}, Lesson("q", "s", "e")),
+        ({"question": "q", "solution": "s", "reasoning_trace": "r", "answer": "a"}, SolvedQuestion("q", "s", "r")),
+        ({"problem": "q", "answer": "a"}, SolvedQuestion("q", "a")),
+        ({"prompt": "q", "solution": "s", "explanation": "e"}, SolvedQuestion("q", "s", "e")),
         (
             {
                 "system": "x",
@@ -115,13 +120,13 @@ def test_a_token_that_holds_the_tags_beginning_is_the_tags():
                     },
                 ],
             },
-            Lesson("q", "It is\n\n{4}.", "First.\n\nThen.\n\n"),
+            SolvedQuestion("q", "It is\n\n{4}.", "First.\n\nThen.\n\n"),
         ),
     ],
     ids=["solution-before-answer", "problem", "prompt", "stratos"],
 )
-def test_rows_by_their_columns(row, lesson):
-    assert lesson_reader(row, "rows", Templates())(row) == lesson
+def test_rows_by_their_columns(row, solved):
+    assert solved_question_reader(row, "rows", Templates())(row) == solved
 
 
 @pytest.mark.parametrize(
@@ -137,31 +142,31 @@ def test_rows_by_their_columns(row, lesson):
         ),
     ],
 )
-def test_rows_that_hold_no_lesson(row, message):
+def test_rows_without_a_solved_question(row, message):
     with pytest.raises(DataError, match=message):
-        lesson_reader(row, "rows", Templates())(row)
+        solved_question_reader(row, "rows", Templates())(row)
 
 
 @pytest.fixture
-def lessons_file(tmp_path):
-    path = tmp_path / "lessons.jsonl"
+def questions_file(tmp_path):
+    path = tmp_path / "questions.jsonl"
     rows = [{"question": f"{n} + 1 is", "solution": str(n + 1), "explanation": f"after {n}"} for n in range(12)]
     rows[5]["question"] = "a long question, " * 20
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def test_examples_too_long_are_left_out_and_counted(tokenizer, lessons_file):
-    examples, report = load_teacher_examples(str(lessons_file), "train", tokenizer, SHORT, max_prompt_length=60)
+def test_examples_too_long_are_left_out_and_counted(tokenizer, questions_file):
+    examples, report = load_teacher_examples(str(questions_file), "train", tokenizer, SHORT, max_prompt_length=60)
     assert (report.n_rows, report.n_examples, report.n_dropped_too_long) == (12, 11, 1)
     assert str(report) == "11 examples from 12 rows; 1 dropped for a prompt longer than max_prompt_length"
-    assert [example.lesson.solution for example in examples] == [str(n + 1) for n in range(12) if n != 5]
+    assert [example.solved.solution for example in examples] == [str(n + 1) for n in range(12) if n != 5]
     with pytest.raises(DataError, match="no examples left"):
-        load_teacher_examples(str(lessons_file), "train", tokenizer, SHORT, max_prompt_length=3)
+        load_teacher_examples(str(questions_file), "train", tokenizer, SHORT, max_prompt_length=3)
 
 
-def test_a_subset_is_drawn_with_the_seed(lessons_file):
-    draws = [load_lessons(str(lessons_file), "train", SHORT, subset_size=5, seed=seed) for seed in (0, 0, 1)]
+def test_a_subset_is_drawn_with_the_seed(questions_file):
+    draws = [load_solved_questions(str(questions_file), "train", SHORT, subset_size=5, seed=seed) for seed in (0, 0, 1)]
     assert len(draws[0]) == 5 and draws[0] == draws[1] != draws[2]
 
 
@@ -176,7 +181,7 @@ def test_a_tokenizer_that_needs_the_whole_text_is_refused(tokenizer):
         __call__ = staticmethod(spaced)
 
     with pytest.raises(DataError, match="separately tokenized pieces"):
-        encode_lesson(Spaced(), Lesson("q", "s"), SHORT)
+        encode_solved_question(Spaced(), SolvedQuestion("q", "s"), SHORT)
 
 
 @pytest.mark.parametrize(
@@ -195,11 +200,11 @@ def test_templates_that_lack_a_field(changes, message):
 
 
 def test_demonstrations_are_trained_after_the_prompt_that_a_teacher_gets(
-    chat_tokenizer, tmp_path, lessons_file, capsys
+    chat_tokenizer, tmp_path, questions_file, capsys
 ):
     chat_tokenizer.save_pretrained(tmp_path / "teacher")
     output = tmp_path / "rows" / "teacher.jsonl"
-    words = ["--dataset", str(lessons_file), "--tokenizer", str(tmp_path / "teacher"), "--output", str(output)]
+    words = ["--dataset", str(questions_file), "--tokenizer", str(tmp_path / "teacher"), "--output", str(output)]
     other = tmp_path / "rlt.yaml"
     other.write_text("n_steps: 3\nexplanation_end: ''\n")
     assert main([*words, "--templates", str(other)]) == 2
@@ -211,12 +216,12 @@ def test_demonstrations_are_trained_after_the_prompt_that_a_teacher_gets(
     assert len(load_records(str(output))) == 4
     sequences, report = load_examples("demonstration", str(output), "train", chat_tokenizer, max_length=4000)
     assert report.n_moved_borders == 0
-    lessons = load_lessons(str(lessons_file), "train", Templates(), subset_size=4)
-    for (sequence,), lesson in zip(sequences, lessons, strict=True):
-        assert sequence.ids[: sequence.prompt_length] == encode_lesson(chat_tokenizer, lesson, Templates()).ids
+    questions = load_solved_questions(str(questions_file), "train", Templates(), subset_size=4)
+    for (sequence,), solved in zip(sequences, questions, strict=True):
+        assert sequence.ids[: sequence.prompt_length] == encode_solved_question(chat_tokenizer, solved, Templates()).ids
         completion = chat_tokenizer.decode(sequence.ids[sequence.prompt_length :])
-        assert completion == f"{lesson.explanation}<|end_of_explanation|></s>"
+        assert completion == f"{solved.explanation}<|end_of_explanation|></s>"
     assert main(words) == 2
     assert f"{output} exists" in capsys.readouterr().err
     with pytest.raises(DataError, match="no explanation; expected a column of"):
-        teacher_demonstration(chat_tokenizer, Lesson("q", "s"), Templates())
+        teacher_demonstration(chat_tokenizer, SolvedQuestion("q", "s"), Templates())

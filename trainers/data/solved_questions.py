@@ -87,7 +87,7 @@ class Templates:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class SolvedQuestion:
     """A question with its solution, and an explanation if one is known."""
 
     question: str
@@ -95,20 +95,22 @@ class Lesson:
     explanation: str | None = None
 
 
-def filled(template: str, lesson: Lesson) -> str:
-    """The template with the lesson's texts; braces inside them stay as they are."""
-    return FIELD.sub(lambda field: str(getattr(lesson, field[1])), template)
+def filled(template: str, solved: SolvedQuestion) -> str:
+    """The template with the texts of the solved question; braces inside them stay as they are."""
+    return FIELD.sub(lambda field: str(getattr(solved, field[1])), template)
 
 
-def load_lessons(
+def load_solved_questions(
     dataset: str, split: str, templates: Templates, *, subset_size: int | None = None, seed: int = 0
-) -> list[Lesson]:
-    """A dataset's rows as lessons. Raises DataError, see `load_rows` and `lesson_reader`."""
-    encoder = functools.partial(lesson_reader, templates=templates)
+) -> list[SolvedQuestion]:
+    """A dataset's rows as solved questions. Raises DataError, see `load_rows` and `solved_question_reader`."""
+    encoder = functools.partial(solved_question_reader, templates=templates)
     return load_rows(dataset, split, subset_size, seed, encoder, DataReport())
 
 
-def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Callable[[dict[str, Any]], Lesson]:
+def solved_question_reader(
+    columns: Iterable[str], name: str, templates: Templates
+) -> Callable[[dict[str, Any]], SolvedQuestion]:
     """The function that reads a row of these columns; `name` is the dataset's, for messages.
 
     Raises:
@@ -121,8 +123,8 @@ def lesson_reader(columns: Iterable[str], name: str, templates: Templates) -> Ca
     )
     if question is not None and solution is not None:
 
-        def read(row: dict[str, Any]) -> Lesson:
-            return Lesson(
+        def read(row: dict[str, Any]) -> SolvedQuestion:
+            return SolvedQuestion(
                 _text(row, question), _text(row, solution), None if explanation is None else _text(row, explanation)
             )
 
@@ -154,7 +156,7 @@ def _answer_pattern(student_answer: str) -> re.Pattern[str]:
     return re.compile("".join(pieces) + r"\s*", re.DOTALL)
 
 
-def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> Lesson:
+def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> SolvedQuestion:
     texts = {turn.get("from"): turn.get("value") for turn in conversation} if isinstance(conversation, list) else {}
     if not isinstance(texts.get("user"), str) or not isinstance(texts.get("assistant"), str):
         raise DataError("column 'conversations': expected a list of {from, value} with user and assistant")
@@ -163,4 +165,4 @@ def _read_conversation(conversation: Any, answer: re.Pattern[str]) -> Lesson:
         raise DataError(
             f"the assistant's text is {texts['assistant'][:80]!r}...: expected the form of template student_answer"
         )
-    return Lesson(texts["user"], match["solution"].strip(), match["explanation"])
+    return SolvedQuestion(texts["user"], match["solution"].strip(), match["explanation"])
