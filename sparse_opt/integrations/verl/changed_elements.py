@@ -138,7 +138,7 @@ class ChangeReader:
         return numbers, changed.to(self._device)
 
     def _by_tensor(self, group: Group, numbers: Tensor, values: Tensor) -> Iterator[Change]:
-        ends = torch.searchsorted(numbers, torch.tensor(group.starts, device=self._device)).tolist()
+        ends = torch.searchsorted(numbers, torch.tensor(group.starts, dtype=torch.int64, device=self._device)).tolist()
         for i, index in enumerate(group.members):
             part = slice(ends[i], ends[i + 1])
             if part.start < part.stop:
