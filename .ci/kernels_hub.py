@@ -2,6 +2,7 @@
 
     kernels_hub.py hash               print the hash of what the folder is made from
     kernels_hub.py write LIBRARY OUT  write OUT/build/VARIANT from a library that was built with SPARSE_OPT_BUILD_HASH
+    kernels_hub.py label LIBRARY      print what the library was built for: cpu, or cu130 for CUDA 13.0; also for wheels
 
 The package is the folder kernels_hub, and the modules of `sparse_opt` that define the ops and their launch sizes. The
 hash ends the names of the ops and of the package, so that several builds, and sparse_opt itself, can be loaded in one
@@ -58,6 +59,11 @@ def backend_of(info: dict[str, Any]) -> str:
     return "cuda" if info["cuda"] else "cpu"
 
 
+def label_of(info: dict[str, Any]) -> str:
+    """`cpu`, or `cu130` for CUDA 13.0: torch's name of a build."""
+    return "cu" + info["cuda_version"].replace(".", "") if info["cuda"] else "cpu"
+
+
 def write(library: Path, info: dict[str, Any], out: Path, *, hash: str, public: str, native: str) -> Path:
     """Write the folder of one variant and return it.
 
@@ -69,8 +75,7 @@ def write(library: Path, info: dict[str, Any], out: Path, *, hash: str, public: 
     if f"{native}\0".encode() not in library.read_bytes():
         raise ValueError(f"{library} was not built for the namespace {native}")
     backend = backend_of(info)
-    name = "cu" + info["cuda_version"].replace(".", "") if info["cuda"] else "cpu"
-    folder = out / "build" / f"torch-stable-abi210-{name}-{platform.machine()}-{platform.system().lower()}"
+    folder = out / "build" / f"torch-stable-abi210-{label_of(info)}-{platform.machine()}-{platform.system().lower()}"
     shutil.rmtree(folder, ignore_errors=True)
     for module in MODULES:
         (folder / module).parent.mkdir(parents=True, exist_ok=True)
@@ -100,12 +105,16 @@ def main() -> None:
     writing = commands.add_parser("write")
     writing.add_argument("library", type=Path)
     writing.add_argument("out", type=Path)
+    commands.add_parser("label").add_argument("library", type=Path)
     arguments = parser.parse_args()
     hash = build_hash()
     if arguments.command == "hash":
         print(hash)
         return
     info = load(arguments.library).build_info()
+    if arguments.command == "label":
+        print(label_of(info))
+        return
     names = {
         name: f"{prefix}_{backend_of(info)}_{hash}"
         for name, prefix in (("public", "sparse_opt"), ("native", "sparse_opt_native"))

@@ -11,6 +11,9 @@ import torch
 
 from sparse_opt import backends, ops
 
+HAS_KERNELS = importlib.util.find_spec("kernels") is not None
+NATIVE = "sparse_opt_native"  # the namespace of the library in a checkout
+
 # In a process of its own, because a process loads a library once. `kernels` imports by path and name, too.
 LOAD = {
     "import": """
@@ -73,6 +76,24 @@ assert [part.tolist() for part in changed] == [[1], [2.0], [1]]
 torch.save(arguments, data)
 """
 
+# Two builds of one interface, and sparse-opt itself.
+RUN_TWO = """
+import sys
+from pathlib import Path
+import kernels, torch
+from sparse_opt import ops
+packages = [kernels.get_local_kernel(Path(folder)) for folder in sys.argv[1:]]
+assert len({package.__name__ for package in packages}) == 2
+assert packages[0].backends._kernels is not packages[1].backends._kernels
+dense, indices = [torch.arange(6.0)], torch.tensor([1, 4])
+for module in (*packages, ops):
+    out = torch.empty(2)
+    with torch.profiler.profile() as profile:
+        module.masked_grad_gather_(out, dense, indices, [0], [2])
+    assert out.tolist() == [1, 4]
+    print(*sorted({event.name for event in profile.events() if event.name.startswith("sparse_opt")}))
+"""
+
 
 @pytest.fixture(scope="module")
 def variant(checkout, tmp_path_factory) -> Path:
@@ -80,7 +101,7 @@ def variant(checkout, tmp_path_factory) -> Path:
     if library is None:
         pytest.skip("needs the extension: " + cause)
     write = runpy.run_path(str(checkout / ".ci/kernels_hub.py"))["write"]
-    names = {"public": "sparse_opt", "native": "sparse_opt_native"}
+    names = {"public": "sparse_opt", "native": NATIVE}
     return write(Path(library.__file__), library.build_info(), tmp_path_factory.mktemp("hub"), hash="test", **names)
 
 
@@ -103,7 +124,7 @@ def adamw_and_gather() -> dict[str, object]:
 
 @pytest.mark.parametrize("loader", LOAD)
 def test_the_package_computes_what_sparse_opt_does(variant, loader, python, tmp_path):
-    if loader == "get_local_kernel" and importlib.util.find_spec("kernels") is None:
+    if loader == "get_local_kernel" and not HAS_KERNELS:
         pytest.skip("needs the package kernels")
     expected = adamw_and_gather()
     torch.save(expected, tmp_path / "data.pt")
@@ -121,12 +142,38 @@ def test_the_package_computes_on_a_gpu_what_sparse_opt_does(variant, python, tmp
     expected = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), adamw_and_gather())
     start = expected["adamw"][0][0].clone()
     torch.save(expected, tmp_path / "data.pt")
-    ran = python("-c", RUN_ON_GPU.format(load=LOAD["import"]), variant, tmp_path / "data.pt", cwd=tmp_path)
+    load = LOAD["get_local_kernel" if HAS_KERNELS else "import"]
+    ran = python("-c", RUN_ON_GPU.format(load=load), variant, tmp_path / "data.pt", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     ops.indexed_adamw_(*expected["adamw"], grad=expected["grad"], backend="cuda")
     ops.masked_grad_gather_(*expected["gather"], backend="cuda")
     assert not torch.equal(expected["adamw"][0][0], start)
     torch.testing.assert_close(torch.load(tmp_path / "data.pt"), expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs the package kernels")
+def test_two_builds_are_loaded_in_one_process(checkout, variant, python, tmp_path):
+    write = runpy.run_path(str(checkout / ".ci/kernels_hub.py"))["write"]
+    library, _ = backends.native_module()
+    for hash in "ab":
+        # A build with SPARSE_OPT_BUILD_HASH takes minutes: the name, of the same length, is replaced in the library.
+        native = f"sparse_opt_hash_{hash}"
+        built = tmp_path / hash / "_kernels.abi3.so"
+        built.parent.mkdir()
+        name, found = f"\0{NATIVE}\0".encode(), (variant / "_kernels.abi3.so").read_bytes()
+        assert found.count(name) == 1 and len(native) == len(NATIVE)
+        built.write_bytes(found.replace(name, f"\0{native}\0".encode()))
+        names = {"public": f"sparse_opt_cpu_{hash}", "native": native}
+        write(built, library.build_info(), tmp_path / hash, hash=hash, **names)
+    ran = python("-c", RUN_TWO, tmp_path / "a", tmp_path / "b", cwd=checkout)
+    assert ran.returncode == 0, ran.stderr
+    called = [set(line.split()) for line in ran.stdout.splitlines()]
+    expected = [
+        ("sparse_opt_cpu_a", "sparse_opt_hash_a"),
+        ("sparse_opt_cpu_b", "sparse_opt_hash_b"),
+        ("sparse_opt", NATIVE),
+    ]
+    assert called == [{f"{name}::masked_grad_gather_" for name in names} for names in expected]
 
 
 def test_a_library_of_another_name_is_refused(checkout, tmp_path):
