@@ -42,7 +42,7 @@ from .world import World, make_world, require_inputs
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 # Settings that say which runs there are.
-_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "tile", "texts")
+_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "lora", "tile", "texts")
 
 _EPILOG = """examples:
   sparse-opt bench study --dry_run                    # the runs, and how long they take

@@ -11,20 +11,19 @@ Several claims share runs, which are done once. What is trained:
 | subnetwork | the weights that the dense run of the seed changed in bf16, alone |
 | lora:8 | adapters of rank 8 on all linear layers |
 | shira:8 | SHiRA, as many values at random positions as LoRA of rank 8 has |
+| supertuning:8 | Super-Tuning, as many values, the largest of each linear layer |
 | random:2.5:tile64 | a random 2.5 % of the weights in tiles of 64 x 64, another one for every seed |
 | magnitude:2.5 | the 2.5 % of the largest absolute value |
 | fisher:2.5, snip:2.5 | the 2.5 % that the first training batch scores highest: mean of squared gradients; abs(w g) |
 | early5:2.5 | the 2.5 % that changed most in the first 5 % of the steps of a dense run with another seed |
 | found:2.5 | the same after all steps of that run |
-
-Not in the plan: Super-Tuning.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,7 +36,7 @@ EARLY = (1, 2, 5, 10)  # percent of the steps of the dense run
 WHOLE = ("dense", "sgd", "again", "subnetwork")
 # These are compared with the dense run of their seed, so that a run with the tuning seed would say nothing.
 OF_DENSE = ("again", "subnetwork")
-ADAPTERS = ("lora", "shira")
+ADAPTERS = ("lora", "shira", "supertuning")
 SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}" for percent in EARLY))
 
 
@@ -63,8 +62,8 @@ class Trained:
             return cls(source, float(rest[0]))
         if source not in SOURCES or len(rest) not in (1, 2) or not re.fullmatch(r"\d+(\.\d+)?", rest[0]):
             raise ConfigError(
-                f"trained {word}: expected {', '.join(WHOLE)}, lora:RANK, shira:RANK, or {', '.join(SOURCES)} with a "
-                "percentage and, optionally, a pattern, as in random:2.5:tile64"
+                f"trained {word}: expected {', '.join(WHOLE)}, {', '.join(ADAPTERS)} with a rank, as in lora:8, or "
+                f"{', '.join(SOURCES)} with a percentage and, optionally, a pattern, as in random:2.5:tile64"
             )
         percent, pattern = float(rest[0]), rest[1] if len(rest) == 2 else "element"
         if not 0 < percent < 100 or pattern not in PATTERNS:
@@ -168,6 +167,7 @@ def plan(
     tasks: Sequence[str],
     seeds: Sequence[int],
     chosen: Callable[[list[Subject]], Subject | None],
+    lora: Mapping[str, Any],
     tile: str = "tile64",
 ) -> list[Part]:
     """The parts of some claims, the most informative first, so that a study can be stopped at any time.
@@ -177,6 +177,8 @@ def plan(
 
     Args:
         chosen: the best of some subjects by the questions for tuning, None while one of them is unfinished.
+        lora: ranks of LoRA, the most informative first, and percent, the share of the weights that rank 1 trains: the
+            settings of this name.
         tile: pattern of the masks that are not of single elements.
 
     Raises:
@@ -212,10 +214,12 @@ def plan(
     # These need the final weights of the dense runs, which are too large to be carried to another machine.
     add((3,), "again", one, like=dense)
     add((3,), "subnetwork", every, like=dense)
-    add((4, 5, 7), f"random:2.5:{tile}", every)
-    add((5,), "lora:8", every)
+    add((4, 7), f"random:2.5:{tile}", every)
+    first_rank, *other_ranks = lora["ranks"]
+    for word in (f"lora:{first_rank}", mask_like_lora(lora, first_rank, tile)):
+        add((5,), word, every)
     for percent in (10, 1, 0.1):
-        add((4, 5, 7), f"random:{percent:g}:{tile}", one)
+        add((4, 7), f"random:{percent:g}:{tile}", one)
     best: list[str] = []
     # Where masks of all sources are compared: in tiles, and as single elements.
     for sweep in (f"2.5:{tile}", "1"):
@@ -227,11 +231,11 @@ def plan(
     for algorithm in ("sft", "dpo", "rft"):
         add((1, 2), "dense", every, algorithm=algorithm)
     add((6,), "sgd", every)
-    add((5,), "shira:8", every)
-    for rank in (1, 64):
-        add((5,), f"lora:{rank}", every)
-    for percent in (10, 1):
-        add((5,), f"random:{percent:g}:{tile}", every)
+    for adapter in ("shira", "supertuning"):
+        add((5,), f"{adapter}:{first_rank}", every)
+    for rank in other_ranks:
+        for word in (f"lora:{rank}", mask_like_lora(lora, rank, tile)):
+            add((5,), word, every)
     for task in tasks[1:]:
         add((1, 2, 4), "dense", every, task=task)
         for word in best:
@@ -240,6 +244,11 @@ def plan(
         for percent in DENSITIES:
             add((7,), f"random:{percent:g}:{tile}", (), task=task)
     return list(parts.values())
+
+
+def mask_like_lora(lora: Mapping[str, Any], rank: int, tile: str) -> str:
+    """The random mask with as many values as LoRA of a rank."""
+    return f"random:{lora['percent'] * rank:.4g}:{tile}"
 
 
 def first_rates(settings: dict[str, Any], subject: Subject) -> list[float]:

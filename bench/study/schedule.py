@@ -63,7 +63,7 @@ def parts_of(choice: Choice, results: Results, settings: dict[str, Any]) -> list
             scores[subject] = next(row["tune_accuracy"] for row in runs if row["learning_rate"] == rate)
         return max(scores, key=lambda subject: scores[subject])
 
-    return plan(choice.claims, choice.tasks, choice.seeds, chosen, settings["tile"])
+    return plan(choice.claims, choice.tasks, choice.seeds, chosen, settings["lora"], settings["tile"])
 
 
 def estimate(settings: dict[str, Any], parts: Sequence[Part], results: Results, jobs: int) -> str:

@@ -31,6 +31,8 @@ FULL_RANK = 0.95  # of min(m, n), the numerical rank
 MORE_THAN_CHANCE = 1.1
 # Claim 3: the share of the changed weights that must be within 1e-4.
 SAME = 0.99
+# Claim 5: the largest difference of the numbers of trained values that are compared.
+SAME_SIZE = 0.05
 # Claim 7: the largest ratio between the exponents of the law on two tasks.
 LAW_RATIO = 2.0
 
@@ -106,8 +108,7 @@ def verdict(
     4: holds if on every task some chosen mask of at most 2.5 % of the weights is not below dense. A mask is chosen on
        the questions for tuning, among sources that need at most a tenth of a dense run, so that the comparison on the
        held-out questions is one for each density and pattern; its errors are widened for their number (Bonferroni).
-    5: holds if for every rank of LoRA the smallest random mask of tiles with at least as many trained values is not
-       below it; ranks that no mask matches are left out.
+    5: holds if for every rank of LoRA the random mask of tiles with as many trained values, to 5 %, is not below it.
     6: holds if SGD's score is not below AdamW's.
     7: holds if on every task the exponent p of rate ~ density^-p, fitted to the best rates of random masks of tiles, is
        above 0 over its whole interval (see `law`), and the largest is at most twice the smallest; does not hold if one
@@ -243,13 +244,13 @@ def _beats_lora(results: Results, parts: Sequence[Part]) -> bool | None:
     scores = _scores(results, parts)
     sizes = {Trained.parse(part.subject.trained): run["n_trained"] for part in parts for run in _seeds_of(results, part)
              if "n_trained" in run}  # fmt: skip
-    outcomes = []
+    outcomes: list[bool | None] = []
     for trained, score in scores.items():
         if trained.source == "lora":
-            larger = [mask for mask, size in sizes.items() if mask.is_mask and size >= sizes[trained]]
-            if larger:
-                nearest = min(larger, key=lambda mask: sizes[mask])
-                outcomes.append(not_below(scores[nearest], score))
+            n = sizes[trained]
+            masks = [mask for mask in sizes if mask.is_mask and abs(sizes[mask] - n) <= SAME_SIZE * n]
+            nearest = min(masks, key=lambda mask: abs(sizes[mask] - n), default=None)
+            outcomes.append(None if nearest is None else not_below(scores[nearest], score))
     return False if False in outcomes else None if None in outcomes or not outcomes else True
 
 

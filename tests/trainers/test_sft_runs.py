@@ -113,15 +113,23 @@ def test_sgd_on_all_weights_and_under_a_mask_of_all(options, model_folder, tmp_p
     assert min(row["grad_norm"] for row in read_metrics(dense)) > 1 and 0.3 < moved <= 1.0
 
 
-def test_shira_changes_as_many_values_as_its_rank_has(options, model_folder):
-    summary = sft.train(options("a", mode="lora", adapter="shira", lora_rank=2, n_steps=2))
+@pytest.mark.parametrize("adapter", ["shira", "supertuning"])
+def test_sparse_adapters_change_as_many_values_as_their_rank_has(options, model_folder, adapter):
+    if adapter == "supertuning" and not hasattr(pytest.importorskip("peft"), "SupertuningConfig"):
+        pytest.skip("this peft has no Super-Tuning")
+    summary = sft.train(options("a", mode="lora", adapter=adapter, lora_rank=2, n_steps=2))
     after, start = weights_of(summary), load_file(Path(model_folder) / "model.safetensors")
+    n_changed, n_values = 0, 0
     for name, weight in after.items():
         changed = int((weight != start[name]).sum())
         adapted = weight.dim() == 2 and "layers" in name
-        assert 0 < changed <= 2 * sum(weight.shape) if adapted else changed == 0
-    with pytest.raises(ConfigError, match="option 'adapter' is shira with mode dense"):
-        options("b", adapter="shira")
+        assert changed > 0 if adapted else changed == 0
+        # SHiRA has as many values in each weight as LoRA, Super-Tuning in all together.
+        assert adapter == "supertuning" or changed <= 2 * sum(weight.shape)
+        n_changed, n_values = n_changed + changed, n_values + adapted * 2 * sum(weight.shape)
+    assert n_changed <= n_values
+    with pytest.raises(ConfigError, match=f"option 'adapter' is {adapter} with mode dense"):
+        options("b", adapter=adapter)
 
 
 @pytest.mark.parametrize("packing", [False, True])

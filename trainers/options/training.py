@@ -36,8 +36,10 @@ class TrainingOptions(ModelOptions):
         hints={"use_peft": "mode=lora"},
     )
     mask: Path | None = option(None, "mask file of mode sparse")
-    adapter: Literal["lora", "shira"] = option(
-        "lora", "adapters of mode lora: low-rank ones, or SHiRA's, rank x (m + n) values of an m x n weight at random"
+    adapter: Literal["lora", "shira", "supertuning"] = option(
+        "lora",
+        "adapters of mode lora: low-rank ones; SHiRA's, rank x (m + n) values of an m x n weight at random; or "
+        "Super-Tuning's, as many in all, the largest of each weight",
     )
     lora_rank: int = option(16, "rank of mode lora's adapters, on all linear layers but the output", at_least=1)
     lora_alpha: int | None = option(None, "alpha of mode lora's adapters; none is twice the rank", at_least=1)
@@ -251,10 +253,10 @@ class TrainingOptions(ModelOptions):
             raise ConfigError(
                 f"a mask ({self.mask}) is used in mode sparse only, and mode is {self.mode}: leave out one"
             )
-        if self.adapter == "shira" and (self.mode != "lora" or self.lora_alpha is not None):
+        if self.adapter != "lora" and (self.mode != "lora" or self.lora_alpha is not None):
             raise ConfigError(
-                f"option 'adapter' is shira with mode {self.mode} and lora_alpha {self.lora_alpha}: expected mode lora "
-                "and no alpha"
+                f"option 'adapter' is {self.adapter} with mode {self.mode} and lora_alpha {self.lora_alpha}: expected "
+                "mode lora and no alpha"
             )
         if self.mode == "lora" and self.mlp_only:
             raise ConfigError("option 'mlp_only' is for the modes dense and sparse: mode lora adapts all linear layers")

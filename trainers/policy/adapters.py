@@ -1,4 +1,4 @@
-"""PEFT adapters: LoRA, and SHiRA for comparison."""
+"""PEFT adapters: LoRA, and SHiRA and Super-Tuning for comparison."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shira_rank(model: Any, density: float) -> int:
     Raises:
         ConfigError: no rank is close enough, or SHiRA cannot adapt a layer of this kind.
     """
-    shapes = _shira_shapes(model)
+    shapes = _linear_shapes(model, "SHiRA")
     per_rank, numel = sum(m + n for m, n in shapes), sum(m * n for m, n in shapes)
     rank = math.floor(density * numel / per_rank + 0.5)
     if rank < 1:
@@ -60,23 +60,23 @@ def shira_rank(model: Any, density: float) -> int:
 
 def require_shira_rank(model: Any, rank: int) -> None:
     """Raise ConfigError if `add_shira` does not support this rank; the model may be on the meta device."""
-    for m, n in _shira_shapes(model):
+    for m, n in _linear_shapes(model, "SHiRA"):
         if rank * (m + n) > m * n:
             raise ConfigError(f"SHiRA of rank {rank} needs {rank * (m + n)} values of a weight of {m} x {n} = {m * n}")
 
 
-def _shira_shapes(model: Any) -> list[tuple[int, int]]:
+def _linear_shapes(model: Any, adapter: str) -> list[tuple[int, int]]:
     """(m, n) of each weight in PEFT's "all-linear": of every linear layer except the output layer."""
     from transformers.pytorch_utils import Conv1D
 
     shapes = []
     for name, module in model.named_modules():
         if isinstance(module, Conv1D):
-            raise ConfigError(f"SHiRA adapts torch.nn.Linear, and {name} is a {type(module).__name__}")
+            raise ConfigError(f"{adapter} adapts torch.nn.Linear, and {name} is a {type(module).__name__}")
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             shapes.append((module.out_features, module.in_features))
     if not shapes:
-        raise ConfigError(f"SHiRA adapts torch.nn.Linear, and {type(model).__name__} has none but its output layer")
+        raise ConfigError(f"{adapter} adapts torch.nn.Linear, and {type(model).__name__} has none but its output layer")
     return shapes
 
 
@@ -97,3 +97,37 @@ def add_shira(model: Any, rank: int, seed: int) -> Any:
     require_shira_rank(model, rank)
     config = ShiraConfig(r=rank, target_modules="all-linear", random_seed=seed, task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def add_supertuning(model: Any, rank: int) -> Any:
+    """Super-Tuning (https://arxiv.org/abs/2607.09287) on the layers of `add_lora`, the rest frozen.
+
+    The largest values of each adapted weight are trained, the same share of each, and in all as many as LoRA of this
+    rank has, less part of a value per layer. They are added to `model` itself, have its dtype, and initially change
+    nothing.
+
+    Returns:
+        The model in a PEFT wrapper, whose `disable_adapter()` restores the initial weights.
+
+    Raises:
+        ConfigError: this version of peft has no Super-Tuning, it cannot adapt a layer of this kind, or the weights have
+            fewer values than the rank needs.
+    """
+    import peft
+
+    if not hasattr(peft, "SupertuningConfig"):
+        raise ConfigError(f"Super-Tuning is not in peft {peft.__version__}: pip install -U peft")
+    shapes = _linear_shapes(model, "Super-Tuning")
+    values, numel = rank * sum(m + n for m, n in shapes), sum(m * n for m, n in shapes)
+    if values > numel:
+        raise ConfigError(f"Super-Tuning of rank {rank} needs {values} values of linear layers with {numel}")
+    # PEFT takes int(m n (1 - sparsity)) values of a weight; without the small term, rounding may cost one.
+    config = peft.SupertuningConfig(
+        sparsity=1 - values / numel - 1e-12, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    dtype = next(model.parameters()).dtype
+    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # PEFT makes them fp32
+            parameter.data = parameter.data.to(dtype)
+    return adapted

@@ -25,14 +25,16 @@ def adapt(config: TrainingOptions, model: nn.Module) -> Any:
     """The model to train: with adapters initialised from the seed in mode lora, else unchanged.
 
     Raises:
-        ConfigError: mode lora without PEFT installed, or SHiRA cannot adapt the model's layers.
+        ConfigError: mode lora without PEFT installed, or the adapters cannot be added to the model's layers.
     """
     if config.mode != "lora":
         return model
-    from .adapters import add_lora, add_shira
+    from .adapters import add_lora, add_shira, add_supertuning
 
     if config.adapter == "shira":
         return add_shira(model, config.lora_rank, config.seed)
+    if config.adapter == "supertuning":
+        return add_supertuning(model, config.lora_rank)
     torch.manual_seed(config.seed)
     return add_lora(model, config.lora_rank, config.lora_alpha)
 

@@ -16,6 +16,7 @@ SETTINGS = {
     "factors": [0.3, 1, 3],
     "sgd_rate": 0.3,
     "tile": "tile64",
+    "lora": {"ranks": [8, 1, 64], "percent": 0.2269},
 }
 
 

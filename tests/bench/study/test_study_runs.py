@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import time
@@ -19,8 +20,10 @@ from sparse_opt.bench.study.runs import mask_file
 from sparse_opt.bench.study.world import World
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.mask_set import MaskSet
+from sparse_opt.trainers.policy.pretrained import parameter_shapes
 
 DENSE = Subject("grpo", "sums", "dense")
+LORA = {"ranks": [8, 1], "percent": 0.25}
 
 
 def first_of(subjects):
@@ -30,7 +33,7 @@ def first_of(subjects):
 @pytest.mark.parametrize("size", ["smollm2", "small"])
 def test_every_run_of_the_plan_can_be_read_and_has_rates(size):
     settings = yaml.safe_load(study_main.SETTINGS.read_text(encoding="utf-8"))[size]
-    parts = plan(CLAIMS, [*settings["tasks"], "another"], [0, 1, 2], first_of)
+    parts = plan(CLAIMS, [*settings["tasks"], "another"], [0, 1, 2], first_of, settings["lora"], settings["tile"])
     assert len({part.subject for part in parts}) == len(parts)
     assert {claim for part in parts for claim in part.claims} == set(CLAIMS)
     for part in parts:
@@ -42,14 +45,15 @@ def test_every_run_of_the_plan_can_be_read_and_has_rates(size):
 
 def test_a_mask_is_run_with_every_seed_once_it_is_chosen():
     def seeds_of(trained, chosen):
-        return {part.subject.trained: part.seeds for part in plan([4], ["sums"], [0, 1], chosen)}[trained]
+        parts = plan([4], ["sums"], [0, 1], chosen, LORA)
+        return {part.subject.trained: part.seeds for part in parts}[trained]
 
     assert seeds_of("snip:1", lambda subjects: None) == ()
     assert seeds_of("snip:1", lambda subjects: Subject("grpo", "sums", "snip:1")) == (0, 1)
 
 
 def test_runs_that_need_dense_weights_follow_the_dense_runs():
-    parts = plan(CLAIMS, ["sums", "another"], [0, 1, 2], lambda subjects: None)
+    parts = plan(CLAIMS, ["sums", "another"], [0, 1, 2], lambda subjects: None, LORA)
     assert [part.subject.trained for part in parts[:3]] == ["dense", "again", "subnetwork"]
 
 
@@ -57,8 +61,9 @@ def test_runs_that_need_dense_weights_follow_the_dense_runs():
 def test_each_task_is_tuned_on_its_own(claims):
     """Whether the best mask is random, which claim 7 tunes too, or another."""
     for chosen in (first_of, lambda subjects: subjects[1]):
-        parts = [part for part in plan(claims, ["sums", "another"], [0, 1], chosen) if part.subject.task == "another"]
-        assert parts and all(part.tuned_by == part.subject for part in parts)
+        parts = plan(claims, ["sums", "another"], [0, 1], chosen, LORA)
+        of_other = [part for part in parts if part.subject.task == "another"]
+        assert of_other and all(part.tuned_by == part.subject for part in of_other)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +212,20 @@ def test_random_masks_have_their_share_of_the_whole_model(finished_folder, tiny_
     mask = MaskSet.load(mask_file(world, Run("grpo", "sums", "random:1:run16", 1e-3, 7)))
     # With the rounding of each matrix, 1 % is one run less or more for every other one.
     assert 0 <= round(0.01 * mask.numel) - mask.nnz < 16 and mask.metadata["pool"] == "global"
+
+
+def test_masks_have_as_many_values_as_lora(finished_folder, tiny_settings):
+    """The settings' share of LoRA of rank 1, of this model and of SmolLM2-135M's 30 layers."""
+    shapes = parameter_shapes(finished_folder / "start" / "final").items()
+    small = sum(sum(shape) for name, shape in shapes if len(shape) == 2 and "layers" in name)
+    smollm2 = 30 * (2 * (576 + 576) + 2 * (192 + 576) + 3 * (1536 + 576))
+    settings = yaml.safe_load(Path(study_main.__file__).with_name("study.yaml").read_text(encoding="utf-8"))
+    assert settings["small"]["lora"] == tiny_settings["lora"]
+    for size, values, n in (
+        ("small", small, sum(math.prod(of) for _, of in shapes)),
+        ("smollm2", smollm2, 134_515_008),
+    ):
+        assert settings[size]["lora"]["percent"] / 100 * n == pytest.approx(values, rel=1e-3)
 
 
 def test_the_start_is_scored_once(finished, monkeypatch, capsys):

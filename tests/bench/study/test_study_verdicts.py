@@ -61,7 +61,7 @@ def scored(accuracy):
 
 
 def test_the_verdict_on_cheap_masks(tmp_path, finish, settings):
-    parts = plan([4], ["sums"], SEEDS, first_of)
+    parts = plan([4], ["sums"], SEEDS, first_of, settings["lora"])
 
     def verdict_with(name, accuracy):
         found = Results(tmp_path / name, {"settings": ""})
@@ -79,14 +79,11 @@ def test_the_verdict_on_cheap_masks(tmp_path, finish, settings):
 @pytest.mark.parametrize("claim", [4, 5])
 def test_no_verdict_before_the_last_planned_run(claim, results, measured, finish, settings):
     """Every run but one says that the claim holds."""
-    parts = plan([claim], ["sums"], SEEDS, first_of)
+    parts = plan([claim], ["sums"], SEEDS, first_of, settings["lora"])
     last = next(part for part in parts if part.subject.trained == {4: "random:0.1:tile64", 5: "lora:64"}[claim])
-    sizes = {"lora:1": 100, "lora:8": 1000, "lora:64": 5000}
 
     def row(run):
-        trained = Trained.parse(run.trained)
-        values = sizes.get(run.trained, int(500 * (trained.amount or 0)))
-        return {**scored(lambda trained: 0.7)(run), "n_trained": values, "perplexity": 2.0, "others": {}}
+        return {**scored(lambda trained: 0.7)(run), **sized(run.trained)}
 
     finish(results, [part for part in parts if part != last], row)
     while len(runs := runs_left(settings, last, results)) > 1 or runs[0].seed == TUNING_SEED:
@@ -94,6 +91,36 @@ def test_no_verdict_before_the_last_planned_run(claim, results, measured, finish
     assert verdict(claim, results, parts, ["sums"], BEFORE, settings) == "not shown"
     finish(results, parts, row)
     assert verdict(claim, results, parts, ["sums"], BEFORE, settings) == "holds"
+
+
+def sized(word):
+    """LoRA's values of a million weights, of which rank 1 has 2269, and those of masks with part of a tile less."""
+    trained = Trained.parse(word)
+    per_rank = 2269 if trained.source in ("lora", "shira", "supertuning") else 9900
+    return {"n_trained": int(per_rank * (trained.amount or 0)), "perplexity": 2.0, "others": {}}
+
+
+def test_the_verdict_on_lora_compares_as_many_values(tmp_path, finish, settings):
+    """The masks of another size than LoRA's are much worse, or much better."""
+    parts = plan([5], ["sums"], SEEDS, first_of, settings["lora"])
+    masks = [part.subject.trained for part in parts if part.subject.trained.startswith("random")]
+    assert masks == ["random:1.815:tile64", "random:0.2269:tile64", "random:14.52:tile64"]
+    larger = Subject("grpo", "sums", "random:20:tile64")
+    parts.append(Part(larger, larger, SEEDS, (5,)))
+
+    def verdict_with(name, worse, sizes=sized):
+        results = Results(tmp_path / name, {"settings": ""})
+        finish(
+            results,
+            parts,
+            lambda run: {**scored(lambda word: 0.3 if word in worse else 0.7)(run), **sizes(run.trained)},
+        )
+        return verdict(5, results, parts, ["sums"], BEFORE, settings)
+
+    assert verdict_with("a", ["random:20:tile64"]) == "holds"
+    assert verdict_with("b", ["random:14.52:tile64"]) == "does not hold"
+    fewer = {"random:14.52:tile64": {**sized("random:13:tile64")}}
+    assert verdict_with("c", ["random:14.52:tile64"], lambda word: fewer.get(word, sized(word))) == "not shown"
 
 
 def test_the_page_says_what_is_missing(results, measured, settings):
