@@ -5,6 +5,7 @@ Greedy tokens after updates are compared with those of an engine that has loaded
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -37,7 +38,7 @@ from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync
 from sparse_opt.weight_sync import WeightSender
-from sparse_opt.weight_sync.transports import ProcessGroupSender
+from sparse_opt.weight_sync.transports import CudaIpcSender, ProcessGroupSender
 
 UPDATES = 20
 # One block of the KV cache is 128 tokens on CPUs, so that a prompt of 2 blocks and more is found in the prefix cache.
@@ -118,7 +119,7 @@ class Server:
             start_new_session=True,
         )
 
-    def wait(self, seconds: float = 180) -> None:
+    def wait(self, seconds: float = 600) -> None:  # 30 seconds on an idle machine
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -309,6 +310,16 @@ def test_updates_by_a_process_group(history, llm):
         assert llm.get_weight_version() == "7"
     with pytest.raises(Exception, match="transport is 'pigeons', expected one of bytes, gloo"):
         llm.init_weight_transfer_engine({"init_info": {"transport": "pigeons"}})
+
+
+def test_vllm_knows_the_names_of_the_transports(llm):
+    """Only connected: the data of NCCL and CUDA IPC need GPUs."""
+    trainer = Trainer()
+    for make in (functools.partial(ProcessGroupSender, backend="nccl"), CudaIpcSender):
+        channel = make(WeightSender(trainer.model, trainer.mask), "127.0.0.1:0", device="cuda:0")
+        llm.init_weight_transfer_engine({"init_info": {"transport": channel.transport, "address": channel.address}})
+        assert len(channel.receivers) == 1
+        channel.close(timeout=0)
 
 
 def test_vllm_follows_a_folder(history, llm, tmp_path):

@@ -42,6 +42,12 @@ def kept_slices(model: nn.Module, source: nn.Module, names: list[str]) -> tuple[
     return packed, packed.keep(slices, model.lab_config)
 
 
+def require_packed(model: nn.Module) -> None:
+    """Skip on processors for which vLLM computes with the plain weights of these small layers."""
+    if layers_of(model)["model.layers.0.self_attn.qkv_proj"].weight.shape == (256, 128):
+        pytest.skip("needs a processor for which vLLM replaces the weights of linear layers by packed ones")
+
+
 def write(slices: dict[str, list[Destination]], source: nn.Module) -> None:
     for name, pieces in slices.items():
         weight = source.get_parameter(name).detach()
@@ -105,6 +111,7 @@ def test_updated_layers_compute_as_in_a_fresh_model(case, vllm_model):
 def test_packed_layers_are_kept_only_where_the_mask_needs_them(vllm_model):
     source = make_model("Llama", tie_word_embeddings=False)
     model = vllm_model(source)
+    require_packed(model)
     norms, _ = kept_slices(model, source, ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
     assert norms.nbytes() == 0  # these are whole in the model
     packed, _ = kept_slices(model, source, ["model.layers.0.self_attn.q_proj.weight"])
@@ -136,6 +143,7 @@ def test_compiled_models_are_refused_if_they_are_packed(vllm_model):
 def test_weights_without_a_checkpoint_are_refused(vllm_model):
     source = make_model("Llama")
     model = vllm_model(source)
+    require_packed(model)
     model.lab_config.load_config.load_format = "dummy"
     name = "model.layers.0.self_attn.q_proj.weight"
     packed = PackedLayers(model)

@@ -26,8 +26,8 @@ class VLLMChannelSync:
         sync.update()
 
     Args:
-        channel: let only this object call its methods, apart from `close`. With a `DistributedWeightSender`, create
-            this object on all ranks and call its methods alike.
+        channel: let only this object call its methods; `close` it after `finish_update`. With a
+            `DistributedWeightSender`, create this object on all ranks and call its methods alike.
         engines, pause, timeout: see `VLLMWeightSync`.
     """
 
