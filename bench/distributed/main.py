@@ -158,7 +158,7 @@ def run(args: Namespace, report: Report) -> None:
     rows |= {"environment": report["environment"], "completed": False}
     if dist.is_torchelastic_launched():
         measure_world(_job(args, args.networks[0], _deadline(args)), rows, [args.output])
-        failed = []
+        failed: list[str] = []
     else:
         rows, failed = _run_each(args, rows)
     if not rows["rows"]:
@@ -183,7 +183,8 @@ def _job(args: Namespace, network: str, deadline: float | None) -> Namespace:
 
 def _run_each(args: Namespace, report: Report) -> tuple[Report, list[str]]:
     """Run torchrun for each number of GPUs and network; return the report with their rows, and which have failed."""
-    failed, deadline = [], _deadline(args)
+    failed: list[str] = []
+    deadline = _deadline(args)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as name:
         folder = Path(name)
         rows = folder / "rows.json"  # what is in the results file, too, once a row has been measured

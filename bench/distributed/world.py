@@ -277,8 +277,8 @@ class World:
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
-        free = min(free, self.usable_bytes - reserved) + reserved - torch.cuda.memory_allocated(self.device)
-        least = torch.tensor(free, device=self.device)
+        usable = min(free, self.usable_bytes - reserved) + reserved - torch.cuda.memory_allocated(self.device)
+        least = torch.tensor(int(usable), device=self.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return least.item() > FREE_WEIGHTS * n_bytes_of_weights(self.config)
 
