@@ -60,21 +60,21 @@ def _mark(
     """Mark random units of all tensors, a bool each, that have `count` elements, or part of a unit fewer or more."""
     marked = np.zeros(int(cuts[-1]) if len(cuts) else 0, dtype=np.bool_)
 
-    def size(tensor: int, units: Tensor) -> int:
-        return int(unit_sizes(units, shapes[names[tensor]], pattern).sum())
+    def size(tensor: int, units: np.ndarray) -> int:
+        return int(unit_sizes(torch.from_numpy(units), shapes[names[tensor]], pattern).sum())
 
-    largest = max((size(i, torch.zeros(1, dtype=torch.int64)) for i, n in enumerate(cuts) if n), default=1)
+    largest = max((size(i, np.zeros(1, dtype=np.int64)) for i, n in enumerate(cuts) if n), default=1)
     total = 0
     # As many draws at a time as cannot exceed the count; then one by one.
     while (n_draws := min((count - total) // largest, _DRAWS_PER_ROUND)) > 0:
         marked[source.random_raw(n_draws) % np.uint64(marked.size)] = True
         parts = np.split(marked, cuts[:-1])
-        total = sum(size(i, torch.from_numpy(part).nonzero().view(-1)) for i, part in enumerate(parts))
+        total = sum(size(i, np.flatnonzero(part)) for i, part in enumerate(parts))
     while total < count:
         unit = int(source.random_raw() % marked.size)
         if not marked[unit]:
             tensor = int(np.searchsorted(cuts, unit, side="right"))
-            of_unit = size(tensor, torch.tensor([unit - (int(cuts[tensor - 1]) if tensor else 0)]))
+            of_unit = size(tensor, np.array([unit - (int(cuts[tensor - 1]) if tensor else 0)]))
             if total + of_unit > count and not exceed:
                 break
             marked[unit] = True
