@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from sparse_opt import MaskSet
 from sparse_opt.cli.quickstart import checks as quickstart_checks
 from sparse_opt.cli.quickstart import data as quickstart_data
+from sparse_opt.cli.quickstart import timing
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.run.lock import RunLock
 
@@ -30,7 +31,8 @@ def test_questions_are_about_different_pairs_and_answered_right():
 
 
 @pytest.mark.slow
-def test_end_to_end_twice_over_the_same_folder(sparse_opt, tmp_path):
+def test_end_to_end_twice_over_the_same_folder(sparse_opt, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "ROUNDS", 1)
     folder = tmp_path / "quickstart"
     text = sparse_opt("quickstart", "--output_dir", folder, *TINY)
     assert text.code == 0, text.err
