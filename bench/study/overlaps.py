@@ -1,7 +1,7 @@
 """Which weights two dense runs have both changed, from a sample of positions that is small enough to keep of every run.
 
 A run's file in the folder `changed` has a bit for each sampled position, 1 % of the elements of a large tensor and all
-of a small one, and the number of changed weights by tensor and exponent: 0.45 MB for SmolLM2. The positions are those
+of a small one, and the number of changed weights by tensor and exponent: 0.48 MB for SmolLM2. The positions are those
 of a random mask with a fixed seed, so that files of different machines can be compared. Of what two runs have in
 common, only the number of weights that both changed is an estimate; how many each changed, and what chance would give,
 is exact.
