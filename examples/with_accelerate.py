@@ -4,9 +4,8 @@ python examples/with_accelerate.py --density 0.05
 accelerate launch --multi_gpu --num_processes 2 examples/with_accelerate.py --stop_at 4 --checkpoint run
 ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/with_accelerate.py --resume run
 
-The optimizer averages the compact gradients itself, so the model is prepared as for evaluation: with mixed precision
-and compilation, but without DistributedDataParallel. The result is the same, up to rounding, for every number
-of processes that divides ACCUMULATE.
+The optimizer averages the compact gradients itself, so the model is prepared without DistributedDataParallel, as for
+evaluation. Every number of processes that divides ACCUMULATE gives the same result up to rounding.
 `param.grad` is None: clip with `max_grad_norm=`, not `accelerator.clip_grad_norm_`; under fp16 add `amp_scaling=True`.
 """
 

@@ -5,8 +5,7 @@ torchrun --nproc_per_node=2 examples/with_fsdp2.py --mask mask.safetensors --sto
 torchrun --nproc_per_node=4 examples/with_fsdp2.py --mask mask.safetensors --resume run
 
 Shard the model before you build the optimizer, which then averages the compact gradients over the model's mesh, and
-keeps the state of its own rows. The result is the same, up to rounding, for every number of processes
-that divides ACCUMULATE, also in a resumed run.
+keeps the state of its own rows. Every number of processes that divides ACCUMULATE gives the same result up to rounding.
 """
 
 from __future__ import annotations

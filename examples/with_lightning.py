@@ -5,8 +5,7 @@ python examples/with_lightning.py --stop_at 2 --checkpoint a.ckpt && python exam
 `Trainer(gradient_clip_val=)` reads `param.grad`, which is None here, and clips nothing: use `max_grad_norm=`, or a
 `configure_gradient_clipping` of the module that calls `optimizer.clip_grad_norm_(gradient_clip_val)`.
 Lightning resumes exactly from the end of an epoch; from the middle of one it needs a loader with a state_dict.
-One process: DistributedDataParallel needs `grads="dense", process_group=False`. Under precision="16-mixed" use
-`amp_scaling=True`.
+One process: DDP needs `grads="dense", process_group=False`. Under precision="16-mixed" use `amp_scaling=True`.
 """
 
 from __future__ import annotations
