@@ -15,7 +15,8 @@ only some of them right.
 All configurations start from the same weights; a repeat is another seed of sampling, order and mask. The accuracy of a
 profile holds if it is at most `--sigmas` binomial standard errors of the difference below plain's, counted with the
 prompts of the test alone, whatever the number of repeats; the exit code is 1 if the accuracy of a profile does not
-hold.
+hold. On a GPU the report has a verdict on each profile's speed-up over plain; a missed target fails the run only with
+--strict.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from sparse_opt.trainers.profiles import NAMES, profile_settings
 from ...common.environment import environment
 from ...common.harness import run_in_process
 from ...common.report import why_unwritable, write_json
-from .report import Configuration, failures, summarized, text
+from .report import Configuration, failures, judge, summarized, text
 from .run import STAGES, Job
 
 # A CPU trains this start in a minute; about a third of its sampled answers are right.
@@ -105,6 +106,7 @@ class ProfilesOptions:
     test_generations: int = option(4, "completions per test prompt: greedy if 1, else at temperature 1", at_least=1)
     repeats: int = option(3, "runs of every configuration, each with another seed", at_least=1)
     sigmas: float = option(3.0, "standard errors that the accuracy may fall", above=0)
+    strict: bool = option(False, "end with 1 if a profile misses its target, too")
     seed: int = option(0, "seed of the first repeat, and of the arithmetic")
     device: str = option("auto", "torch device; auto is cuda if there is one, else cpu")
     work_dir: Path | None = option(None, "existing folder for the files of the runs; none is a temporary one")
@@ -134,6 +136,8 @@ class ProfilesOptions:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if every configuration ran and the accuracy of every profile holds, else 1.
+
+    With --strict also 1 if a profile misses its target.
 
     Raises:
         ConfigError: an option or a profile is not valid.
@@ -177,12 +181,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                     results.append(result)
                     write_json(args.output, report_so_far())  # what was measured outlasts an interruption
         report = report_so_far()
+    verdicts = judge(report)
+    report["targets"] = [verdict.as_dict() for verdict in verdicts]
     write_json(args.output, report)
     print(json.dumps(report, indent=2) if args.json else f"\n{text(report)}\n\nresults: {args.output}")
     wrong = failures(report, args.repeats)
     for line in wrong:
         print(f"WRONG RESULT: {line}", file=sys.stderr)
-    return 1 if wrong else 0
+    missed = [verdict for verdict in verdicts if args.strict and not verdict.met]
+    for verdict in missed:
+        print(f"MISSED: {verdict.text}", file=sys.stderr)
+    return 1 if wrong or missed else 0
 
 
 def order_of_runs(configurations: Sequence[Configuration], n_repeats: int) -> Iterator[tuple[int, int]]:

@@ -1,17 +1,22 @@
-"""Report of `bench profiles`: medians and spread of the repeats, the check of accuracy, and tables."""
+"""Report of `bench profiles`: medians and spread of the repeats, the check of accuracy, targets, and tables."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sparse_opt.tables import table
 
 from ...common.report import machine_name
+from ...kernels.table.targets import Verdict
 from .run import STAGES
+
+# Profile -> how many times as fast as plain all three stages are, on a GPU and with 100 million weights or more.
+SPEED_UPS = {"conservative": 2.0, "balanced": 3.0, "aggressive": 5.0}
+TARGETS_ARE_FOR = "set for a GPU and a model of 100 million weights or more"
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,39 @@ def failures(report: dict[str, Any], n_repeats: int) -> list[str]:
     return wrong
 
 
+def judge(report: Mapping[str, Any]) -> list[Verdict]:
+    """The verdict of each profile that has a target, if it ran on a GPU. `accuracy_check` is apart from it."""
+    plain = next((row for row in report["rows"] if row["kind"] == "plain"), None)
+    if plain is None or not plain["n_repeats"] or "gpu" not in report["environment"]["machine"]:
+        return []
+    return [
+        Verdict(
+            f"profile {row['name']}",
+            "cuda",
+            None,
+            "x as fast as plain",
+            plain["work_s"][0] / row["work_s"][0],
+            SPEED_UPS[row["name"]],
+            False,
+        )
+        for row in report["rows"]
+        if row["kind"] == "profile" and row["n_repeats"] and row["name"] in SPEED_UPS
+    ]
+
+
+def _target_lines(report: Mapping[str, Any]) -> list[str]:
+    verdicts = judge(report)
+    if not verdicts:
+        return [f"targets ({', '.join(f'{name} {x:g} x' for name, x in SPEED_UPS.items())}) are {TARGETS_ARE_FOR}"]
+    n_met = sum(verdict.met for verdict in verdicts)
+    return [
+        *(f"{'met' if verdict.met else 'missed'}: {verdict.text}" for verdict in verdicts),
+        f"{len(verdicts)} targets, {TARGETS_ARE_FOR}: {n_met} met, {len(verdicts) - n_met} missed",
+    ]
+
+
 def text(report: dict[str, Any]) -> str:
-    """The report for a terminal: profiles, then each setting on its own."""
+    """The report for a terminal: profiles, then each setting on its own, and the verdicts on the targets."""
     rows = [row for row in report["rows"] if row["n_repeats"]]
     lines = [_heading(report)]
     if not rows:
@@ -128,6 +164,7 @@ def text(report: dict[str, Any]) -> str:
         "accuracy: mean of the repeats (lowest - highest)",
         f"accuracy holds: at most {settings_of['sigmas']:g} standard errors of a difference of two shares of "
         f"{rows[0]['n_test']} prompts below plain",
+        *_target_lines(report),
     ]
     return "\n".join(lines)
 

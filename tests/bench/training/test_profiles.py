@@ -174,6 +174,32 @@ def test_what_is_wrong_is_said():
     assert "RFT on arithmetic" in text(report_of([], 1))
 
 
+@pytest.mark.parametrize(("seconds", "code"), [(1.9, 1), (2.1, 0)])
+def test_a_missed_target_fails_a_strict_run_only(bench, monkeypatch, tmp_path, seconds, code):
+    """plain takes `seconds` for each stage, and conservative, which should be twice as fast, one."""
+
+    def measured(job):
+        return {**result(job.name, 0.5, seconds if job.name == "plain" else 1.0), "checkpoint": None}
+
+    monkeypatch.setattr(profiles, "_run", measured)
+    machine = {"cpu": "a CPU", "gpu": {"name": "a GPU"}}
+    monkeypatch.setattr(profiles, "environment", lambda device: {"machine": machine})
+    words = ["--profiles", "conservative", "--no_settings", "--repeats", 1, "--device", "cpu"]
+    words += ["--model_name", "m", "--dataset", "d", "--test_dataset", "t"]
+    said, shown, err = bench(*words)
+    verdict = "missed" if code else "met"
+    line = f"{verdict}: profile conservative (cuda): {seconds} x as fast as plain, expected >= 2 x as fast as plain"
+    assert (said, err) == (0, "") and line in shown.splitlines()
+    (target,) = json.loads((tmp_path / "profiles.json").read_text())["targets"]
+    assert (target["found"], target["met"]) == (pytest.approx(seconds), not code)
+    said, _, err = bench(*words, "--strict")
+    assert said == code and err.startswith("MISSED: profile conservative" if code else "")
+
+    del machine["gpu"]
+    said, shown, _ = bench(*words, "--strict")
+    assert said == 0 and "targets (conservative 2 x, balanced 3 x, aggressive 5 x) are set for a GPU" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
