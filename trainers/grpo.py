@@ -226,7 +226,7 @@ class GroupOptions(RolloutOptions):
 
 @dataclass(kw_only=True)
 class GRPOConfig(LoggedOptions, GroupOptions):
-    """Train a causal language model on rewarded completions by GRPO, dense, under a mask, or by adapters."""
+    """Train a causal language model on rewarded completions by GRPO, dense, under a mask, or with adapters."""
 
     max_completion_length: int = option(512, "longest completion in tokens")
     scale_rewards: Literal["auto", "group", "batch", "none"] = option(

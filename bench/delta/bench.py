@@ -11,7 +11,7 @@ Case "dense" changes 60 % of the weights. Case "mask" changes a tenth of the pos
 encoded like in a delta log, over the elements of the mask, and in the ordinary form.
 
 Coders of other packages run on the host (except nvCOMP), on fewer weights, and their times include the copies from and
-to the GPU. Packages that are not installed are listed as that: pip install 'sparse-opt[peers]'.
+to the GPU. Packages that are not installed are listed as missing: pip install 'sparse-opt[peers]'.
 """
 
 from __future__ import annotations

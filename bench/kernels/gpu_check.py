@@ -49,7 +49,7 @@ TESTS_LIMIT_S, SANITIZER_LIMIT_S = 450, 200
 
 def options(parser: CommandParser) -> None:
     parser.add_argument("--tests", type=Path, default=Path("tests"), help="folder of the tests (%(default)s)")
-    parser.add_argument("--pytest_options", default="", help="more words for pytest but -m: --pytest_options='-n 8'")
+    parser.add_argument("--pytest_options", default="", help="pytest's options, except -m: --pytest_options='-n 8'")
     parser.add_argument("--skip_tests", action="store_true", help="leave the tests out")
     parser.add_argument("--skip_sanitizer", action="store_true", help="leave compute-sanitizer out")
     parser.add_argument("--skip_kernels", action="store_true", help="leave the table out")

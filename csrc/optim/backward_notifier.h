@@ -1,5 +1,5 @@
-// Tells when the gradients of groups of parameters are complete in a backward pass, so that the reduction of one group
-// across ranks can start while the pass computes the others.
+// Notifies when the gradients of groups of parameters are complete in a backward pass, so that the reduction of one
+// group across ranks can start while the pass computes the others.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,5 +1,5 @@
-// The native ops as the optimizers call them: directly in _kernels, without the dispatcher and the boxing of the stable
-// ABI; through the dispatcher if a dispatch mode is active on this thread, which sees them then. Profilers see both.
+// Calls the native ops for the optimizers: directly in _kernels, without the dispatcher and the stable ABI's boxing; or
+// through the dispatcher if a dispatch mode is active on this thread, so that the mode sees them. Profilers see both.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -54,7 +54,7 @@ from .losses import (
 
 @dataclass(kw_only=True)
 class PPOConfig(RolloutOptions):
-    """Options of PPO; the defaults are TRL 0.8.6's, and its sentiment example's."""
+    """Train a causal language model on rewarded completions by PPO; defaults as in TRL 0.8.6's sentiment example."""
 
     learning_rate: float = option(1.41e-5, "peak learning rate")
     batch_size: int = option(32, "completions per forward pass of training")

@@ -104,7 +104,7 @@ _EPILOG = """examples:
 
 
 def options(parser: CommandParser) -> None:
-    parser.add_argument("algorithm", choices=("dpo", "grpo"), help="whose step")
+    parser.add_argument("algorithm", choices=("dpo", "grpo"), help="algorithm of the step")
     what = parser.add_argument_group("what is trained")
     what.add_argument(
         "--modes",
@@ -129,7 +129,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument(
         "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
     )
-    add_tensor_choice(parser.add_argument_group("whose weights random masks take"))
+    add_tensor_choice(parser.add_argument_group("tensors of the random masks"))
     what.add_argument("--lora_rank", type=int, default=16, help="of mode lora (%(default)s)")
     what.add_argument(
         "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
@@ -152,7 +152,7 @@ def options(parser: CommandParser) -> None:
         help="dpo on random words, modes sparse and tiles: replay steps as CUDA graphs",
     )
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
-    data = parser.add_argument_group("on what")
+    data = parser.add_argument_group("data")
     data.add_argument(
         "--dataset",
         help="preference data as `train` reads it; default: random words of exact length",

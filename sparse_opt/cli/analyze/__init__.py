@@ -42,7 +42,7 @@ examples:
 """
 _RANKS_EPILOG = """For the change of each weight matrix: classical rank (as numpy.linalg.matrix_rank counts in fp32),
 effective rank exp(-sum p ln p) with p = s / sum(s), stable rank sum(s^2) / s_1^2, norms, and the shares of elements
-that moved by more than tau and by more than mean + 2 standard deviations. And how the update is spread over the
+that moved by more than tau and by more than mean + 2 standard deviations. It also has the spread of the update over the
 matrices, by their norms: Gini coefficient, normalised entropy, share of the 3 largest.
 
 methods, all in fp64; a statistic that a method only bounds is printed as an interval:
@@ -50,8 +50,8 @@ methods, all in fp64; a statistic that a method only bounds is printed as an int
   gram     all singular values, from the eigenvalues of A^T A: faster; loses those below about 1e-6 of the norm
   lowrank  the --k largest singular values, by a randomized projection: for updates known to be of low rank
 
---output DIR writes ranks.csv, ranks.json, ranks_by_layer.png; with --steps or --all_steps also ranks_by_step.png, and
-the last of the steps is the one by layer.
+--output DIR writes ranks.csv, ranks.json, ranks_by_layer.png; with --steps or --all_steps also ranks_by_step.png;
+ranks_by_layer.png then shows the last of the steps.
 
 examples:
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --device cuda

@@ -35,7 +35,7 @@ _EPILOG = """It writes to the folder, in this order:
   rebuilt/                the dense model, rebuilt from the log
   quickstart.json         the measurements
 
-With --model it is another experiment, on a pretrained model: GRPO, dense and under a mask of tiles. Its options:
+With --model the experiment is GRPO on a pretrained model, dense and under a mask of tiles. Its options:
 sparse-opt quickstart --model smollm2 --help
 
 examples:

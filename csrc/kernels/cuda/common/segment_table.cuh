@@ -19,7 +19,7 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 // Slots of one block of a gather, and of a step on runs. A warp handles 32 consecutive slots at a time: accesses to
 // compact data are coalesced whatever the segment's first slot, and neighbours in a dense tensor are fetched and stored
-// by one instruction. Each thread has kUnroll independent elements in flight, once.
+// by one instruction. Each thread has kUnroll independent elements in flight, and no others.
 constexpr int64_t kSlots = kThreads * kUnroll;
 
 // Every launch copies its parameters, so there are two sizes: for the few gradients of a hook, and for the tensors of a
