@@ -131,7 +131,7 @@ OF_BACKEND := not distributed and not documented and not interrupts and not dama
   and not SparseSGD and not SparseLion
 
 test-reference: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/test_logprobs_tiles.py -k "$(OF_BACKEND)"
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/logprobs/test_logprobs_tiles.py -k "$(OF_BACKEND)"
 
 # Of the defaults of torch, the default device alone.
 test-triton: $(VENV)/.test build

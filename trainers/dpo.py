@@ -31,9 +31,9 @@ from .data.shared_prompts import check_shared_prompts, collate_shared_prompts, n
 from .options import GraphOptions, LoggedOptions, ReferenceOptions
 from .policy.logprobs import completion_logprobs
 from .policy.reference import Reference
-from .run.margins import MARGINS_FOLDER, MarginsLog
-from .run.progress import Progress
-from .run.samples import sample_completions
+from .run.reporting.margins import MARGINS_FOLDER, MarginsLog
+from .run.reporting.progress import Progress
+from .run.reporting.samples import sample_completions
 from .run.training_run import TrainingRun
 
 LossType = Literal["sigmoid", "robust", "hinge", "ipo"]

@@ -23,7 +23,7 @@ from .data.loaders import data_loader
 from .data.packing import check_packing, collate_packed, packed_rows, packing_loader
 from .options import GraphOptions
 from .policy.logprobs import completion_logprobs
-from .run.samples import sample_completions
+from .run.reporting.samples import sample_completions
 from .run.training_run import TrainingRun
 
 

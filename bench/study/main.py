@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := _problem(args, settings) or why_unwritable(path):
         parser.error(problem)
     from sparse_opt.trainers.policy.models import resolve_device
-    from sparse_opt.trainers.run.progress import hide_progress_bars
+    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
 
     hide_progress_bars(always=True)
     device = resolve_device(args.device)

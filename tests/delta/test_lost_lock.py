@@ -81,7 +81,7 @@ def test_acknowledged_steps_of_a_second_writer_are_kept(tmp_path: Path, same_bit
 def test_a_file_of_the_step_is_never_overwritten_or_hidden(
     tmp_path: Path, same_bits: Compare, monkeypatch: pytest.MonkeyPatch, links: bool, kind: str, theirs: str
 ) -> None:
-    """Of either kind: where a step has two files, readers acquire the keyframe."""
+    """Of either kind: where a step has two files, readers take the keyframe."""
     no_check(monkeypatch)
     if not links:
         no_links(monkeypatch)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.data.encoding import collate, load_examples
 from sparse_opt.trainers.policy.logprobs import completion_logprobs
-from sparse_opt.trainers.run.margins import step_file
+from sparse_opt.trainers.run.reporting.margins import step_file
 
 MODES = ["dense", "sparse", "lora"]
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
-from sparse_opt.trainers.policy.dense_adamw import DenseAdamW
+from sparse_opt.trainers.policy.dense.adamw import DenseAdamW
 from sparse_opt.trainers.ranks import ONE_RANK, Ranks
 from sparse_opt.trainers.run import loss_scaling
 from sparse_opt.trainers.run.loss_scaling import LossScaling

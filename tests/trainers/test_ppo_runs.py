@@ -308,7 +308,7 @@ def test_update_statistics_are_those_of_the_checkpoint(ppo_options, mask_file, m
 
 
 def test_without_statistics_nothing_is_kept(ppo_options, monkeypatch):
-    monkeypatch.setattr("sparse_opt.trainers.run.update_log.UpdateStatistics", None)
+    monkeypatch.setattr("sparse_opt.trainers.run.reporting.update_log.UpdateStatistics", None)
     options = ppo_options(n_steps=1)
     assert "update_share" not in ppo.train(options)["last"]
     assert not (options.output_dir / "update_statistics.jsonl").exists()

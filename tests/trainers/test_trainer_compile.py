@@ -17,9 +17,9 @@ from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.data.encoding import collate
-from sparse_opt.trainers.policy import chunked_logprobs as logprobs_module
-from sparse_opt.trainers.policy.chunked_logprobs import linear_logprobs
+from sparse_opt.trainers.policy.logprobs import chunked as logprobs_module
 from sparse_opt.trainers.policy.logprobs import token_logprobs
+from sparse_opt.trainers.policy.logprobs.chunked import linear_logprobs
 from sparse_opt.trainers.policy.models import compile_layers, frozen_copy, has_compiled_layers
 from sparse_opt.trainers.rollouts import ContinuousBatchingEngine, GenerateEngine, Sampling
 

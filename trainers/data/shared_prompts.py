@@ -22,7 +22,7 @@ from torch import Tensor
 from sparse_opt.errors import ConfigError
 from sparse_opt.files import one_line
 
-from ..policy.branch_mask import IMPLEMENTATIONS, attention_dtype, branch_mask
+from ..policy.logprobs.branch_mask import IMPLEMENTATIONS, attention_dtype, branch_mask
 from ..policy.models import causal_lm, running_eagerly
 from .encoding import TokenBatch, TokenSequence, collate, common_prefix_length
 from .packing import SAME_LOGITS

@@ -13,8 +13,8 @@ from sparse_opt.masks.parameters import is_mlp_parameter
 from sparse_opt.optim import SparseAdamW, SparseSGD
 
 from ..options import TrainingOptions
-from .dense_adamw import DenseAdamW
-from .dense_sgd import DenseSGD
+from .dense.adamw import DenseAdamW
+from .dense.sgd import DenseSGD
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparse_opt.files import write_safetensors
 
 from ..data.encoding import TokenBatch
-from .dense_adamw import DenseAdamW
+from .dense.adamw import DenseAdamW
 from .logprobs import token_logprobs_and_states
 from .optimizers import make_scheduler
 

@@ -11,9 +11,9 @@ from typing import Any
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import one_line, written_aside
 
-from ..run.manifest import DIGEST_KEY, content_digest
 from ..run.outputs import OPTIONS_FILE, begin_outputs, check_new_folder, write_text, writing
-from ..run.resume import require_same_options
+from ..run.resuming.manifest import DIGEST_KEY, content_digest
+from ..run.resuming.resume import require_same_options
 
 INPUTS_FILE = "inputs.json"
 PARTS_FOLDER = "parts"

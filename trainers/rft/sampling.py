@@ -36,9 +36,9 @@ from ..rewards.functions import Rewards, load_rewards
 from ..rollouts import Engine, Sampling, make_engine, vllm_settings
 from ..run.lock import RunLock, require_unlocked
 from ..run.outputs import check_new_folder
-from ..run.progress import Progress
-from ..run.resume import is_begun, require_same_options
-from ..run.trackers import make_trackers, require_trackers
+from ..run.reporting.progress import Progress
+from ..run.reporting.trackers import make_trackers, require_trackers
+from ..run.resuming.resume import is_begun, require_same_options
 from ..run.training_run import seed_everything
 from .parts import MAY_DIFFER, part_file, prepared_output, read_part, write_part
 

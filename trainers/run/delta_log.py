@@ -97,7 +97,7 @@ class RunDeltaLog:
         free = shutil.disk_usage(self.directory).free
         if free < whole:
             raise SparseOptError(
-                f"{self.directory}: the delta log's initial weights acquire {format_bytes(whole)}, found "
+                f"{self.directory}: the delta log's initial weights take {format_bytes(whole)}, found "
                 f"{format_bytes(free)} free: name another delta_log_dir, or none"
             )
         steps = f"{n} step{'s' * (n != 1)}"

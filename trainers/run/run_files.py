@@ -18,7 +18,6 @@ from sparse_opt.errors import ConfigError
 
 from ..options import TrainingOptions, model_slug
 from ..ranks import Ranks, sigterm_deferred
-from .checkpoints import Checkpoints, Stateful
 from .delta_log import RunDeltaLog
 from .lock import RunLock, require_unlocked
 from .outputs import (
@@ -35,9 +34,10 @@ from .outputs import (
     save_checkpoint,
     write_text,
 )
-from .resume import check_resumable, is_begun, require_metrics
-from .trackers import Tracker, make_trackers
-from .whole_state import WholeState
+from .reporting.trackers import Tracker, make_trackers
+from .resuming.checkpoints import Checkpoints, Stateful
+from .resuming.resume import check_resumable, is_begun, require_metrics
+from .resuming.whole_state import WholeState
 
 
 class RunFiles:

@@ -57,18 +57,18 @@ from ..policy.sharding import shard
 from ..policy.whole_model import Outline
 from ..ranks import Ranks
 from .averaging import GradientAveraging
-from .checkpoints import Stateful
 from .graphs import GraphedSteps, WholeStep, require_graphs
 from .loss_scaling import LossScaling
 from .outputs import RowFile
-from .process_statistics import process_statistics, read_scalars, statistics_columns
-from .progress import Progress
+from .reporting.process_statistics import process_statistics, read_scalars, statistics_columns
+from .reporting.progress import Progress
+from .reporting.timing import StepTimer
+from .reporting.trackers import require_trackers
+from .reporting.update_log import FILE as UPDATES_FILE
+from .reporting.update_log import UpdateLog
+from .resuming.checkpoints import Stateful
+from .resuming.whole_state import WholeState
 from .run_files import RunFiles
-from .timing import StepTimer
-from .trackers import require_trackers
-from .update_log import FILE as UPDATES_FILE
-from .update_log import UpdateLog
-from .whole_state import WholeState
 
 logger = logging.getLogger(__name__)
 

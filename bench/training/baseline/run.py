@@ -44,7 +44,7 @@ from sparse_opt.trainers.policy.logprobs import completion_logprobs
 from sparse_opt.trainers.policy.models import compile_layers, load_policy, load_tokenizer
 from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
 from sparse_opt.trainers.run.graphs import GraphedSteps, require_graphs
-from sparse_opt.trainers.run.timing import StepTimer
+from sparse_opt.trainers.run.reporting.timing import StepTimer
 
 from ...common.harness import job_main
 from .modes import Job, Trained, prepare

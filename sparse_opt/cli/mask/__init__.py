@@ -70,7 +70,7 @@ def _parser() -> CommandParser:
 
 
 def _random(args: Namespace) -> None:
-    from sparse_opt.trainers.run.progress import hide_progress_bars
+    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
 
     from ...masks.mask_set import MaskSet
     from .from_model import chosen_shapes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from, parameter_shapes
-from sparse_opt.trainers.run.progress import hide_progress_bars
+from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
 
 from ... import __version__
 from ...errors import ConfigError

@@ -31,10 +31,9 @@ from sparse_opt.trainers.data.shared_prompts import (
     n_shared_tokens,
 )
 from sparse_opt.trainers.dpo import dpo_loss
-from sparse_opt.trainers.policy import chunked_logprobs
 from sparse_opt.trainers.policy import logprobs as logprobs_module
 from sparse_opt.trainers.policy.adapters import add_lora
-from sparse_opt.trainers.policy.logprobs import completion_logprobs, token_logprobs, token_logprobs_and_states
+from sparse_opt.trainers.policy.logprobs import chunked, completion_logprobs, token_logprobs, token_logprobs_and_states
 from sparse_opt.trainers.policy.models import make_masks_skippable
 
 EPS = 2**-23
@@ -206,7 +205,7 @@ def test_logits_as_returned(monkeypatch):
 
 
 def test_compiled_layers(monkeypatch):
-    monkeypatch.setattr(chunked_logprobs, "_compiled", lambda function: function)  # inductor takes long on a CPU
+    monkeypatch.setattr(chunked, "_compiled", lambda function: function)  # inductor takes long on a CPU
     model = small(LlamaConfig)
     make_masks_skippable(model)
     for layer in model.model.layers:

@@ -193,7 +193,7 @@ def test_a_full_disk_later_leaves_what_can_be_resumed(dpo_options, full_disk, tm
         save(model, tokenizer, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparse_opt.trainers.run.checkpoints.save_into", save_on_a_full_disk)
+        patch.setattr("sparse_opt.trainers.run.resuming.checkpoints.save_into", save_on_a_full_disk)
         with pytest.raises(SparseOptError, match=f"step_00000002: cannot be written: {FULL}"):
             dpo.train(config)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]

@@ -17,9 +17,10 @@ from stopping import assert_same_run, stop
 
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.trainers import dpo
-from sparse_opt.trainers.run import checkpoints, outputs
+from sparse_opt.trainers.run import outputs
 from sparse_opt.trainers.run import training_run as loop
 from sparse_opt.trainers.run.lock import LOCK_FILE, RunLock, require_unlocked
+from sparse_opt.trainers.run.resuming import checkpoints
 from sparse_opt.trainers.run.training_run import TrainingRun
 
 IN_USE = "'output_dir': another run is writing to .*run$"

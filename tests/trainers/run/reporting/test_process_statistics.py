@@ -8,7 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparse_opt.trainers.run.process_statistics import gpu_utilization, process_statistics, statistics_columns
+from sparse_opt.trainers.run.reporting.process_statistics import (
+    gpu_utilization,
+    process_statistics,
+    statistics_columns,
+)
 
 GPU = torch.device("cuda", 0)
 

@@ -17,7 +17,7 @@ from sparse_opt.trainers import dpo, sft
 from sparse_opt.trainers.grpo import GRPOConfig
 from sparse_opt.trainers.rft.datagen import DatagenConfig
 from sparse_opt.trainers.rft.parts import MAY_DIFFER
-from sparse_opt.trainers.run.resume import check_resumable, require_same_options
+from sparse_opt.trainers.run.resuming.resume import check_resumable, require_same_options
 
 
 @pytest.fixture

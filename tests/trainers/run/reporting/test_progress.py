@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparse_opt.trainers import dpo
-from sparse_opt.trainers.run import progress
+from sparse_opt.trainers.run.reporting import progress
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import fsync, new_folder, one_line
 from sparse_opt.optim.ranks.sharding import reshard
 
-from ..policy.pretrained import load_pretrained, reading
-from ..policy.sharding import is_sharded, unsharded_class
-from ..policy.whole_model import scatter
+from ...policy.pretrained import load_pretrained, reading
+from ...policy.sharding import is_sharded, unsharded_class
+from ...policy.whole_model import scatter
+from ..outputs import save_into, writing
 from .manifest import NoManifestError, require_intact, write_manifest
-from .outputs import save_into, writing
 
 FOLDER = "checkpoints"
 STATE_FILE = "training_state.pt"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from sparse_opt.distributed import full_optimizer_state_dict, full_state
 from sparse_opt.optim import SparseOptimizer
 
-from ..policy.whole_model import Outline, gather
-from ..ranks import Ranks
+from ...policy.whole_model import Outline, gather
+from ...ranks import Ranks
 from .checkpoints import Stateful
 
 

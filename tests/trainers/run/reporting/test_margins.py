@@ -7,8 +7,8 @@ import json
 import numpy as np
 import torch
 
-from sparse_opt.trainers.run.margins import MarginsLog, step_file
 from sparse_opt.trainers.run.outputs import RowFile
+from sparse_opt.trainers.run.reporting.margins import MarginsLog, step_file
 
 
 class Run:

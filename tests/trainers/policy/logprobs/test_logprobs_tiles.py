@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 from sparse_opt.trainers.data.encoding import collate
-from sparse_opt.trainers.policy import chunked_logprobs as logprobs_module
+from sparse_opt.trainers.policy.logprobs import chunked as logprobs_module
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 
 EPS32 = torch.finfo(torch.float32).eps

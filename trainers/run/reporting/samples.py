@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..data.encoding import TokenSequence
-from ..policy.pretrained import max_positions
-from ..rollouts import Sampling, make_engine
-from .training_run import TrainingRun
+from ...data.encoding import TokenSequence
+from ...policy.pretrained import max_positions
+from ...rollouts import Sampling, make_engine
+from ..training_run import TrainingRun
 
 # Few prompts, so that sampling takes little time.
 N_SAMPLES = 4

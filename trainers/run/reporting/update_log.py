@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..options import TrainingOptions
-from ..policy.update_statistics import UpdateStatistics
-from .outputs import RowFile
+from ...options import TrainingOptions
+from ...policy.update_statistics import UpdateStatistics
+from ..outputs import RowFile
 
 FILE = "update_statistics.jsonl"
 _OF_MATRIX = ("rank", "effective_rank", "stable_rank", "frobenius_norm", "share_above_tau", "share_large")

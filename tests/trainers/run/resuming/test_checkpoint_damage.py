@@ -16,7 +16,7 @@ from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import ConfigError, DataError, DeltaLogError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.dpo import DPOConfig
-from sparse_opt.trainers.run.manifest import write_manifest
+from sparse_opt.trainers.run.resuming.manifest import write_manifest
 
 N_STEPS = 4
 
@@ -199,7 +199,7 @@ def test_nothing_changes_on_disk_until_the_checkpoint_is_restored(monkeypatch, c
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparse_opt.trainers.run.checkpoints.load_pretrained", fail)
+        patch.setattr("sparse_opt.trainers.run.resuming.checkpoints.load_pretrained", fail)
         with pytest.raises(error):
             dpo.train(dataclasses.replace(config, resume=True, resume_step=1))
     assert during == [before]  # so that a kill changes nothing either

@@ -18,10 +18,10 @@ import torch
 
 from sparse_opt.files import written_aside
 
-from .outputs import writing
+from ..outputs import writing
 
 if TYPE_CHECKING:
-    from .training_run import TrainingRun
+    from ..training_run import TrainingRun
 
 MARGINS_FOLDER = Path("logs", "margins")
 MARGINS_FILE = "margins_log.jsonl"

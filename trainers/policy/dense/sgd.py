@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .dense_optimizer import DenseOptimizer
+from .optimizer import DenseOptimizer
 
 
 class DenseSGD(DenseOptimizer, torch.optim.SGD):

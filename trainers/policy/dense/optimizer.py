@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .sharding import shard_of
+from ..sharding import shard_of
 
 
 class DenseOptimizer(torch.optim.Optimizer):

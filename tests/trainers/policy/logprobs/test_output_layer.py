@@ -22,9 +22,8 @@ from transformers import (
 
 from sparse_opt.trainers.data.encoding import collate
 from sparse_opt.trainers.policy import logprobs as logprobs_module
-from sparse_opt.trainers.policy import output_layer
-from sparse_opt.trainers.policy.chunked_logprobs import selected_logprobs
-from sparse_opt.trainers.policy.logprobs import token_logprobs
+from sparse_opt.trainers.policy.logprobs import output_layer, token_logprobs
+from sparse_opt.trainers.policy.logprobs.chunked import selected_logprobs
 
 
 @pytest.mark.parametrize(

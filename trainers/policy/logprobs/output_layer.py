@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparse_opt.optim.gradients.tile_backward import has_plain_forward, install, route_of
 
-from .models import skip_padding_masks
+from ..models import skip_padding_masks
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import yaml
 from sparse_opt.config import to_yaml
 from sparse_opt.errors import ConfigError
 
-from ..options import model_slug
-from .outputs import write_text
+from ...options import model_slug
+from ..outputs import write_text
 
 _ID_FILE = "wandb_run_id"
 

@@ -13,7 +13,7 @@ from sparse_opt.config import to_yaml
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.option_parser import read_yaml
 
-from .outputs import METRICS_FILE, OPTIONS_FILE, SUMMARY_FILE, read_rows
+from ..outputs import METRICS_FILE, OPTIONS_FILE, SUMMARY_FILE, read_rows
 
 # Options that may differ in a resumed run, because they do not affect what the run computes. The batch size of each
 # process may, because batch_size is compared, which is that of all.

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from sparse_opt.optim.gradients.tile_backward import route_of
 
-from ..data.encoding import TokenBatch
+from ...data.encoding import TokenBatch
+from ..models import autocast_of, causal_lm, has_compiled_layers, skip_padding_masks
+from ..sharding import in_forward, is_sharded
 from .branch_mask import attention_dtype, branch_mask
-from .chunked_logprobs import WeightGrad, linear_logprobs, selected_logprobs
-from .models import autocast_of, causal_lm, has_compiled_layers, skip_padding_masks
+from .chunked import WeightGrad, linear_logprobs, selected_logprobs
 from .output_layer import hidden_states, plain_head
-from .sharding import in_forward, is_sharded
 
 
 def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparse_opt.trainers.policy.dense_adamw import DenseAdamW
-from sparse_opt.trainers.policy.dense_sgd import DenseSGD
+from sparse_opt.trainers.policy.dense.adamw import DenseAdamW
+from sparse_opt.trainers.policy.dense.sgd import DenseSGD
 
 # An epsilon of the gradients' own size: with a smaller one Adam would not notice a gradient scaled by mistake.
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 0.1, "weight_decay": 0.1}

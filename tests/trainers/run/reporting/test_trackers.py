@@ -10,7 +10,7 @@ import pytest
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
-from sparse_opt.trainers.run.trackers import project_name
+from sparse_opt.trainers.run.reporting.trackers import project_name
 
 
 def scalars(folder):

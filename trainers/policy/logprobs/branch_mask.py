@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .models import SKIPPABLE_ATTENTION
+from ..models import SKIPPABLE_ATTENTION
 
 IMPLEMENTATIONS = ("sdpa", "eager", SKIPPABLE_ATTENTION)
 
