@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from ...option_parser import CommandParser
@@ -10,6 +12,10 @@ from . import tiny
 
 def run(argv: Sequence[str]) -> int:
     """Run the experiment that the words select, check it, and print its table or JSON."""
+    # OpenMP reads it when torch is loaded. A step of a small model has hundreds of short parallel regions, and threads
+    # that spin between them take the cores from the others on a busy machine (docs/notebook.md, "A busy machine").
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if any(word == "--model" or word.startswith(("--model=", "model=")) for word in argv):
         from . import pretrained
 
