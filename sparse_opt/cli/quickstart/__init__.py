@@ -12,7 +12,7 @@ from . import tiny
 
 def run(argv: Sequence[str]) -> int:
     """Run the experiment that the words select, check it, and print its table or JSON."""
-    # OpenMP reads it when torch is loaded. A step of a small model has hundreds of short parallel regions, and threads
+    # OpenMP reads it when torch is loaded. A step of a small model has many short parallel regions, and threads
     # that spin between them take the cores from the others on a busy machine (docs/notebook.md, "A busy machine").
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
