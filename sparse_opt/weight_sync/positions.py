@@ -11,7 +11,9 @@ from torch import Tensor
 from ..errors import DamagedMessage
 from ..masks import MaskSet
 from ..masks.patterns import PATTERNS, unit_grid
+from .digest import digest_sum, to_hex
 from .layout import Layout, LayoutTensor
+from .message import Message
 
 
 def units_of(mask: MaskSet, entry: LayoutTensor) -> Tensor:
@@ -30,7 +32,24 @@ def units_of(mask: MaskSet, entry: LayoutTensor) -> Tensor:
     return (row[first] // height * across + column[first] // width).to(entry.positions_dtype)
 
 
-def checked_units(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checked_mask(message: Message) -> tuple[Layout, dict[str, Tensor]]:
+    """Return the layout of a mask message, and the units of each tensor with active elements, by the tensor's name.
+
+    Raises:
+        DamagedMessage: positions or their digest are wrong.
+    """
+    layout = Layout.from_json(message.layout or "")
+    units = _checked_units(layout, message.tensors)
+    total, count = 0, 0
+    for given in units.values():
+        total += int(digest_sum(given, count))
+        count += given.numel()
+    if to_hex(total) != message.payload_digest:
+        raise DamagedMessage(f"the positions have digest {to_hex(total)}, expected {message.payload_digest}")
+    return layout, units
+
+
+def _checked_units(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the units of each tensor with active elements, by the tensor's name.
 
     Raises:

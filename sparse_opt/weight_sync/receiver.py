@@ -12,10 +12,10 @@ from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSy
 from ..tensors import named_parameters_of
 from .backend import Backend, Changes, Index, choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
-from .digest import digest_sum, to_hex
+from .digest import to_hex
 from .layout import Group, Layout
 from .message import Message
-from .positions import checked_units
+from .positions import checked_mask
 from .reference import bitmap_bytes
 from .sender import PendingMessage
 
@@ -150,14 +150,7 @@ class WeightReceiver:
             )
 
     def _receive_mask(self, message: Message) -> None:
-        layout = Layout.from_json(message.layout or "")
-        units = checked_units(layout, message.tensors)
-        total, count = 0, 0
-        for given in units.values():
-            total += int(digest_sum(given, count))
-            count += given.numel()
-        if to_hex(total) != message.payload_digest:
-            raise DamagedMessage(f"the positions have digest {to_hex(total)}, expected {message.payload_digest}")
+        layout, units = checked_mask(message)
         held = self._mask
         known = held is not None and held.digest == message.mask_digest and self._digest == message.result_digest
         mask = self._build(message.mask_digest, layout, units)

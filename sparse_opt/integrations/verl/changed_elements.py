@@ -11,9 +11,9 @@ from torch import Tensor
 from ...errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
 from ...masks.patterns import expand_units
 from ...weight_sync import Message
-from ...weight_sync.digest import digest_sum, mix, to_hex, zero_extended
+from ...weight_sync.digest import mix, to_hex, zero_extended
 from ...weight_sync.layout import Group, Layout
-from ...weight_sync.positions import checked_units
+from ...weight_sync.positions import checked_mask
 
 
 class Change(NamedTuple):
@@ -63,14 +63,7 @@ class ChangeReader:
         if message.kind != "mask":
             raise OutOfOrderMessage(f"a message of kind {message.kind} came before the mask")
         self.state = self._version = None
-        layout = Layout.from_json(message.layout or "")
-        units = checked_units(layout, message.tensors)
-        total, count = 0, 0
-        for given in units.values():
-            total += int(digest_sum(given, count))
-            count += given.numel()
-        if to_hex(total) != message.payload_digest:
-            raise DamagedMessage(f"the positions have digest {to_hex(total)}, expected {message.payload_digest}")
+        layout, units = checked_mask(message)
         shapes = {entry.name: entry for entry in layout.tensors}
         self._positions = {}
         for name, given in units.items():
