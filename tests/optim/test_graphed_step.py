@@ -27,13 +27,23 @@ class Model(nn.Module):
         return x
 
 
-def train(graphs, inputs, *, pattern, checkpointing=False, n_micro=1, optimizer_class=SparseAdamW, compiled=False):
+def train(
+    graphs,
+    inputs,
+    *,
+    pattern,
+    checkpointing=False,
+    n_micro=1,
+    optimizer_class=SparseAdamW,
+    compiled=False,
+    backend=None,
+):
     """Take a step on each input, and return (results of the steps, the weights, the states)."""
     torch.manual_seed(0)
     model = Model(checkpointing).to("cuda", torch.bfloat16)
     mask = MaskSet.random({f"layers.{i}.weight": (128, 128) for i in range(3)}, density=0.5, pattern=pattern)
     lr = torch.tensor(1e-2, device="cuda")
-    options = {"stochastic_rounding": True, "grad_dtype": torch.bfloat16}
+    options = {"stochastic_rounding": True, "grad_dtype": torch.bfloat16, "backend": backend}
     if pattern != "element":
         options["tile_backward"] = True  # at this density a tiled backward pass is not the default
     optimizer = optimizer_class(model, mask, lr=lr, **options)
@@ -96,6 +106,15 @@ def test_replays_give_the_bits_of_eager_steps(pattern, checkpointing, n_micro, o
     eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
     assert_same(graphed, eager)
     assert len({loss.item() for loss, _ in eager[0]}) == len(inputs)  # each step has its own inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_tiles_of_a_backend_without_native_layers_replay(checkpointing):
+    inputs = random_inputs(8)
+    options = {"pattern": "tile64", "checkpointing": checkpointing, "backend": "triton"}
+    eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
+    assert_same(graphed, eager)
 
 
 @pytest.mark.gpu

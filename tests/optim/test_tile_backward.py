@@ -363,6 +363,22 @@ def test_autograd_grad_with_tiles_of_a_backend_without_native_layers():
         torch.autograd.grad(loss_of(model, x), [model[0].weight])
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_nodes_of_autograd_are_not_kept(backend, device):
+    """A node that accumulates gradients has the stream on which it was made, and a CUDA graph captures another."""
+    model, tiles, _, _ = pair(device, backend=backend)
+    params = [param for name, param in model.named_parameters() if name in tiles.tiled_parameters]
+    assert params
+    for _ in range(2):
+        nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
+        for node in nodes:
+            assert "seen" not in node.metadata
+            node.metadata["seen"] = True
+        del node, nodes
+        loss_of(model, batch(device)).backward()
+        tiles.step()
+
+
 def test_a_tile_layer_is_not_differentiated_twice(device):
     model, _tiles, _, _ = pair(device)
     x = batch(device).requires_grad_()

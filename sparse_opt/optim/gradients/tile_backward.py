@@ -94,20 +94,18 @@ class Route(ABC):
 class OpRoute(Route):
     """A route whose layer computes with the two ops of this module."""
 
-    def __init__(self, sink: TileSink, i: int, weight: Tensor, *, transposed: bool) -> None:
-        super().__init__(sink, i, weight, transposed=transposed)
-        self._accumulator = None
-        if weight.requires_grad:  # an op cannot query this later, because autograd does not see into it
-            self._accumulator = torch.autograd.graph.get_gradient_edge(weight).node
-
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _by_op(self, input, weight, bias)
 
     def gradient_use(self) -> GradientUse:
-        if self._accumulator is None:
+        if not self.weight.requires_grad:
             return "accumulated"
+        # Not kept: the node has the stream that was current when it was made, and a backward pass on another stream, such
+        # as a CUDA graph's capture, would have to wait for that one.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+            accumulator = torch.autograd.graph.get_gradient_edge(self.weight).node
         try:
-            return "accumulated" if torch._C._will_engine_execute_node(self._accumulator) else "unused"
+            return "accumulated" if torch._C._will_engine_execute_node(accumulator) else "unused"
         except RuntimeError as error:
             if "only be called during the backward pass" in str(error):
                 return "accumulated"  # the op was called directly
