@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(needs_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage takes half a second with the objects of torch and transformers, which all stay."""
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

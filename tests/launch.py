@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ import torch
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "sparse_opt.trainers.sft"]
+    ["pytest", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "sparse_opt.trainers.sft"]
 )
 
 # The parameter `backend` of tests that run on two ranks, or on more with gloo.
@@ -112,14 +113,20 @@ class Ended:
 
 
 def run_command(
-    n: int, words: Sequence[str], environment: Mapping[str, str], *, script: Path | None = None, timeout: float = 120.0
+    n: int,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    script: Path | None = None,
+    launched: bool = False,
+    cwd: Path | None = None,
+    timeout: float = 120.0,
 ) -> Ended:
     """Run `sparse-opt` with these words in `n` processes, as torchrun does: if a rank fails, the others are terminated.
 
-    A single process has no rank, except of a script.
-
     Args:
         script: run instead of `sparse-opt`.
+        launched: whether one process has the variables of torchrun, too.
 
     Raises:
         AssertionError: not all processes ended in time; has what they have printed.
@@ -131,8 +138,8 @@ def run_command(
         processes = []
         for rank in range(n):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-            variables = {**shared, **(ranks if n > 1 or script else {}), "OMP_NUM_THREADS": "1"}
-            arguments = (folder, rank, script, list(words), variables)
+            variables = {**shared, **(ranks if launched or n > 1 else {}), "OMP_NUM_THREADS": "1"}
+            arguments = (folder, rank, script, list(words), variables, cwd or Path.cwd())
             process = _SERVER.Process(target=_run_command, args=arguments, daemon=True)
             processes.append(process)
             processes[-1].start()
@@ -155,9 +162,20 @@ def run_command(
         return Ended(failed, stdout, stderr)
 
 
-def _run_command(folder: str, rank: int, script: Path | None, words: list[str], variables: dict[str, str]) -> None:
+def run_script(
+    script: Path, words: Sequence[str], environment: Mapping[str, str] = os.environ, **options: Any
+) -> Ended:
+    """`python script words` in one process; see `run_command`."""
+    return run_command(1, words, environment, script=script, **options)
+
+
+def _run_command(
+    folder: str, rank: int, script: Path | None, words: list[str], variables: dict[str, str], cwd: Path
+) -> None:
+    gc.freeze()  # a collection does not visit, and so copy, the pages of the server's objects
     os.environ.clear()
     os.environ.update(variables)
+    os.chdir(cwd)
     for stream in (sys.stdout, sys.stderr):
         with open(Path(folder) / f"{stream.name.strip('<>')}{rank}", "wb") as output:
             os.dup2(output.fileno(), stream.fileno())
@@ -169,6 +187,7 @@ def _run_command(folder: str, rank: int, script: Path | None, words: list[str], 
             code = main(words)
         else:
             sys.argv = [str(script), *words]
+            sys.path[:0] = [str(script.parent), *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
             runpy.run_path(sys.argv[0], run_name="__main__")
             code = 0
     except SystemExit as ended:
@@ -200,6 +219,7 @@ def _wait(processes: list[ForkServerProcess], timeout: float) -> tuple[int | Non
 
 
 def _run(folder: str, path: str, name: str, backend: str, timeout: float, variables: dict[str, str]) -> None:
+    gc.freeze()  # a collection does not visit, and so copy, the pages of the server's objects
     os.environ.clear()
     os.environ.update(variables)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

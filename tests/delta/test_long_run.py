@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import run_script
 
 from sparse_opt import DeltaLog
 from sparse_opt.delta.digest import StateDigest
@@ -35,8 +35,7 @@ def test_every_step_of_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None
 
     driver = Path(__file__).with_name("run_driver.py")
     for killed_at in ("117", "163", None):
-        words = [sys.executable, driver, tmp_path, *([] if killed_at is None else [killed_at])]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        done = run_script(driver, [str(tmp_path), *([] if killed_at is None else [killed_at])], timeout=300)
         assert done.returncode == (0 if killed_at is None else -9), done.stderr
         log = DeltaLog.open(tmp_path / "log")
         if killed_at is not None:

@@ -7,8 +7,6 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "with_lightning, manual": (["--manual"], ["2"]),
 }
 NEEDS = {"bare_loop": [], "with_accelerate": without("accelerate"), "with_lightning": without("lightning")}
-ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")
 ALL = [pytest.param(name, marks=NEEDS[name.split(",")[0]]) for name in RUNS]
 
 
@@ -150,25 +147,20 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name, tmp_path):
 WITHOUT_GPUS = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 
 
-def run_script(name: str, options: list[str], launcher: tuple[str, ...] = ()) -> str:
-    """Run an example as a script, without GPUs, and return what it prints."""
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **WITHOUT_GPUS})
+# What `accelerate launch --multi_gpu` sets besides the variables of torchrun.
+OF_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+
+
+def run_script(name: str, options: list[str], n: int | None = None) -> str:
+    """Run an example as a script, or in `n` processes with the variables of torchrun; return what they print.
+
+    There are no GPUs.
+    """
+    variables = {**os.environ, **WITHOUT_GPUS, **(OF_ACCELERATE if n and name == "with_accelerate" else {})}
+    script = EXAMPLES / f"{name}.py"
+    run = run_command(n or 1, options, variables, script=script, launched=n is not None, timeout=200)
     assert run.returncode == 0, run.stderr
     return run.stdout
-
-
-def run_ranks(name: str, options: list[str], n: int) -> str:
-    """Run an example in `n` processes with the variables of torchrun, without GPUs, and return what they print."""
-    run = run_command(n, options, {**os.environ, **WITHOUT_GPUS}, script=EXAMPLES / f"{name}.py", timeout=200)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
-def run_distributed(name: str, options: list[str], n: int) -> str:
-    if name != "with_accelerate":
-        return run_ranks(name, options, n)
-    return run_script(name, options, (*ACCELERATE, str(n)) if n > 1 else ())
 
 
 def weights_in(checkpoint: Path) -> dict[str, Tensor]:
@@ -186,8 +178,9 @@ def weights_in(checkpoint: Path) -> dict[str, Tensor]:
 def test_distributed_runs_equal_torch_adamw_and_resume_in_one_process(name, tmp_path):
     options = ["--density", "0.1", "--max_grad_norm", str(MAX_GRAD_NORM)]
     first, last = tmp_path / "first", tmp_path / "last"
-    printed = run_distributed(name, [*options, "--stop_at", "4", "--checkpoint", str(first)], 2)
-    printed += run_distributed(name, [*options, "--resume", str(first), "--checkpoint", str(last)], 1)
+    printed = run_script(name, [*options, "--stop_at", "4", "--checkpoint", str(first)], 2)
+    alone = None if name == "with_accelerate" else 1  # the others need a process group
+    printed += run_script(name, [*options, "--resume", str(first), "--checkpoint", str(last)], alone)
     assert [int(step) for step in re.findall(r"^step (\d+)  loss", printed, re.MULTILINE)] == [*range(1, STEPS + 1)]
     mask = MaskSet.random(start(), density=0.1)
     dense, norms = dense_run(mask, 4)

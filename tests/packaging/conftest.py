@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,68 @@ def python() -> Python:
         )
 
     return run
+
+
+# Reads a JSON object a line, runs it in a forked process, and prints the exit code.
+FORK = """
+import json, os, runpy, sys, traceback
+import setuptools, torch
+for line in sys.stdin:
+    job = json.loads(line)
+    if not (child := os.fork()):
+        code = 1
+        try:
+            os.environ.clear()
+            os.environ.update(job["environment"])
+            os.chdir(job["cwd"])
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for name in ("stdout", "stderr"):
+                os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), getattr(sys, name).fileno())
+            sys.argv, sys.path[0] = job["arguments"], job["cwd"]
+            if sys.argv[0] == "-c":
+                exec(sys.argv.pop(1), {"__name__": "__main__"})
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def forked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    """As `python`, for a script or `-c`, in a process forked from one that has imported torch and setuptools.
+
+    Importing them takes longer than a build of small sources. Variables that torch reads when it is imported are
+    those of the tests.
+    """
+    output = tmp_path_factory.mktemp("forked")
+    server = subprocess.Popen([sys.executable, "-c", FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None and server.stdout is not None
+
+    def run(*arguments: str | Path, cwd: Path, **variables: str | None) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **variables}
+        files = {name: str(output / name) for name in ("stdout", "stderr")}
+        job = {
+            "arguments": list(map(str, arguments)),
+            "cwd": str(cwd),
+            "environment": {name: value for name, value in environment.items() if value is not None},
+            **files,
+        }
+        server.stdin.write(f"{json.dumps(job)}\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        texts = (Path(file).read_text(errors="replace") for file in files.values())
+        return subprocess.CompletedProcess(list(map(str, arguments)), code, *texts)
+
+    yield run
+    server.stdin.close()
+    server.wait()

@@ -51,7 +51,7 @@ class Build(NamedTuple):
 
 
 @pytest.fixture
-def build(clean_copy, python, tmp_path) -> Callable[..., Build]:
+def build(clean_copy, forked_python, tmp_path) -> Callable[..., Build]:
     def run(fail: bool = False, **variables: str | None) -> Build:
         log = tmp_path / "calls"
         log.touch()
@@ -65,7 +65,7 @@ def build(clean_copy, python, tmp_path) -> Callable[..., Build]:
         compilers = {"CC": str(tmp_path / "c++"), "CXX": str(tmp_path / "c++"), "LDSHARED": None, "PYTORCH_NVCC": None}
         others = {"SPARSE_OPT_NO_NATIVE": None, "SPARSE_OPT_REQUIRE_NATIVE": None, "TORCH_CUDA_ARCH_LIST": None}
         command = ("-c", DRIVER, tmp_path / "cuda", "--quiet", "build", "--build-base", tmp_path / "build")
-        ended = python(*command, cwd=clean_copy, **{**compilers, **others, **variables})
+        ended = forked_python(*command, cwd=clean_copy, **{**compilers, **others, **variables})
         return Build(ended, log.read_text(), list(tmp_path.rglob("_kernels*.so")))
 
     return run

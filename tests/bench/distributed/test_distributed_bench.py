@@ -35,7 +35,9 @@ def test_a_small_run(tmp_path, capfd):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
     output, picture = tmp_path / "distributed.json", tmp_path / "distributed.png"
     output.write_text("an earlier run, which the first rows replace")
-    words = ["--small", "--n_rounds", "3", "--variants", ",".join(SPARSE + DENSE), "--output", str(output)]
+    # A bf16 product takes milliseconds on a CPU: the sequences are short.
+    words = ["--small", "--sequence_length", "8", "--n_rounds", "3", "--variants", ",".join(SPARSE + DENSE)]
+    words += ["--output", str(output)]
     code = main(["bench", "distributed", *words, "--gpus", "2", "--plot", str(picture)])
     out, err = capfd.readouterr()
     assert code == 0, err
@@ -97,7 +99,7 @@ def test_a_file_from_before_an_option_can_be_resumed(tmp_path):
 @pytest.mark.slow
 def test_compiled_layers_stay_compiled(tmp_path, capfd):
     """The reference is compiled; a variant that were not, after another's collectives were counted, would differ."""
-    words = ["--small", "--compile", "--gpus", "1", "--n_rounds", "2", "--output", str(tmp_path / "compiled.json")]
+    words = ["--small", "--sequence_length", "8", "--compile", "--gpus", "1", "--n_rounds", "2", "--output", str(tmp_path / "compiled.json")]
     code = main(["bench", "distributed", *words, "--variants", "local_element_fp32,fsdp2_element_fp32"])
     out, err = capfd.readouterr()
     assert code == 0, err
