@@ -61,7 +61,7 @@ _DEPENDS_ON = {
 _EPILOG = """examples:
   sparse-opt bench profiles                                    # arithmetic, on this machine
   sparse-opt bench profiles --device cuda --hidden_size 768 --n_layers 14 --learning_rate 1e-4 \\
-      --n_prompts 600 --train_steps 50                         # a Llama of 107 million weights
+      --answers think --n_prompts 64 --n_test 75 --train_steps 30    # a Llama of 107 million weights
   sparse-opt bench profiles --profiles balanced --no_settings --repeats 1
   sparse-opt bench profiles --model_name M --dataset train.jsonl --test_dataset test.jsonl --reward_functions math \\
       --max_completion_length 1024 --max_length 2048 --train_steps 200 --learning_rate 1e-5
@@ -91,6 +91,9 @@ class ProfilesOptions:
     dataset: str | None = option(None, "prompts with answers to train on; required with model_name")
     test_dataset: str | None = option(None, "prompts with answers to test on; required with model_name")
     reward_functions: list[str] = option([], "verifiers; by default exact_match for arithmetic, else math")
+    answers: Literal["plain", "think"] = option(
+        "plain", "completions for arithmetic: '42', or with the calculation, 20 tokens in place of 3"
+    )
     hidden_size: int = option(128, "width of the model for arithmetic, which has 13 x n_layers x hidden_size^2 weights")
     n_layers: int = option(2, "layers of the model for arithmetic", at_least=1)
     start_steps: int = option(600, "steps of SFT that make the start for arithmetic", at_least=1)
@@ -98,7 +101,9 @@ class ProfilesOptions:
     n_prompts: int = option(256, "prompts to sample completions of", at_least=1)
     n_generations: int = option(8, "completions per prompt", at_least=1)
     temperature: float = option(1.0, "temperature of these completions", above=0)
-    max_completion_length: int = option(8, "tokens per completion", at_least=1)
+    max_completion_length: int | None = option(
+        None, "tokens per completion; none is what arithmetic needs: 8, with the calculation 32", at_least=1
+    )
     train_steps: int = option(100, "steps of 32 examples", at_least=1)
     learning_rate: float = option(1e-3, "peak learning rate of every configuration", above=0)
     max_length: int = option(64, "tokens of a training example, and of a packed row", at_least=2)
@@ -125,6 +130,9 @@ class ProfilesOptions:
             if key not in known or not value:
                 names = ", ".join(sorted(known))
                 raise ConfigError(f"option 'also' is {setting}: expected KEY=VALUE with a key of {names}")
+        if self.model_name is not None and self.max_completion_length is None:
+            raise ConfigError("expected --max_completion_length with --model_name")
+        self.max_completion_length = self.max_completion_length or {"plain": 8, "think": 32}[self.answers]
         self.device = str(resolve_device(self.device))
         self.reward_functions = self.reward_functions or ["exact_match" if self.model_name is None else "math"]
         if self.work_dir is not None and not self.work_dir.is_dir():
@@ -315,6 +323,7 @@ def _shared_options(folder: Path, args: ProfilesOptions) -> dict[str, dict[str, 
         world = make_arithmetic(
             folder / "arithmetic",
             **ARITHMETIC,
+            answers=args.answers,
             n_test=args.n_test,
             hidden_size=args.hidden_size,
             n_layers=args.n_layers,

@@ -185,7 +185,7 @@ def test_a_missed_target_fails_a_strict_run_only(bench, monkeypatch, tmp_path, s
     machine = {"cpu": "a CPU", "gpu": {"name": "a GPU"}}
     monkeypatch.setattr(profiles, "environment", lambda device: {"machine": machine})
     words = ["--profiles", "conservative", "--no_settings", "--repeats", 1, "--device", "cpu"]
-    words += ["--model_name", "m", "--dataset", "d", "--test_dataset", "t"]
+    words += ["--model_name", "m", "--dataset", "d", "--test_dataset", "t", "--max_completion_length", 8]
     said, shown, err = bench(*words)
     verdict = "missed" if code else "met"
     line = f"{verdict}: profile conservative (cuda): {seconds} x as fast as plain, expected >= 2 x as fast as plain"
@@ -207,6 +207,10 @@ def test_a_missed_target_fails_a_strict_run_only(bench, monkeypatch, tmp_path, s
         (["--profiles", "balanced,balanced"], "expected different names"),
         (["--profiles", "balance"], "the nearest is 'balanced'"),
         (["--model_name", "m"], "expected all of --model_name, --dataset and --test_dataset"),
+        (
+            ["--model_name", "m", "--dataset", "d", "--test_dataset", "t"],
+            "expected --max_completion_length with --model_name",
+        ),
         (["--sigmas", -1], "option 'sigmas' is -1.0: expected more than 0"),
         (["--work_dir", "/nowhere/at/all"], "option 'work_dir': no such folder: /nowhere/at/all"),
         (
@@ -249,7 +253,16 @@ def in_this_process(run_here):
 
 
 def test_a_job_that_fails_is_said(bench, in_this_process):
-    words = ("--model_name", "/nowhere/model", "--dataset", "/nowhere/d.jsonl", "--test_dataset", "/nowhere/t.jsonl")
+    words = (
+        "--model_name",
+        "/nowhere/model",
+        "--dataset",
+        "/nowhere/d.jsonl",
+        "--test_dataset",
+        "/nowhere/t.jsonl",
+        "--max_completion_length",
+        8,
+    )
     code, _, err = bench(*words, "--reward_functions", "exact_match", "--device", "cpu", "--repeats", 1)
     assert code == 1
     assert "start: the run ended with exit code 1" in err
