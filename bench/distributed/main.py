@@ -8,7 +8,9 @@ Started by itself, it runs torchrun once for each number of GPUs and each networ
 targets. Started by torchrun, it measures with the processes of that torchrun, for example on several hosts, on one
 network; rank 0 writes the results file, the table and the plot.
 
-The first measured rows replace the results file; with --resume they are added to it.
+The first measured rows replace the results file; with --resume they are added to it. If rows have no time at the end,
+because --limit_s has passed or a run has failed, the file has `completed: false` and their names, and the exit code is
+1; the same command with --resume measures them.
 
 Rows (--variants):
   local_PATTERN_DTYPE      SparseAdamW, every GPU for itself: the step without communication
@@ -46,8 +48,8 @@ from ..common.harness import Benchmark, Report, comma_separated, exit_code, one_
 from ..common.report import why_unwritable, write_json
 from .models import SHAPES
 from .plot import plot
-from .report import text, wrong_lines
-from .results import new_report, read_report, timed
+from .report import missing_lines, text, wrong_lines
+from .results import missing_rows, new_report, read_report, timed
 from .variants import VARIANTS
 from .world import NETWORKS, measure_world
 
@@ -152,7 +154,7 @@ def _ranks_problem(args: Namespace) -> str:
 def run(args: Namespace, report: Report) -> None:
     """Measure with the processes of this torchrun, or run torchrun for each number of GPUs and network.
 
-    Fills the report with the rows, which are in the results file then.
+    Fills the report with the rows, which are in the results file then, and with those that are missing.
     """
     rows = read_report(args) if args.resume else new_report(args)
     rows |= {"environment": report["environment"], "completed": False}
@@ -163,7 +165,9 @@ def run(args: Namespace, report: Report) -> None:
         rows, failed = _run_each(args, rows)
     if not rows["rows"]:
         raise SparseOptError(f"no row was measured; {args.output} is as it was before")
-    report |= {name: value for name, value in rows.items() if name != "completed"} | {"failed": failed}
+    args.missing = missing_rows(rows, args)
+    report |= {name: value for name, value in rows.items() if name != "completed"}
+    report |= {"failed": failed, "missing": args.missing}
     if args.plot is not None and timed(report):
         plot(report, args.plot)
         print(f"plot: {args.plot}")
@@ -224,7 +228,7 @@ def _torchrun(n: int, job: dict[str, Any], file: Path) -> bool:
 
 
 def failures(report: Report, args: Namespace) -> list[str]:
-    return [f"{where}: the run did not end" for where in report["failed"]] + wrong_lines(report)
+    return [f"{where}: the run did not end" for where in report["failed"]] + wrong_lines(report) + missing_lines(report)
 
 
 BENCHMARK = Benchmark(
@@ -235,6 +239,7 @@ BENCHMARK = Benchmark(
     measure=run,
     text=text,
     failures=failures,
+    partial=lambda args: bool(args.missing),
     epilog=_EPILOG,
     output="bench/results/distributed.json",
     device="auto",

@@ -112,6 +112,17 @@ def wrong_lines(report: Report) -> list[str]:
     ]
 
 
+def missing_lines(report: Report) -> list[str]:
+    """A line for each number of GPUs and network whose rows were not all measured."""
+    found: dict[str, list[str]] = {}
+    for row in report["missing"]:
+        found.setdefault(f"{row['world_size']} x {row['network']}", []).append(row["variant"])
+    return [
+        f"{where}: not measured: {', '.join(names)}; the same command with --resume measures them"
+        for where, names in found.items()
+    ]
+
+
 def check_line(report: Report) -> str:
     """What was checked."""
     found = [row["check"] for row in report["rows"] if row["check"] is not None]

@@ -12,7 +12,7 @@ from sparse_opt.errors import ConfigError
 
 from ..common.environment import environment
 from ..common.harness import Report
-from .variants import VARIANTS
+from .variants import VARIANTS, default_variants
 
 Row = Mapping[str, Any]
 
@@ -61,6 +61,22 @@ def find(report: Report, world_size: int, network: str, variant: str) -> Row | N
         if (row["world_size"], row["network"], row["variant"]) == (world_size, network, variant):
             return row
     return None
+
+
+def missing_rows(report: Report, args: Namespace) -> list[dict[str, Any]]:
+    """The rows of these options that have no time, without those that have none because their result is wrong."""
+    done = {
+        (row["world_size"], row["network"], row["variant"])
+        for row in report["rows"]
+        if row["ms"] is not None or (row["check"] is not None and not row["check"]["met"])
+    }
+    return [
+        {"world_size": n, "network": network, "variant": name}
+        for n in args.gpus
+        for network in (args.networks if n > 1 else args.networks[:1])
+        for name in args.variants or default_variants(n, network)
+        if (n, network, name) not in done
+    ]
 
 
 def timed(report: Report) -> list[Row]:
