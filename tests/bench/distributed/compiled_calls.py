@@ -1,0 +1,34 @@
+"""`sparse-opt` with layers that torch.compile traces and does not optimize; prints the number of calls of what it made.
+
+python compiled_calls.py WORD ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparse_opt.cli.main import main
+
+calls = 0
+compile_module = nn.Module.compile
+
+
+def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        global calls
+        calls += 1
+        return graph(*args)
+
+    return call
+
+
+if __name__ == "__main__":
+    nn.Module.compile = lambda module: compile_module(module, backend=counted)
+    code = main(sys.argv[1:])
+    print(f"{calls} calls of compiled graphs")
+    sys.exit(code)
