@@ -15,6 +15,9 @@ from ..tensors import dtype_name, is_wrapper
 from .layout import Layout, LayoutTensor
 
 Range = tuple[int, int]
+# Name of a weight -> the disjoint parts of its matrix that a receiver has, each as rows r0:r1 and columns c0:c1.
+# A weight that is not listed is there as a whole.
+Parts = Mapping[str, Sequence[tuple[int, int, int, int]]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,8 +30,12 @@ class _Mask(NamedTuple):
     device: torch.device
     backend: Backend
     indices: tuple[Index, ...]  # one for each group of the layout
-    is_whole: bool
+    parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
     addresses: dict[str, int]  # of the weights that are not given as destinations
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.parts
 
 
 class _Change(NamedTuple):
@@ -91,9 +95,18 @@ class WeightReceiver:
     def is_whole(self) -> bool:
         """Whether the receiver has every active weight, so that digests of the results can be verified.
 
-        A receiver of a part, as under tensor parallelism, verifies what it receives and the order of the updates.
+        A receiver of a part, as under tensor parallelism, verifies what it receives and the order of the updates, and
+        its weights by `verify` with a digest of its `parts`.
         """
         return self._mask is not None and self._mask.is_whole
+
+    @property
+    def parts(self) -> dict[str, list[tuple[int, int, int, int]]]:
+        """The parts that this receiver has of the weights that it does not have as a whole, see `destinations.Parts`.
+
+        Values of JSON, for `WeightSender.digest_of`. Empty if the receiver is whole, and before the first mask message.
+        """
+        return {} if self._mask is None else self._mask.parts
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of memory held between updates, by purpose."""
@@ -128,26 +141,48 @@ class WeightReceiver:
             self._receive_values(message)
         return self._version
 
-    @torch.inference_mode()
-    def verify(self) -> None:
+    def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
 
         An update compares only the weights that a bitmap marks, so that it does not notice others that were changed.
 
+        Args:
+            expected: for a receiver of parts: `WeightSender.digest_of(receiver.parts)`, by a sender that is at the
+                version of this receiver. `verify` of a transport's sender asks for it by itself. None for a whole one,
+                which has the digest.
+
         Raises:
-            WeightSyncError: the weights differ; or there is no version yet, or only a part of the weights is here.
+            WeightSyncError: the weights differ, or were replaced; there is no version yet; or the receiver has only
+                parts, and `expected` is None.
+        """
+        if self._version is None:
+            raise WeightSyncError("the weights cannot be verified: the receiver has no version")
+        if expected is None and not self.is_whole:
+            raise WeightSyncError(
+                "the weights cannot be verified: the receiver has only parts of them, and messages have the digest of "
+                "all active weights: pass WeightSender.digest_of(receiver.parts), or call verify() of the sender's "
+                "channel"
+            )
+        expected = self._digest if expected is None else expected
+        found = self.read_digest()
+        if found != expected:
+            raise WeightSyncError(
+                f"the active weights have digest {found}, expected {expected} at version {self._version}: they were "
+                "changed by others"
+            )
+
+    @torch.inference_mode()
+    def read_digest(self) -> str:
+        """Read all active weights and return their digest, with 0 in place of elements that are not here.
+
+        Raises:
+            WeightSyncError: there was no mask message yet, or a weight was replaced since.
         """
         mask = self._mask
-        if mask is None or self._version is None or not mask.is_whole:
-            found = "has no version" if self._version is None else "has only parts of the weights"
-            raise WeightSyncError(f"the weights cannot be verified: the receiver {found}")
-        pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        sums = _to_host([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs])
-        if to_hex(sum(sums)) != self._digest:
-            raise WeightSyncError(
-                f"the active weights have digest {to_hex(sum(sums))}, expected {self._digest} at version "
-                f"{self._version}: they were changed by others"
-            )
+        if mask is None:
+            raise WeightSyncError("the weights cannot be read: there was no mask message yet")
+        self._require_in_place(mask)
+        return to_hex(sum(_sums_of_weights(mask)))
 
     def _receive_mask(self, message: Message) -> None:
         layout, units = checked_mask(message)
@@ -156,8 +191,7 @@ class WeightReceiver:
         mask = self._build(message.mask_digest, layout, units)
         sums: list[int] = []
         if mask.is_whole:
-            groups = zip(layout.groups, mask.indices, strict=True)
-            sums = _to_host([mask.backend.digest_sum(index.take(), group.first) for group, index in groups])
+            sums = _sums_of_weights(mask)
             known = to_hex(sum(sums)) == message.result_digest
         self._mask, self._sums = mask, sums
         self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
@@ -188,8 +222,12 @@ class WeightReceiver:
             backend.build_index(group, of, layout.pattern, units, placed, device)
             for group, of in zip(layout.groups, names, strict=True)
         )
-        is_whole = all(tensor.is_whole for tensor in placed.values())
-        return _Mask(digest, layout, device, backend, indices, is_whole, addresses)
+        parts = {
+            name: [(part.r0, part.r1, part.c0, part.c1) for part in tensor.primary]
+            for name, tensor in placed.items()
+            if not tensor.is_whole
+        }
+        return _Mask(digest, layout, device, backend, indices, parts, addresses)
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
@@ -203,10 +241,7 @@ class WeightReceiver:
         results = _sums(mask, changes)
         # Checks of the host, while the device computes the digests.
         _refuse_others(message, mask.layout)
-        weights = named_parameters_of(self._weights)
-        for name, address in mask.addresses.items():
-            if name not in weights or weights[name].data_ptr() != address:
-                raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
+        self._require_in_place(mask)
         sums = self._verify(mask, message, changes, _to_host(results))
         for index, change in zip(mask.indices, changes, strict=True):
             if change.values is not None:
@@ -214,6 +249,12 @@ class WeightReceiver:
             elif change.changes is not None:
                 change.changes.write()
         self._version, self._digest, self._sums = message.version, message.result_digest, sums
+
+    def _require_in_place(self, mask: _Mask) -> None:
+        weights = named_parameters_of(self._weights)
+        for name, address in mask.addresses.items():
+            if name not in weights or weights[name].data_ptr() != address:
+                raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
 
     def _check_order(self, message: Message) -> None:
         if message.kind == "state":
@@ -264,6 +305,12 @@ class WeightReceiver:
                 f"{message.result_digest}"
             )
         return sums
+
+
+def _sums_of_weights(mask: _Mask) -> list[int]:
+    """Return the digest of each group of the weights as they are now. Waits for the device."""
+    pairs = zip(mask.layout.groups, mask.indices, strict=True)
+    return _to_host([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs])
 
 
 def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:

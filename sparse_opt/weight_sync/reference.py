@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
-from .destinations import Placed, PlacedTensor
+from .destinations import Parts, Placed, PlacedTensor
 from .digest import digest_sum, mix, zero_extended
-from .layout import Group
+from .layout import Group, LayoutTensor
 from .positions import active_elements
 
 __all__ = ["ReferenceIndex", "compare", "digest_sum", "select"]
@@ -52,6 +52,36 @@ def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
     """Return the elements [count] of `new` [n] that a bitmap marks, in order."""
     return new[_numbers(bitmap)[:count]]
+
+
+def only_parts(
+    values: Tensor,
+    group: Group,
+    entries: Sequence[LayoutTensor],
+    pattern: str,
+    units: Mapping[str, Tensor],
+    parts: Parts,
+) -> Tensor:
+    """Return the active values [nnz] of one dtype with 0 in place of those that are outside of some parts.
+
+    Args:
+        values: [nnz], on any device.
+        entries: the tensors of the group, in order.
+        units: as in a mask message, by name.
+        parts: see `destinations.Parts`.
+    """
+    out = values.clone()
+    for start, entry in zip(group.starts, entries, strict=False):
+        if entry.name not in parts:
+            continue
+        for block in _blocks(PlacedTensor(entry, (), ()), units[entry.name].to(values.device), pattern, start):
+            positions = block.positions()
+            row, column = positions // entry.matrix[1], positions % entry.matrix[1]
+            outside = torch.ones_like(positions, dtype=torch.bool)
+            for r0, r1, c0, c1 in parts[entry.name]:
+                outside &= (row < r0) | (row >= r1) | (column < c0) | (column >= c1)
+            out[block.begin : block.end][outside] = 0
+    return out
 
 
 class ReferenceIndex:

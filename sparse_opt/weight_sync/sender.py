@@ -14,10 +14,11 @@ from torch import Tensor
 from ..masks import MaskSet
 from .active_values import ActiveValues, Source, WeightsOf
 from .backend import Backend
+from .destinations import Parts
 from .digest import digest_sum, to_hex
 from .message import Message
 from .positions import units_of
-from .reference import bitmap_bytes
+from .reference import bitmap_bytes, only_parts
 
 Encoding = Literal["auto", "values", "bitmap"]
 
@@ -156,6 +157,36 @@ class WeightSender:
             backend=self._backend,
             stream=self._stream,
         )
+
+    @torch.no_grad()
+    def digest_of(self, parts: Parts) -> str:
+        """Return the digest of the current version with 0 in place of the elements outside of some parts.
+
+        `WeightReceiver.verify` compares it with the weights of a receiver that has only these parts. Takes as much
+        memory as the active values, and waits for the device.
+
+        Args:
+            parts: of `WeightReceiver.parts`.
+
+        Raises:
+            ValueError: the mask has no weight of a name, or a part is not four numbers; names it.
+        """
+        sent, entries = self._sent, {entry.name: entry for entry in self._layout.tensors if entry.nnz}
+        for name, ranges in parts.items():
+            if name not in entries:
+                raise ValueError(f"the parts have {name!r}, which has no active elements")
+            for part in ranges:
+                if len(part) != 4 or not all(type(n) is int for n in part):
+                    raise ValueError(f"a part of {name!r} is {part}, expected the numbers r0, r1, c0, c1")
+        units = {name: units_of(self._mask, entries[name]) for name in parts}
+        total = 0
+        for group in self._layout.groups:
+            of_group = [self._layout.tensors[i] for i in group.members]
+            values = sent.values[group.dtype]
+            if any(entry.name in parts for entry in of_group):
+                values = only_parts(values, group, of_group, self._layout.pattern, units, parts)
+            total += int(self._backend.digest_sum(values, group.first))
+        return to_hex(total)
 
     def _first(self, dtype: str) -> int:
         return next(group.first for group in self._layout.groups if group.dtype == dtype)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from samples import bits, change, clones
 from torch import Tensor
 
 from sparse_opt import MaskSet
-from sparse_opt.errors import DamagedMessage, ForeignMessage
+from sparse_opt.errors import DamagedMessage, ForeignMessage, WeightSyncError
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
 
@@ -133,6 +135,48 @@ def test_tensor_parallel_slices(place, pattern):
             assert receiver.receive(message) == version
             for name, (expected, _, _) in parts.items():
                 assert torch.equal(bits(destinations[name][0].tensor), bits(expected.contiguous()))
+            receiver.verify(sender.digest_of(json.loads(json.dumps(receiver.parts))))
+
+
+def test_a_receiver_of_parts_verifies_its_weights(place):
+    """Rows, columns, several parts of one weight, none of another, and a whole one."""
+    device, backend = place
+    weights = make_weights(device)
+    mask = MaskSet.random(weights, density=0.5)
+    sender = WeightSender(weights, mask, backend=backend)
+    own = clones(weights)
+    ranges = {"q": [(0, 8, 0, 24), (20, 32, 0, 24)], "down": [(0, 24, 10, 40)], "v": []}
+    destinations = {
+        name: [Destination(own[name][r0:r1, c0:c1], (r0, r1), (c0, c1)) for r0, r1, c0, c1 in of]
+        for name, of in ranges.items()
+    }
+    receiver = WeightReceiver(own, destinations=destinations, backend=backend)
+    receiver.receive(sender.mask_message())
+    receiver.receive(sender.state_message())
+    assert receiver.parts == ranges
+    change(weights, mask, 0.1, seed=1)
+    receiver.receive(sender.update().wait())
+    expected = sender.digest_of(receiver.parts)
+    receiver.verify(expected)
+    with pytest.raises(WeightSyncError, match=r"only parts of them, .*pass WeightSender.digest_of\(receiver.parts\)"):
+        receiver.verify()
+    for name in weights:
+        inside = torch.zeros(weights[name].shape, dtype=torch.bool)
+        for r0, r1, c0, c1 in ranges.get(name, [(0, 2**30, 0, 2**30)]):
+            inside.view(-1, inside.shape[-1])[r0:r1, c0:c1] = True
+        for position in mask.indices[name].long()[[0, -1]].tolist():
+            bits(own[name])[position] ^= 1
+            if inside.view(-1)[position]:
+                with pytest.raises(WeightSyncError, match=f"expected {expected} at version 1: they were changed by"):
+                    receiver.verify(expected)
+            else:
+                receiver.verify(expected)
+            bits(own[name])[position] ^= 1
+    receiver.verify(expected)
+    with pytest.raises(ValueError, match="the parts have 'none', which has no active elements"):
+        sender.digest_of({"none": []})
+    with pytest.raises(ValueError, match=r"a part of 'q' is \[0, 1\], expected the numbers r0, r1, c0, c1"):
+        sender.digest_of({"q": [[0, 1]]})  # type: ignore[list-item]
 
 
 def test_a_part_verifies_the_payload():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.weight_sync import WeightReceiver, WeightSender
+from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import CudaIpcReceiver, ProcessGroupReceiver, ProcessGroupSender
 from sparse_opt.weight_sync.transports.control import ControlClient
 
@@ -151,6 +151,44 @@ def test_a_refusal_is_raised_on_both_ends_and_followed_by_a_state() -> None:
     assert good.ended() and changed.ended()
     assert (good.versions, changed.versions) == ([0, 1, 2], [0, 2])
     assert len(changed.errors) == 1 and "digest" in changed.errors[0]
+
+
+def test_verify_names_the_receivers_whose_weights_were_changed() -> None:
+    """Two tensor-parallel ranks and a whole receiver: in each in turn, one element is changed by others."""
+    weights, mask = weights_and_mask()
+    copies = [clones(weights) for _ in range(3)]
+    cuts = [{"z": (0, 100)}, {"z": (100, 200)}, {}]
+    names = ["rank 0", "rank 1", "whole"]
+    with sending(WeightSender(weights, mask)) as channel:
+        followers = []
+        for name, copy, rows in zip(names, copies, cuts, strict=True):
+            destinations = {n: [Destination(copy[n][r0:r1], rows=(r0, r1))] for n, (r0, r1) in rows.items()}
+            receiver = WeightReceiver(copy, destinations=destinations)
+            followers.append(Follower(channel.address, copy, name, receiver=receiver))
+        channel.wait_for_receivers(3, PATIENCE)
+        channel.verify()
+        change(weights, mask, 0.1, seed=1)
+        channel.update()
+        channel.verify()
+        positions = mask.indices["z"].long()
+        for i, position in enumerate((positions[0], positions[-1], positions[0])):
+            bits(copies[i]["z"])[position] ^= 1
+            with pytest.raises(
+                WeightSyncError, match=f"^version {i + 1} was not verified: {names[i]}: its active weights have digest"
+            ) as raised:
+                channel.verify()
+            assert not any(name in str(raised.value) for name in names if name != names[i])
+            assert channel.update() == i + 2  # the receiver gets a state: the element has not changed
+            channel.verify()
+            assert same_bits(weights, copies[2])
+        idle = ControlClient(channel.address, PATIENCE, "idle")
+        channel.timeout = 0.3
+        with pytest.raises(WeightSyncError, match="not verified: idle has not replied within 0.3 s$"):
+            channel.verify()
+        del idle
+        channel.timeout = PATIENCE
+        channel.verify()
+    assert all(follower.ended() and follower.versions == [0, 1, 2, 3, 4] for follower in followers)
 
 
 def test_a_receiver_that_lacks_a_weight_is_named() -> None:

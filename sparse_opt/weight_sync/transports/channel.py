@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import WeightSyncError, listed
+from ...tensors import compact_json
 from ..background import Background
 from ..distributed import DistributedWeightSender
 from ..message import Message
@@ -65,6 +66,7 @@ class SenderChannel(ABC):
         self._sender = weights.sender if isinstance(weights, DistributedWeightSender) else weights
         self._control: ControlServer | None = None
         self._background = Background(self.devices)
+        self._differing: set[int] = set()  # receivers with other weights than the sender's
         self._on_all_ranks(lambda: self._listen(address))
 
     @property
@@ -145,6 +147,19 @@ class SenderChannel(ABC):
         self._on_all_ranks(self._background.take())
         return self.weights.version
 
+    def verify(self) -> None:
+        """Let every receiver read its active weights, and compare their digests with the sender's version.
+
+        Receivers of parts are compared with the digest of these parts, which the sender computes. A receiver replies
+        while it is in `receive`. Weights outside of the mask are not compared.
+
+        Raises:
+            WeightSyncError: names the receivers whose weights differ, those at another version, and those that have not
+                replied within the timeout, which are dropped. The next round sends a state to the others.
+        """
+        self._background.require_idle()
+        self._on_all_ranks(self._verify)
+
     def close(self, timeout: float | None = None) -> None:
         """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
 
@@ -198,6 +213,32 @@ class SenderChannel(ABC):
             control.collect(control.names, timeout)
             self._end()
 
+    def _verify(self) -> None:
+        control, sender = self._connected()
+        control.discover()
+        control.post(control.names, {"do": "verify"})
+        problems = _Problems()
+        replies = self._collect(list(control.names), problems)
+        expected: dict[str, str] = {}
+        for r, reply in replies.items():
+            if reply["version"] != sender.version:
+                held = "no version" if reply["version"] is None else f"version {reply['version']}"
+                problems.refused[r] = f"it has {held}"
+                continue
+            key = compact_json(reply["parts"])
+            if key not in expected:
+                expected[key] = sender.digest_of(reply["parts"])
+            if reply["digest"] != expected[key]:
+                problems.refused[r] = (
+                    f"its active weights have digest {reply['digest']}, expected {expected[key]}: they were changed by "
+                    "others"
+                )
+        self._differing |= problems.refused.keys()
+        if problems.lost or problems.refused:
+            clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
+            clauses += [f"{control.names[r]}: {reason}" for r, reason in problems.refused.items()]
+            raise WeightSyncError(f"version {sender.version} was not verified: {listed(clauses, '; ')}")
+
     def send(self, update: PendingMessage | None, receivers: int = 0, timeout: float | None = None) -> None:
         """Bring all receivers to the sender's version. On rank 0 only: the part of `update` that is no collective.
 
@@ -227,7 +268,10 @@ class SenderChannel(ABC):
             states |= self._send(sender.mask_message(), without_mask, problems)
         states = {r: state for r, state in states.items() if not problems.concern(r)}
         ready = {sender.version} if update is None else {sender.version, sender.version - 1}
-        behind = [r for r, state in states.items() if state["state"] or state["version"] not in ready]
+        behind = [
+            r for r, state in states.items() if state["state"] or state["version"] not in ready or r in self._differing
+        ]
+        self._differing.clear()
         if behind:
             self._send(sender.state_message(), behind, problems)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]

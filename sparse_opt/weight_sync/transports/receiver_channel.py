@@ -69,6 +69,9 @@ class ReceiverChannel(ABC):
                 self._control.join()
                 reserved = 0.0
                 continue
+            if command["do"] == "verify":
+                self._control.reply(self._verification())
+                continue
             if command["do"] == "status":
                 reserved = max(self.timeout, _TIMEOUTS_OF_A_ROUND * float(command["timeout"]))
                 if command["transport"] != self.transport:
@@ -103,6 +106,18 @@ class ReceiverChannel(ABC):
         # A mask and a version of another sender say nothing about this one's.
         mask = self.weights.mask_digest if self._has_mask else None
         return {"mask": mask, "version": self.weights.version, "state": self._needs_state}
+
+    def _verification(self) -> dict[str, Any]:
+        """Return what the sender compares with its own weights."""
+        version = self.weights.version
+        if version is None:
+            return {"version": None}
+        try:
+            digest = self.weights.read_digest()
+        except WeightSyncError as error:
+            self._has_mask, self._needs_state = False, True
+            return {"refused": str(error)}
+        return {"version": version, "parts": self.weights.parts, "digest": digest}
 
     @property
     @abstractmethod
