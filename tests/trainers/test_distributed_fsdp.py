@@ -60,6 +60,7 @@ def options(model_folder, pairs_file, mask_file, folder):
                 "eval_dataset": str(pairs_file),
                 "eval_subset_size": 4,
                 "eval_steps": 3,
+                "statistics_steps": 3,
                 "delta_log_steps": "every:1",
                 **case,
                 "mask": str(mask_file) if name == "sparse" else None,
@@ -140,7 +141,7 @@ def test_a_run_goes_on_with_and_without_shards(options, of_ranks, folder):
     launch(train_until, 2, options("several", resume=True, parallel="fsdp"), None)
     for name in CASES:
         one, several = folder / "one" / name, folder / "several" / name
-        for file in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl"):
+        for file in ("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "update_statistics.jsonl"):
             assert common(one / file) == common(several / file), (name, file)
         # Steps 3 and 4 were repeated by one process.
         assert ["rank1/peak_host_memory_bytes" in row for row in rows(several / "metrics.jsonl")] == [

@@ -22,6 +22,8 @@ from sparse_opt.tensors import canonical_names, named_parameters_of
 
 # The published densities count what moved by more than 1e-5 (https://arxiv.org/abs/2505.11711); 1e-6 is finer.
 _TOLERANCES = (1e-6, 1e-5)
+# Name of a weight -> the positions in it that have a master copy, None for all, and the values of the copies.
+Masters = Mapping[str, tuple[Tensor | None, Tensor]]
 # Prefix that PEFT adds to the names of the model it wraps.
 _PEFT_PREFIX = "base_model.model."
 
@@ -64,8 +66,11 @@ class UpdateStatistics:
             raise DataError(f"no trained weight matrix matches {include}; there are {len(matrices)}")
 
     @torch.no_grad()
-    def measure(self, model: Any) -> dict[str, Any]:
+    def measure(self, model: Any, masters: Masters | None = None) -> dict[str, Any]:
         """The statistics of the model, or of a copy of it, as one row of JSON.
+
+        Args:
+            masters: the optimizer's fp32 copies of 16-bit weights; see `WholeState.masters`.
 
         Shares are of all `n_weights` floating-point weights of the model, frozen ones included:
 
@@ -73,6 +78,8 @@ class UpdateStatistics:
         |---|---|
         | share_changed | share of weights whose bits differ from the start's |
         | share_changed_bf16 | the same with both rounded to bf16 first; None if the weights are 16-bit |
+        | share_changed_fp32 | share of weights whose fp32 value, of a 16-bit weight its master copy, differs from the \
+start's; None for 16-bit weights without master copies, and for adapters of them |
         | share_above_1e-6, share_above_1e-5 | share of weights that moved by more than this |
         | frobenius_norm | of the whole update |
         | effective_rank_share | mean over the chosen matrices of effective rank / min(m, n) |
@@ -111,6 +118,7 @@ class UpdateStatistics:
             "n_weights": self.n_weights,
             "share_changed": total.changed / self.n_weights,
             "share_changed_bf16": self._share(rounded),
+            "share_changed_fp32": self._share(self._of_masters(masters) if masters else stored if rounded else []),
             **{
                 f"share_above_{tolerance:.0e}".replace("e-0", "e-"): above / self.n_weights
                 for tolerance, above in zip(_TOLERANCES, total.above, strict=True)
@@ -124,6 +132,15 @@ class UpdateStatistics:
 
     def _ranks(self, name: str, before: Tensor, after: Tensor) -> dict[str, RankStats]:
         return get_layer_rank_stats({name: after}, {name: before}, self.tau, method=self.method)
+
+    def _of_masters(self, masters: Masters) -> list[ChangeCounts]:
+        """The changes of master copies, which begin as the weights in fp32."""
+        counts = []
+        for name, (positions, values) in masters.items():
+            before = self._start[name].to(values.device).flatten()
+            before = (before if positions is None else before[positions.long()]).float()
+            counts.append(count_changes(before, values.flatten(), (), device=values.device))
+        return counts
 
     def _share(self, counts: list[ChangeCounts]) -> float | None:
         return sum_changes(counts).changed / self.n_weights if counts else None

@@ -359,7 +359,8 @@ class TrainingRun:
         """
         if self._updates is not None and self._updates.is_due(step):
             with self.time("statistics"):
-                of_update, of_matrices = self._updates.measure(step, self.whole_model())
+                masters = self._whole.masters(self.optimizer)
+                of_update, of_matrices = self._updates.measure(step, self.whole_model(), masters)
             metrics |= of_update
             self.track(step, of_matrices)
         if self.config.max_grad_norm is not None:

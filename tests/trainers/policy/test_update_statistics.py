@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from small_models import small
-from transformers import GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from sparse_opt.errors import DataError
+from sparse_opt.trainers import dpo
 from sparse_opt.trainers.policy.adapters import add_lora
 from sparse_opt.trainers.policy.update_statistics import UpdateStatistics
 
@@ -44,8 +46,9 @@ def test_figures_are_numpys(config_class, dtype):
     norm = math.sqrt(sum(float((change**2).sum()) for change in changes.values()))
     assert row["frobenius_norm"] == pytest.approx(norm, rel=1e-6)
     if dtype == torch.bfloat16:
-        assert row["share_changed_bf16"] is None
+        assert row["share_changed_bf16"] is None and row["share_changed_fp32"] is None
     else:
+        assert row["share_changed_fp32"] == row["share_changed"]
         assert 0 < row["share_changed_bf16"] < 0.1 * row["share_changed"]
     assert set(row["matrices"]) == {name for name, change in changes.items() if change.ndim == 2}
     for name, matrix in row["matrices"].items():
@@ -109,3 +112,28 @@ def test_adapters_count_as_the_weights_they_are_merged_into():
 def test_patterns_that_choose_nothing_are_refused():
     with pytest.raises(DataError, match=r"no trained weight matrix matches \['\*\.nothing'\]; there are 16"):
         UpdateStatistics(small(LlamaConfig), include=["*.nothing"])
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+def test_the_fp32_share_is_that_of_the_master_copies(dpo_options, mask_file, model_folder, mode):
+    """Compared with the copies in the checkpoint of step 2; at this rate bf16 weights often do not change."""
+    mask = mask_file if mode == "sparse" else None
+    options = dpo_options(
+        mode=mode, mask=mask, dtype="bf16", learning_rate=1e-5, n_steps=3, save_steps=2, statistics_steps=2
+    )
+    dpo.train(options)
+    row = json.loads((options.output_dir / "update_statistics.jsonl").read_text().splitlines()[0])
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
+    start = {name: weight.detach().float().flatten() for name, weight in model.named_parameters()}
+    file = options.output_dir / "checkpoints" / "step_00000002" / "training_state.pt"
+    saved = torch.load(file, weights_only=True)["states"]["optimizer"]
+    if mode == "dense":
+        pairs = zip(start.values(), saved["masters"], strict=True)
+        changed = sum(int((weight != copy.flatten()).sum()) for weight, copy in pairs)
+    else:
+        names = saved["param_groups"][0]["param_names"]
+        parts = ((start[names[i]], entry) for i, entry in saved["state"].items())
+        changed = sum(int((weight[entry["indices"].long()] != entry["master"]).sum()) for weight, entry in parts)
+    assert row["share_changed_fp32"] == changed / sum(weight.numel() for weight in start.values())
+    assert 0 < row["share_changed"] < 0.9 * row["share_changed_fp32"]
+    assert row["share_changed_bf16"] is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...options import TrainingOptions
-from ...policy.update_statistics import UpdateStatistics
+from ...policy.update_statistics import Masters, UpdateStatistics
 from ..outputs import RowFile
 
 FILE = "update_statistics.jsonl"
@@ -37,11 +37,11 @@ class UpdateLog:
         every = self._config.statistics_steps
         return every is not None and (step == self._config.n_steps or step % every == 0)
 
-    def measure(self, step: int, model: Any) -> tuple[dict[str, float], dict[str, float]]:
+    def measure(self, step: int, model: Any, masters: Masters) -> tuple[dict[str, float], dict[str, float]]:
         """Write a row of `file`; return statistics for the row of metrics, and, by matrix, for the trackers."""
         if self._statistics is None or self.file is None:
             return {}, {}
-        row = self._statistics.measure(model)
+        row = self._statistics.measure(model, masters)
         self.file.write({"step": step, **row})
         metrics = {
             "update_share": row["share_changed"],

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparse_opt.distributed import full_optimizer_state_dict, full_state
 from sparse_opt.optim import SparseOptimizer
 
+from ...policy.update_statistics import Masters
 from ...policy.whole_model import Outline, gather
 from ...ranks import Ranks
 from .checkpoints import Stateful
@@ -43,6 +44,24 @@ class WholeState:
             name: full_optimizer_state_dict(thing) if isinstance(thing, SparseOptimizer) else gather(thing.state_dict())
             for name, thing in kept.items()
         }
+
+    def masters(self, optimizer: Any) -> Masters:
+        """The optimizer's master copies of weights, on rank 0; empty without them, and for adapters."""
+        if hasattr(self._model, "peft_config"):
+            return {}
+        if isinstance(optimizer, SparseOptimizer):
+            if not optimizer.master_weights:
+                return {}
+            state = optimizer.state_dict() if self._outline is None else full_optimizer_state_dict(optimizer)
+            if not self._ranks.is_main:
+                return {}
+            names = [name for group in state["param_groups"] for name in group["param_names"]]
+            return {names[i]: (entry["indices"], entry["master"]) for i, entry in state["state"].items()}
+        if optimizer.masters is None:
+            return {}
+        names = [name for name, weight in self._model.named_parameters() if weight.requires_grad]
+        copies = gather(optimizer.masters)
+        return {name: (None, copy) for name, copy in zip(names, copies, strict=True) if self._ranks.is_main}
 
     def logged(self) -> nn.Module | Mapping[str, Tensor]:
         """The content of a delta log, on rank 0: the model; of a model with adapters, which alone change, these."""
