@@ -56,7 +56,7 @@ class ColocatedUpdates:
         for message in messages:
             self._llm.collective_rpc(_receive, args=(self._engine, message.to_bytes()))
         self._sender = sender  # kept once the mask has arrived
-        if not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache(reset_connector=True):  # also blocks in other memory
             raise WeightSyncError("reset_prefix_cache of vLLM failed: blocks are still in use")
         self._has_failed = False
 

@@ -64,7 +64,7 @@ class Server(ThreadingHTTPServer):
             self.receiver.receive(message)
         elif route == "/finish_weight_update":
             self.active, self.version = False, body["weight_version"]
-        elif route.startswith("/reset_prefix_cache"):
+        elif route == "/reset_prefix_cache?reset_running_requests=true&reset_external=true":
             self.cached = None
         elif route == "/v1/completions":
             return self.complete(body)

@@ -22,6 +22,7 @@ from sparse_opt.weight_sync import WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupSender, open_receiver
 
 SHAPE = (40, 30)
+RESET = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
 
 
 class Worker:
@@ -66,8 +67,8 @@ class LLM(Worker):
     def get_weight_version(self) -> str:
         return self.version
 
-    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        self.calls.append(f"reset_prefix_cache {reset_running_requests}")
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        self.calls.append(f"reset_prefix_cache {reset_running_requests} {reset_connector}")
         return True
 
 
@@ -156,7 +157,7 @@ def test_the_calls_of_a_server(weights, sender, servers):
     sync = VLLMWeightSync(sender, server.address + "/")
     assert sync.connect() == 0 and server.version == "0"
     session = ["start_weight_update", "update_weights", "finish_weight_update"]
-    around = ["pause?mode=keep", *session, "reset_prefix_cache?reset_running_requests=true", "resume"]
+    around = ["pause?mode=keep", *session, RESET, "resume"]
     assert server.calls == [*around[:2], "update_weights", *around[2:]]  # mask and state
     server.calls.clear()
     step(weights, sender)
@@ -182,7 +183,7 @@ def test_several_engines_and_a_restarted_one(weights, sender, servers):
     assert second.calls.count("update_weights") == 2 and first.calls.count("update_weights") == 4
     for engine in engines:
         assert engine.version == "2" and torch.equal(engine.weights["w"], weights["w"])
-    assert llm.calls == ["reset_prefix_cache True"] * 3
+    assert llm.calls == ["reset_prefix_cache True True"] * 3
 
 
 def test_a_refused_update_is_an_error_and_the_next_one_repairs_it(weights, sender, servers, monkeypatch):
@@ -225,7 +226,7 @@ def test_a_server_that_is_gone_does_not_keep_the_others_from_the_update(weights,
 
 def test_an_error_that_is_no_refusal_is_not_hidden(weights, sender):
     class Broken(LLM):
-        def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
             raise RuntimeError("Failed to reset KV cache")
 
     with pytest.raises(WeightSyncError, match="reset_prefix_cache of the vLLM engine failed: Failed to reset KV cache"):
@@ -242,7 +243,7 @@ def test_a_server_whose_workers_may_differ_stays_paused(weights, sender, servers
     server.calls.clear()
     with pytest.raises(WeightSyncError, match="the weights of its 2 workers may differ, and it is paused until"):
         sync.update()
-    assert server.calls[-1] == "reset_prefix_cache?reset_running_requests=true" and "resume" not in server.calls
+    assert server.calls[-1] == RESET and "resume" not in server.calls
     server.fails = "/start_weight_update"
     with pytest.raises(WeightSyncError, match="start_weight_update answered 500"):
         sync.update()
@@ -286,7 +287,7 @@ def test_a_failing_resume_does_not_hide_the_first_error(sender, servers):
 
 def test_a_prefix_cache_in_use_is_an_error(weights, sender):
     class Busy(LLM):
-        def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
             return False
 
     with pytest.raises(WeightSyncError, match="reset_prefix_cache of the vLLM engine failed: blocks are still in use"):

@@ -105,7 +105,8 @@ class FakeLLM:
     def collective_rpc(self, method, args=()):
         return [method(self, *args)]
 
-    def reset_prefix_cache(self):
+    def reset_prefix_cache(self, *, reset_connector):
+        assert reset_connector
         self.cached = self.keeps_cache
         return not self.keeps_cache
 

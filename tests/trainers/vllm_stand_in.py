@@ -50,6 +50,7 @@ class Server(ThreadingHTTPServer):
     def answer(self, route, body):
         if route == "/v1/completions":
             return self.complete(body)
+        assert "reset_prefix_cache" not in route or "reset_external=true" in route
         with self.lock:
             return self.control(route.partition("?")[0], body)
 

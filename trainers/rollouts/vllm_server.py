@@ -209,7 +209,7 @@ class FolderReload:
                     f"vLLM's {unsharded_class(self._model).__name__} has {len(missing)} weights that the policy does "
                     f"not give it, among them {min(missing)}"
                 )
-        if not self._server.post("/reset_prefix_cache")["success"]:
+        if not self._server.post("/reset_prefix_cache?reset_external=true")["success"]:
             raise SparseOptError(f"the vLLM server {self._server.base_url} did not reset its prefix cache")
 
     def close(self) -> None:

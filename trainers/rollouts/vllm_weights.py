@@ -62,7 +62,7 @@ class FullReload:
                 f"vLLM's {type(self._model).__name__} has {len(missing)} weights that the policy does not give it, "
                 f"among them {min(missing)}"
             )
-        if not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache(reset_connector=True):  # also blocks in other memory
             raise SparseOptError("reset_prefix_cache of vLLM failed: blocks are still in use")
 
     def close(self) -> None:

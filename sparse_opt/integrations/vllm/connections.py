@@ -123,7 +123,10 @@ class Connection(ABC):
 
     @abstractmethod
     def _reset_prefix_cache(self) -> None:
-        """Drop all KV blocks: running requests compute theirs again, and no later request finds old ones."""
+        """Drop all KV blocks: running requests compute theirs again, and no later request finds old ones.
+
+        Those that a KV connector has moved to other memory are dropped too.
+        """
 
 
 class LocalEngine(Connection):
@@ -167,7 +170,7 @@ class LocalEngine(Connection):
         self._call("finish_weight_update", version)
 
     def _reset_prefix_cache(self) -> None:
-        if not self._call("reset_prefix_cache", True):
+        if not self._call("reset_prefix_cache", True, True):
             raise WeightSyncError("reset_prefix_cache of the vLLM engine failed: blocks are still in use")
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -234,7 +237,7 @@ class Server(Connection):
         self._call("finish_weight_update", {"weight_version": version})
 
     def _reset_prefix_cache(self) -> None:
-        if not self._value("reset_prefix_cache?reset_running_requests=true", "success"):
+        if not self._value("reset_prefix_cache?reset_running_requests=true&reset_external=true", "success"):
             raise WeightSyncError(f"{self._address}/reset_prefix_cache failed: blocks are still in use")
 
     def _value(self, route: str, key: str, method: str = "POST") -> Any:
