@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,10 +42,12 @@ class SparseArguments:
             and with the weights of the checkpoint that vLLM has loaded. With `vllm_mode="colocate"` it needs a
             vLLM without sleep mode and tensor parallelism; with "server" a server of backend `sparse_opt`, see
             `integrations.vllm.VLLMWeightSync`.
+        vllm_options: options of `vllm.LLM` for which TRL has no argument, with `vllm_weight_sync="sparse"` and
+            `vllm_mode="colocate"`: `{"enforce_eager": True, "enable_prefix_caching": False}`.
 
     Raises:
         ConfigError: an option of the log is out of range, or has no effect without `delta_log_dir`; or a log is
-            requested with keep_base_weights=False.
+            requested with keep_base_weights=False; or vllm_options with another vllm_weight_sync than "sparse".
     """
 
     grads: Literal["compact", "dense"] = "compact"
@@ -65,6 +67,7 @@ class SparseArguments:
     delta_log_keyframe_every: int | None = None
     delta_log_on_error: Literal["raise", "warn"] = "raise"
     vllm_weight_sync: Literal["full", "sparse"] = "full"
+    vllm_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         Schedule.parse(self.delta_log_steps)
@@ -74,6 +77,8 @@ class SparseArguments:
             raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, expected raise or warn")
         if self.vllm_weight_sync not in ("full", "sparse"):
             raise ConfigError(f"vllm_weight_sync is {self.vllm_weight_sync!r}, expected full or sparse")
+        if self.vllm_options is not None and self.vllm_weight_sync != "sparse":
+            raise ConfigError(f"vllm_options needs vllm_weight_sync='sparse', which is {self.vllm_weight_sync!r}")
         if self.delta_log_keyframe_every is not None and self.delta_log_keyframe_every < 1:
             raise ConfigError(f"delta_log_keyframe_every is {self.delta_log_keyframe_every}, expected 1 or more")
         for option in fields(self):

@@ -134,33 +134,34 @@ def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
             _refuse_cast(model, dtype, what, f"load the model in {dtype} (model_init_kwargs), or use vLLM")
 
 
-def of_vllm(args: Any) -> None:
-    """Check that the trainer's arguments allow `SparseArguments(vllm_weight_sync="sparse")`.
+def of_vllm(args: Any, options: SparseArguments) -> None:
+    """Check that the trainer's arguments allow these with `vllm_weight_sync="sparse"`.
 
     Raises:
         ConfigError: vLLM is not used, or sleeps or has tensor parallelism in the trainer's process; or the arguments of
-            a run with a server contradict each other.
+            a run contradict each other.
     """
     found = None
     if not getattr(args, "use_vllm", False):
         found = "use_vllm is False, expected True"
-    elif args.vllm_mode == "server":
-        # TRL checks this only with use_vllm=True, and `server_updates` calls its constructor with False.
-        modes = ("token_truncate", "token_mask")
-        corrects = args.loss_type == "vespo" and args.vllm_importance_sampling_correction
-        if corrects and args.vllm_importance_sampling_mode not in modes:
-            raise ConfigError(
-                f"loss_type is 'vespo', and vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, "
-                f"expected {' or '.join(map(repr, modes))}"
-            )
-    elif args.vllm_mode != "colocate":
+    elif args.vllm_mode not in ("colocate", "server"):
         found = f"vllm_mode is {args.vllm_mode!r}, expected 'colocate' or 'server'"
-    elif args.vllm_enable_sleep_mode:
+    elif args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode:
         found = "vllm_enable_sleep_mode is True, expected False: a sleeping vLLM discards the weights"
-    elif args.vllm_tensor_parallel_size != 1:
+    elif args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
         found = f"vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}, expected 1"
     if found is not None:
         raise ConfigError(f"vllm_weight_sync is 'sparse', and {found}; or set vllm_weight_sync='full'")
+    if args.vllm_mode == "server" and options.vllm_options is not None:
+        raise ConfigError("vllm_options has no effect with vllm_mode='server': start the server with these options")
+    # TRL checks this only with use_vllm=True, and `server_updates.without_vllm` calls its constructor with False.
+    modes = ("token_truncate", "token_mask")
+    corrects = args.loss_type == "vespo" and args.vllm_importance_sampling_correction
+    if corrects and args.vllm_importance_sampling_mode not in modes:
+        raise ConfigError(
+            f"loss_type is 'vespo', and vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r}, "
+            f"expected {' or '.join(map(repr, modes))}"
+        )
 
 
 def _refuse_cast(model: nn.Module, dtype: torch.dtype, what: str, instead: str) -> None:

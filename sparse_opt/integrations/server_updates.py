@@ -8,7 +8,7 @@ backend. A server has one backend of weight transfer, so the constructor is call
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,8 +73,8 @@ class SparseServerGeneration(VLLMGeneration):
 
 
 @contextmanager
-def without_connection(args: Any) -> Iterator[None]:
-    """A context around GRPOTrainer's constructor with these arguments, in which it does not connect to the server."""
+def without_vllm(args: Any) -> Iterator[None]:
+    """A context around GRPOTrainer's constructor with these arguments, in which it neither starts vLLM nor connects."""
     generation_kwargs = args.generation_kwargs  # of vLLM; transformers' GenerationConfig has others
     args.use_vllm, args.generation_kwargs = False, None
     try:
@@ -83,25 +83,20 @@ def without_connection(args: Any) -> Iterator[None]:
         args.use_vllm, args.generation_kwargs = True, generation_kwargs
 
 
-def connect(trainer: Any, mask: MaskSet) -> None:
-    """Set what GRPOTrainer's constructor sets with `use_vllm=True`, after a call `without_connection`.
+def use_generation(trainer: Any, make: Callable[..., VLLMGeneration], **options: Any) -> None:
+    """Set what GRPOTrainer's constructor sets with `use_vllm=True`, after a call `without_vllm`.
 
-    Raises:
-        ConfigError: the server has another backend of weight transfer.
+    Args:
+        make: called with `options`, and with those that do not depend on the mode of vLLM.
     """
     args = trainer.args
     del trainer.generation_config, trainer.generation_kwargs  # of generation with transformers
     trainer.use_vllm = True
-    trainer.vllm_generation = SparseServerGeneration(
-        trainer.model,
-        mask,
+    trainer.vllm_generation = make(
+        **options,
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,
         structured_outputs_regex=args.vllm_structured_outputs_regex,
-        server_base_url=args.vllm_server_base_url,
-        server_host=args.vllm_server_host,
-        server_port=args.vllm_server_port,
-        server_timeout=args.vllm_server_timeout,
         repetition_penalty=trainer.repetition_penalty,
         temperature=trainer.temperature,
         top_p=trainer.top_p,
@@ -112,6 +107,25 @@ def connect(trainer: Any, mask: MaskSet) -> None:
         generation_kwargs=args.generation_kwargs,
     )
     trainer._last_loaded_step = -1
+
+
+def connect(trainer: Any, mask: MaskSet) -> None:
+    """Let a GRPOTrainer generate on a server, after a call `without_vllm` of its constructor.
+
+    Raises:
+        ConfigError: the server has another backend of weight transfer.
+    """
+    args = trainer.args
+    use_generation(
+        trainer,
+        SparseServerGeneration,
+        model=trainer.model,
+        mask=mask,
+        server_base_url=args.vllm_server_base_url,
+        server_host=args.vllm_server_host,
+        server_port=args.vllm_server_port,
+        server_timeout=args.vllm_server_timeout,
+    )
     if args.vllm_importance_sampling_correction and trainer.accelerator.is_main_process:
         found = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
         if found != "processed_logprobs":

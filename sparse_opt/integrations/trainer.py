@@ -48,8 +48,8 @@ class SparseTrainer(_Trainer):
         checks.of_call(bound)
         given = checks.named(bound).get("args")
         if self.sparse_arguments.vllm_weight_sync == "sparse":
-            checks.of_vllm(given)
-        with self._without_reference(bound), self._without_vllm_server(given):
+            checks.of_vllm(given, self.sparse_arguments)
+        with self._without_reference(bound), self._without_vllm(given):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
@@ -65,21 +65,26 @@ class SparseTrainer(_Trainer):
         """A context around the call of the trainer's own constructor with `bound`."""
         yield
 
-    def _without_vllm_server(self, args: Any) -> AbstractContextManager[None]:
-        """A context around the same call, in which TRL does not connect to a server that gets sparse updates."""
-        if self.sparse_arguments.vllm_weight_sync != "sparse" or args.vllm_mode != "server":
+    def _without_vllm(self, args: Any) -> AbstractContextManager[None]:
+        """A context around the same call, in which TRL uses no vLLM if `_send_changes_to_vllm` does it."""
+        options = self.sparse_arguments
+        if options.vllm_weight_sync != "sparse" or (args.vllm_mode != "server" and options.vllm_options is None):
             return nullcontext()
         from . import server_updates
 
-        return server_updates.without_connection(args)
+        return server_updates.without_vllm(args)
 
     def _send_changes_to_vllm(self) -> None:
         if self.args.vllm_mode == "server":
             from . import server_updates
 
             server_updates.connect(self, self.sparse_mask)
-        else:
-            self.vllm_generation.sync_weights = ColocatedUpdates(self.vllm_generation, self.model, self.sparse_mask)
+            return
+        if self.sparse_arguments.vllm_options is not None:
+            from . import colocated_generation
+
+            colocated_generation.start(self, self.sparse_arguments.vllm_options)
+        self.vllm_generation.sync_weights = ColocatedUpdates(self.vllm_generation, self.model, self.sparse_mask)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Call the Trainer's method, and let the optimizer average compact gradients between processes.

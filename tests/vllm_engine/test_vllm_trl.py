@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import subprocess
@@ -29,7 +28,7 @@ def even_share(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-def make_trainer(folder, output, **options):
+def make_trainer(folder, output, *, vllm_options=None, **options):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return sparse_trainer(GRPOTrainer)(
         model,
@@ -52,7 +51,7 @@ def make_trainer(folder, output, **options):
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=even_share,
         mask=MaskSet.random(model, density=0.3, seed=0),
-        sparse=SparseArguments(vllm_weight_sync="sparse"),
+        sparse=SparseArguments(vllm_weight_sync="sparse", vllm_options=vllm_options),
     )
 
 
@@ -95,16 +94,17 @@ def test_grpo_of_trl_with_a_server(tmp_path, monkeypatch):
 
 
 def test_grpo_of_trl(tmp_path, monkeypatch):
-    # The last test of this file, because TRL leaves the variables of a process group in the environment. A compiled
-    # model cannot be updated on a CPU.
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    llm = functools.partial(vllm.LLM, enforce_eager=True, dtype="float32")
-    monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+    # The last test of this file, because TRL leaves the variables of a process group in the environment.
     monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = make_arithmetic(tmp_path / "arithmetic") / "model"
-    trainer = make_trainer(folder, tmp_path / "run", vllm_mode="colocate", vllm_max_model_length=64)
+    # A compiled model cannot be updated on a CPU.
+    llm = {"enforce_eager": True, "enable_prefix_caching": True, "dtype": "float32"}
+    options = {"vllm_mode": "colocate", "vllm_max_model_length": 64}
+    trainer = make_trainer(folder, tmp_path / "run", vllm_options=llm, **options)
     try:
+        config = trainer.vllm_generation.llm.llm_engine.vllm_config
+        assert config.model_config.enforce_eager and config.cache_config.enable_prefix_caching
         train(trainer)
     finally:
         trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
