@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
@@ -116,40 +115,10 @@ def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def one_patch_of_triton() -> Iterator[None]:
-    """Patch `triton.language` once for all kernels in Triton's interpreter, and find the numpy type of a dtype once.
+    from interpreted import quick_interpreter
 
-    The interpreter patches it in each launch, and in each call of a function in the kernel, which takes longer than
-    most functions. In each operation it makes a table of all numpy types.
-    """
-    from triton.runtime import interpreter
-
-    patch, numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
-    numpy_types: dict[str, Any] = {}
-    scopes: dict[frozenset[str], Any] = {}
-
-    @functools.cache
-    def patched_by(fn: Callable[..., Any]) -> frozenset[str]:
-        """The Triton modules that `_patch_lang` patches for a function: those named in the function's module."""
-        found = [getattr(value, "__name__", None) for value in fn.__globals__.values()]
-        return frozenset({"triton.language", "triton.language.core"}.intersection(found))
-
-    def patch_once(fn: Callable[..., Any]) -> Any:
-        if (modules := patched_by(fn)) not in scopes:
-            scopes[modules] = patch(fn)
-        return interpreter._LangPatchScope()  # restores nothing when the kernel has finished
-
-    def cached_numpy_type(dtype: Any) -> Any:
-        name = dtype.scalar.name
-        if name not in numpy_types:
-            numpy_types[name] = numpy_type(dtype)
-        return numpy_types[name]
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-        monkeypatch.setattr(interpreter, "_get_np_dtype", cached_numpy_type)
+    with quick_interpreter():
         yield
-    for scope in reversed(scopes.values()):
-        scope.restore()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -96,12 +96,13 @@ def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype,
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_lengths_next_to_block_lengths(op, layout, compact, place):
     """All in fp32, whose steps on a CPU look up to 512 slots ahead in a ring of 1024, 16 at a time."""
-    lengths = [n + off for n in (16, 256, 512, 768, 1024, 2048, 8192) for off in (-1, 0, 1)]
+    slow = place == ("cpu", "triton")  # in the interpreter, whose blocks have 1024 slots
+    lengths = [n + off for n in (16, 256, 512, 768, 1024, 2048, *([] if slow else [8192])) for off in (-1, 0, 1)]
     case = make(torch.device(place[0]), shapes=[(n,) for n in lengths], mask="full", layout=layout)
     case.extra["grad_scale"] = torch.tensor([3.0], device=place[0])
     case.extra["clip_coef"] = torch.tensor([0.7], device=place[0])
     check(op, case, place, compact=compact)
-    scattered = make(torch.device(place[0]), shapes=[(60000,), (3,), (9000,)], layout=layout)
+    scattered = make(torch.device(place[0]), shapes=[(6000 if slow else 60000,), (3,), (9000,)], layout=layout)
     check(op, scattered, place, compact=compact)
 
 
@@ -289,9 +290,13 @@ def test_empty_list(op, compact, any_place):
     run_step(op, case, backend, compact=compact)
 
 
+# The shapes of an op, and what it writes, depend on layout and gradient alone: each layout has one dtype.
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("layout", ["element", "narrow", "run16"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("element", torch.float32), ("narrow", torch.bfloat16), ("run16", torch.float16)],
+    ids=name_of,
+)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_opcheck(op, layout, dtype, compact, any_place):
     device, backend = any_place
