@@ -36,13 +36,16 @@ from .pool import Pool, visible_gpus
 from .report import report
 from .results import STARTS_FILE, Results, read_starts
 from .runs import Chore, do, do_chore, is_done, needed_by, require_samples
-from .schedule import estimate, parts_of, runs_left
+from .schedule import estimate, in_order, parts_of, runs_left
 from .timing import read_times, time_steps
 from .world import World, make_world, require_inputs
 
 SETTINGS = Path(__file__).with_name("study.yaml")
 # Settings that say which runs there are.
-_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "lora", "tile", "texts")
+_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "lora", "tile", "texts", "seconds")
+
+# In the traceback of a run that does not fit into the GPU's memory with the others.
+_NO_MEMORY = ("OutOfMemoryError", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 _EPILOG = """examples:
   sparse-opt bench study --dry_run                    # the runs, and how long they take
@@ -75,7 +78,7 @@ class Study:
         for task in self.choice.tasks:
             if self.starts.get(task, {}).get("inputs") != self.world.inputs(task):
                 yield Chore("before", task)
-        for part in parts_of(self.choice, self.results, self.world.settings):
+        for part in in_order(parts_of(self.choice, self.results, self.world.settings)):
             for run in runs_left(self.world.settings, part, self.results):
                 yield needed_by(self.world, run) or run
 
@@ -92,9 +95,15 @@ class Study:
                 return job
         return None
 
-    def ended(self, job: Run | Chore, result: Any, failure: str | None) -> None:
-        """Write the result of a job, or report why there is none."""
-        if failure is not None:
+    def ended(self, job: Run | Chore, result: Any, failure: str | None, pool: Pool | None = None) -> None:
+        """Write the result of a job, or report why there is none.
+
+        A job that ran out of memory beside others is not a failure: it is done again, with one job less at once.
+        """
+        if failure is not None and pool is not None and pool.size > 1 and any(sign in failure for sign in _NO_MEMORY):
+            pool.size -= 1
+            print(f"{job.name}: out of memory; from now on {pool.size} at once", file=sys.stderr, flush=True)
+        elif failure is not None:
             self.failures[job] = failure
             print(f"failed: {job.name}: {failure}", file=sys.stderr, flush=True)
         elif isinstance(job, Chore):
@@ -148,7 +157,7 @@ class Study:
                         print(f"stopped: {job.name}", file=sys.stderr, flush=True)
                     return False
                 for ended in pool.wait(float("inf") if late else deadline - time.monotonic()):
-                    self.ended(*ended)
+                    self.ended(*ended, pool)
 
 
 def work(world: World, job: Run | Chore) -> dict[str, Any] | None:

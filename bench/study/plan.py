@@ -17,11 +17,14 @@ Several claims share runs, which are done once. What is trained:
 | fisher:2.5, snip:2.5 | the 2.5 % that the first training batch scores highest: mean of squared gradients; abs(w g) |
 | early5:2.5 | the 2.5 % that changed most in the first 5 % of the steps of a dense run with another seed |
 | found:2.5 | the same after all steps of that run |
+
+Parts of the plan are in tiers. A tier begins when nothing of those before is left that could begin, and of a tier the
+tuning and the first seed of every part come before the other seeds, so that a study that is stopped has the most
+informative rows.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +35,7 @@ from sparse_opt.masks.patterns import PATTERNS
 
 TUNING_SEED = 1000
 FINDING_SEED = 2000
-EARLY = (1, 2, 5, 10)  # percent of the steps of the dense run
+EARLY = (2, 5, 10)  # percent of the steps of the dense run; 1 % of 50 steps is no other mask than 2 %
 WHOLE = ("dense", "sgd", "again", "subnetwork")
 # These are compared with the dense run of their seed, so that a run with the tuning seed would say nothing.
 OF_DENSE = ("again", "subnetwork")
@@ -129,7 +132,6 @@ CLAIMS = {
     6: "SGD trains as well as AdamW in reinforcement learning",
     7: "The best learning rate rises as the density falls, by the same law for every task",
 }
-DENSITIES = (10, 2.5, 1, 0.1)
 
 
 @dataclass(frozen=True)
@@ -152,14 +154,15 @@ class Choice:
 class Part:
     """A subject of the plan, with the seeds that it is run with after tuning, and the claims whose tables have it.
 
-    `tuned_by` is the subject whose tuning chooses its learning rate. Is it another one, then the subject itself has one
-    run with the tuning seed, at that rate.
+    `tuned_by` is the subject whose tuning chooses its learning rate: itself, unless it is compared with the dense run
+    of its seed, which has the same rate. Parts of a lower tier come first.
     """
 
     subject: Subject
     tuned_by: Subject
     seeds: tuple[int, ...]
     claims: tuple[int, ...]
+    tier: int = 0
 
 
 def plan(
@@ -170,13 +173,24 @@ def plan(
     lora: Mapping[str, Any],
     tile: str = "tile64",
 ) -> list[Part]:
-    """The parts of some claims, the most informative first, so that a study can be stopped at any time.
+    """The parts of some claims, in the order of their tiers:
 
-    Dense training, random masks and adapters are tuned on their own. On the first task masks of other sources take the
-    learning rate of random ones of their density and pattern. On the others, all are tuned on their own.
+    | tier | |
+    |---|---|
+    | 0 | on the first task dense runs, the same again, and their subnetworks: claim 3, and GRPO's part of 1 and 2 |
+    | 1 | SGD, a random mask of 2.5 %, LoRA and a mask of its size; dense runs of the other algorithms |
+    | 2, 3 | both on the other tasks, with GRPO alone |
+    | 4 | masks of every source, at 2.5 % in tiles |
+    | 5 | random masks of the other densities, on all tasks |
+    | 6 | masks of 1 % of single elements; the best masks on the other tasks |
+    | 7 | SHiRA and Super-Tuning |
+    | 8 | LoRA of the other ranks, and masks of their sizes |
+
+    Every subject is tuned on its own, on every task, except for those of `OF_DENSE`.
 
     Args:
-        chosen: the best of some subjects by the questions for tuning, None while one of them is unfinished.
+        chosen: the best of some subjects by the questions for tuning, the first of equal ones; None while the tuning of
+            one of them is unfinished.
         lora: ranks of LoRA, the most informative first, and percent, the share of the weights that rank 1 trains: the
             settings of this name.
         tile: pattern of the masks that are not of single elements.
@@ -188,9 +202,11 @@ def plan(
         if claim not in CLAIMS:
             raise ConfigError(f"--claims {claim}: expected some of {' '.join(map(str, CLAIMS))}")
     parts: dict[Subject, Part] = {}
-    first, every, one = tasks[0], tuple(seeds), tuple(seeds[:1])
+    first, *others = tasks
+    every, one = tuple(seeds), tuple(seeds[:1])
 
     def add(
+        tier: int,
         of: tuple[int, ...],
         word: str,
         runs: tuple[int, ...],
@@ -200,50 +216,63 @@ def plan(
         like: Subject | None = None,
     ) -> Subject:
         subject = Subject(algorithm, task, word)
-        before = parts.get(subject, Part(subject, like or subject, (), ()))
+        before = parts.get(subject, Part(subject, like or subject, (), (), tier))
         if of := tuple(claim for claim in of if claim in claims):
             parts[subject] = Part(
                 subject,
                 before.tuned_by,
                 tuple(dict.fromkeys(before.seeds + runs)),
                 tuple(sorted({*before.claims, *of})),
+                before.tier,
             )
         return subject
 
-    dense = add(tuple(CLAIMS), "dense", every)
-    # These need the final weights of the dense runs, which are too large to be carried to another machine.
-    add((3,), "again", one, like=dense)
-    add((3,), "subnetwork", every, like=dense)
-    add((4, 7), f"random:2.5:{tile}", every)
     first_rank, *other_ranks = lora["ranks"]
-    for word in (f"lora:{first_rank}", mask_like_lora(lora, first_rank, tile)):
-        add((5,), word, every)
+    for task in tasks:
+        tier = 0 if task == first else 2
+        dense = add(tier, (1, 2, 3, 4, 5, 6), "dense", every, task=task)
+        add(tier, (7,), "dense", (), task=task)
+        # These need the final weights of the dense runs, which are too large to be carried to another machine.
+        add(tier, (3,), "again", one, task=task, like=dense)
+        add(tier, (3,), "subnetwork", every, task=task, like=dense)
+        add(tier + 1, (4,), f"random:2.5:{tile}", every, task=task)
+        add(tier + 1, (7,), f"random:2.5:{tile}", (), task=task)
+        add(tier + 1, (6,), "sgd", every, task=task)
+        for word in (f"lora:{first_rank}", mask_like_lora(lora, first_rank, tile)):
+            add(tier + 1, (5,), word, every, task=task)
+        if task == first:
+            for algorithm in ("sft", "dpo", "rft"):
+                add(tier + 1, (1, 2), "dense", every, algorithm=algorithm)
+
+    masks = {source: add(4, (4,), f"{source}:2.5:{tile}", ()) for source in SOURCES}
+    del masks["found"]  # for comparison alone: it needs a whole dense run
+    best = chosen(list(masks.values())) if 4 in claims else None
+    if best is not None:
+        add(4, (4,), best.trained, every)
     for percent in (10, 1, 0.1):
-        add((4, 7), f"random:{percent:g}:{tile}", one)
-    best: list[str] = []
-    # Where masks of all sources are compared: in tiles, and as single elements.
-    for sweep in (f"2.5:{tile}", "1"):
-        random = add((4,), f"random:{sweep}", every)
-        found = [add((4,), f"{source}:{sweep}", (), like=random) for source in SOURCES if source != "random"]
-        if 4 in claims and (winner := chosen([random, *(s for s in found if s.trained != f"found:{sweep}")])):
-            add((4,), winner.trained, every)
-            best.append(winner.trained)
-    for algorithm in ("sft", "dpo", "rft"):
-        add((1, 2), "dense", every, algorithm=algorithm)
-    add((6,), "sgd", every)
+        add(5, (4, 7), f"random:{percent:g}:{tile}", ())
+        for task in others:
+            add(5, (7,), f"random:{percent:g}:{tile}", (), task=task)
+    # Single elements at random, and where the best source of the others has them.
+    random = masks.pop("random")
+    elements = [add(6, (4,), "random:1", ())]
+    other = chosen(list(masks.values())) if best is not None else None
+    if other is not None:
+        elements.append(add(6, (4,), f"{Trained.parse(other.trained).source}:1", ()))
+        if (best_of_elements := chosen(elements)) is not None:
+            add(6, (4,), best_of_elements.trained, every)
+            for task in others:
+                add(6, (4,), best_of_elements.trained, every, task=task)
+    if best not in (None, random):
+        assert best is not None
+        for task in others:
+            add(6, (4,), best.trained, every, task=task)
     for adapter in ("shira", "supertuning"):
-        add((5,), f"{adapter}:{first_rank}", every)
+        add(7, (5,), f"{adapter}:{first_rank}", every)
     for rank in other_ranks:
         for word in (f"lora:{rank}", mask_like_lora(lora, rank, tile)):
-            add((5,), word, every)
-    for task in tasks[1:]:
-        add((1, 2, 4), "dense", every, task=task)
-        for word in best:
-            add((4,), word, every, task=task)
-    for task in tasks[1:]:
-        for percent in DENSITIES:
-            add((7,), f"random:{percent:g}:{tile}", (), task=task)
-    return list(parts.values())
+            add(8, (5,), word, every)
+    return sorted(parts.values(), key=lambda part: part.tier)
 
 
 def mask_like_lora(lora: Mapping[str, Any], rank: int, tile: str) -> str:
@@ -254,9 +283,9 @@ def mask_like_lora(lora: Mapping[str, Any], rank: int, tile: str) -> str:
 def first_rates(settings: dict[str, Any], subject: Subject) -> list[float]:
     """The learning rates that tuning tries first: the same multiples of a rate for every subject.
 
-    The rate is the algorithm's dense rate; of adapters, ten times it; of a mask, its square root of 1 / density as
-    much; of SGD, one of its own. A rate at the end of those tried is followed by one beyond it, so that the choice
-    matters little.
+    The rate is the algorithm's dense rate; of LoRA, ten times it; of a mask, SHiRA and Super-Tuning, density ** -0.75
+    times it, 16 at 2.5 %, where the best in docs/results.md is 10 to 33; of SGD, one of its own. A rate at the end of
+    those tried is followed by one beyond it, so that the choice matters little.
     """
     from ..common.training import rounded
 
@@ -264,8 +293,9 @@ def first_rates(settings: dict[str, Any], subject: Subject) -> list[float]:
     trained = Trained.parse(subject.trained)
     if trained.source == "sgd":
         rate = float(settings["sgd_rate"])
-    elif trained.source in ADAPTERS:
+    elif trained.source == "lora":
         rate *= 10
     elif trained.amount is not None:
-        rate *= math.sqrt(100 / trained.amount)
+        percent = trained.amount * (settings["lora"]["percent"] if trained.source in ADAPTERS else 1)
+        rate *= (100 / percent) ** 0.75
     return [rounded(rate * factor) for factor in settings["factors"]]

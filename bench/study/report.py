@@ -25,14 +25,14 @@ def report(
     settings: dict[str, Any],
     times: Times | None = None,
 ) -> str:
-    """The page, as Markdown. Claims without results say so.
+    """The page, as Markdown: all verdicts, of each task alone too, then the tables. Claims without results say so.
 
     Args:
         before: task -> the scores of the start.
         times: of steps that had the device to themselves.
     """
     times = times or {}
-    lines = []
+    lines, summary = [], []
     for claim in choice.claims:
         of_claim = [part for part in parts if claim in part.claims]
         rows = []
@@ -41,6 +41,11 @@ def report(
                 rows.append(_row(part, found, before.get(part.subject.task), times))
         n_missing = sum(not is_finished(settings, part, results) for part in of_claim)
         found_verdict = verdict(claim, results, of_claim, choice.tasks, before, settings)
+        of_tasks = [
+            verdict(claim, results, [part for part in of_claim if part.subject.task == task], [task], before, settings)
+            for task in choice.tasks
+        ]
+        summary.append((f"{claim}. {CLAIMS[claim]}", found_verdict, *of_tasks, str(n_missing)))
         lines.append(f"## Claim {claim}: {CLAIMS[claim]}\n\n**{found_verdict}**")
         lines.append(f"    {choice.command(claim)}")
         if n_missing:
@@ -48,7 +53,8 @@ def report(
         if rows:
             lines.append(markdown_table(_HEADERS, rows, n_words=3))
             lines += further_tables(claim, results, of_claim, choice.tasks, before, settings, times)
-    return "\n\n".join(lines) + "\n"
+    headers = ("claim", "verdict", *choice.tasks, "unfinished rows")
+    return "\n\n".join([markdown_table(headers, summary, n_words=2 + len(choice.tasks)), *lines]) + "\n"
 
 
 _HEADERS = (

@@ -7,14 +7,18 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
+from sparse_opt.analysis.ranks import is_weight_matrix
 from sparse_opt.errors import ConfigError
+from sparse_opt.masks.mask_set import MaskSet
+from sparse_opt.trainers.policy.pretrained import load_causal_lm, parameter_shapes
 from sparse_opt.trainers.run.outputs import ADAPTER_FOLDER
+from sparse_opt.trainers.run.reporting.update_log import FILE as UPDATES_FILE
 
 from ..common.training import accuracy, finish, metrics
 from .forgetting import make_texts, perplexity
@@ -151,8 +155,25 @@ def options_of(world: World, run: Run) -> dict[str, Any]:
         assert trained.amount is not None
         return options | {"mode": "lora", "adapter": trained.source, "lora_rank": int(trained.amount)}
     if trained.is_mask or trained.source == "subnetwork":
-        return options | {"mode": "sparse", "mask": mask_file(world, run)}
-    return options | {"mode": "dense"} | ({"optim": "sgd"} if trained.source == "sgd" else {})
+        file = mask_file(world, run)
+        mask = MaskSet.load(file)
+        shapes = {name: mask.shapes[name] for name in mask.names if mask[name].numel()}
+        return options | {"mode": "sparse", "mask": file} | _statistics(options, shapes)
+    options |= {"mode": "dense"} | _statistics(options, parameter_shapes(world.start))
+    return options | ({"optim": "sgd"} if trained.source == "sgd" else {})
+
+
+def _statistics(options: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Options that measure the update when training ends, because the optimizer's fp32 copies are not saved.
+
+    Ranks are measured by `measure_update`, so that the smallest matrix is enough here. Of a mask without any, nothing
+    is measured.
+    """
+    matrices = [name for name, shape in shapes.items() if is_weight_matrix(name, len(shape))]
+    if not matrices:
+        return {}
+    smallest = min(matrices, key=lambda name: math.prod(shapes[name]))
+    return {"statistics_steps": options["n_steps"], "statistics_include": [smallest]}
 
 
 def do(world: World, run: Run) -> dict[str, Any]:
@@ -161,8 +182,9 @@ def do(world: World, run: Run) -> dict[str, Any]:
     Returns:
         `scores`; inputs, the digests of the files that the run depends on; seconds of the run, of its training, of its
         steps and of its optimizer (median); peak_memory_bytes on a GPU; optimizer_bytes; n_trained, the number of
-        trained values of a mask or of adapters; rewards, the mean reward of every fifth step (GRPO); what
-        `measure_update` returns; and closeness, of runs that are compared with the dense run of their seed.
+        trained values of a mask or of adapters; changed_fp32, the share of all weights whose fp32 copy differs from the
+        start's, not of adapters; rewards, the mean reward of every fifth step (GRPO); what `measure_update` returns;
+        and closeness, of runs that are compared with the dense run of their seed.
     """
     began = time.perf_counter()
     folder = world.folder / "runs" / run.name
@@ -191,9 +213,10 @@ def do(world: World, run: Run) -> dict[str, Any]:
         measured["rewards"] = {row["step"]: round(row["reward"], 4) for row in rows if row["step"] % 5 == 0}
     if trained.source in OF_DENSE:
         measured["closeness"] = closeness(world.start, world.final(dense_run(run)), final, world.device)
+    if "statistics_steps" in options:
+        last = (folder / UPDATES_FILE).read_text(encoding="utf-8").splitlines()[-1]
+        measured["changed_fp32"] = json.loads(last)["share_changed_fp32"]
     if options["mode"] == "sparse":
-        from sparse_opt.masks.mask_set import MaskSet
-
         measured["n_trained"] = MaskSet.load(mask_file(world, run)).nnz
     elif options["mode"] == "lora":
         measured["n_trained"] = _numel(folder / ADAPTER_FOLDER / "adapter_model.safetensors")
@@ -218,9 +241,6 @@ def _numel(file: Path) -> int:
 
 def mask_file(world: World, run: Run) -> Path:
     """The mask of a run, which is made unless it exists; random masks differ between seeds."""
-    from sparse_opt.masks.mask_set import MaskSet
-    from sparse_opt.trainers.policy.pretrained import load_causal_lm, parameter_shapes
-
     trained = Trained.parse(run.trained)
     if trained.source == "subnetwork":
         file = world.folder / "masks" / f"{run.name}.safetensors"

@@ -1,18 +1,19 @@
-"""What is left to do: the runs of the plan that are not in the results, and their time."""
+"""What is left to do: the runs of the plan that are not in the results, their order, and their time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from sparse_opt.tables import markdown_table
+
 from ..common.training import beyond
-from .plan import OF_DENSE, TUNING_SEED, Choice, Part, Run, Subject, first_rates, plan
+from .plan import CLAIMS, TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
 from .results import Results
 
 # Rates beyond the lowest or highest that tuning tries at most.
 WIDEN = 2
-# Until a run of its algorithm is finished, a run is taken to last this long in an estimate.
-SECONDS_A_RUN = 150
 
 
 def tuning_runs(settings: dict[str, Any], subject: Subject, results: Results) -> list[Run]:
@@ -38,10 +39,21 @@ def runs_left(settings: dict[str, Any], part: Part, results: Results) -> list[Ru
         return runs if tuned_by == subject else []
     rate = results.best_rate(tuned_by)
     assert rate is not None
-    alone = tuned_by == subject or subject.trained in OF_DENSE
-    seeds = part.seeds if alone else (TUNING_SEED, *part.seeds)
-    runs = [Run(subject.algorithm, subject.task, subject.trained, rate, seed) for seed in seeds]
+    runs = [Run(subject.algorithm, subject.task, subject.trained, rate, seed) for seed in part.seeds]
     return [run for run in runs if run not in results]
+
+
+def in_order(parts: Sequence[Part]) -> list[Part]:
+    """The parts in the order of work: of each tier the tuning and first seed of every part, then the other seeds.
+
+    A part with several seeds is there twice, with some of its seeds each.
+    """
+    found = []
+    for tier in sorted({part.tier for part in parts}):
+        of_tier = [part for part in parts if part.tier == tier]
+        found += [replace(part, seeds=part.seeds[:1]) for part in of_tier]
+        found += [replace(part, seeds=part.seeds[1:]) for part in of_tier if len(part.seeds) > 1]
+    return found
 
 
 def is_finished(settings: dict[str, Any], part: Part, results: Results) -> bool:
@@ -53,42 +65,58 @@ def parts_of(choice: Choice, results: Results, settings: dict[str, Any]) -> list
     """The plan, as far as the results decide it."""
 
     def chosen(subjects: list[Subject]) -> Subject | None:
-        scores = {}
-        for subject in subjects:
-            if (rate := results.best_rate(subject)) is None or (
-                subject.trained.startswith("random") and tuning_runs(settings, subject, results)
-            ):
-                return None
-            runs = results.of(subject, [TUNING_SEED])
-            scores[subject] = next(row["tune_accuracy"] for row in runs if row["learning_rate"] == rate)
-        return max(scores, key=lambda subject: scores[subject])
+        if any(tuning_runs(settings, subject, results) for subject in subjects):
+            return None
+        return max(subjects, key=lambda subject: results.chosen(subject, [TUNING_SEED])[0]["tune_accuracy"])
 
     return plan(choice.claims, choice.tasks, choice.seeds, chosen, settings["lora"], settings["tile"])
 
 
 def estimate(settings: dict[str, Any], parts: Sequence[Part], results: Results, jobs: int) -> str:
-    """The runs that are left of each part, and their time by the median of the algorithm's finished runs."""
-    lines, total, n_total, guessed = [], 0.0, 0, False
-    for part in parts:
+    """The runs that are left of each part and claim, in their order, and their time.
+
+    The time of a run is the median of its algorithm's finished runs, or, without any, the settings' guess, which is for
+    8 at once.
+    """
+    rows, done, guessed = [], 0.0, False
+    # Of each claim: the runs of its parts, of these the runs that are no other claim's, and when the last one ends.
+    n_runs, n_own, ends = (dict.fromkeys(CLAIMS, 0.0) for _ in range(3))
+    logs, tuned = set(), set()
+    for part in in_order(parts):
         subject = part.subject
-        own = part.tuned_by == subject
-        n = len(tuning_runs(settings, subject, results)) if own else 0
-        # The best rate is not known before tuning ends; the runs at it are counted all the same.
-        if n:
-            n += len(part.seeds)
-        elif tuning_runs(settings, part.tuned_by, results):
-            n = len(part.seeds) + (subject.trained not in OF_DENSE)
+        if of_tuning := len(tuning_runs(settings, part.tuned_by, results)):
+            # The best rate is not known before tuning ends; the runs at it are counted all the same.
+            of_tuning *= part.tuned_by == subject and subject not in tuned
+            tuned.add(subject)
+            n = of_tuning + len(part.seeds)
         else:
             n = len(runs_left(settings, part, results))
+        if not n:
+            continue
         seconds = results.seconds_per_run(subject.algorithm, jobs)
-        guessed = guessed or (n > 0 and seconds is None)
-        total += n * (SECONDS_A_RUN if seconds is None else seconds)
-        n_total += n
+        guessed = guessed or seconds is None
+        seconds = float(settings["seconds"][subject.algorithm]) if seconds is None else seconds
+        log = (subject.algorithm, subject.task) if Trained.parse(subject.trained).needs_finding_run else None
+        done += (n + (log is not None and log not in logs)) * seconds / jobs
+        logs.add(log)
+        for claim in part.claims:
+            n_runs[claim], ends[claim] = n_runs[claim] + n, done
+            n_own[claim] += n * (len(part.claims) == 1)
         claims = " ".join(map(str, part.claims))
-        lines.append(f"{subject.algorithm:<5} {subject.task:<10} {subject.trained:<22} claims {claims:<8} {n} runs")
-    how = f"{SECONDS_A_RUN} s a run is a guess" if guessed else "by the times of finished runs"
-    lines.append(
-        f"{n_total} runs, about {total / jobs / 60:.0f} minutes with --jobs {jobs} ({how}), without rates beyond the "
-        "first and without further runs of masks that are chosen on the way"
+        seeds = " ".join([*(["tuning"] if of_tuning else []), *map(str, part.seeds)])
+        rows.append((subject.algorithm, subject.task, subject.trained, seeds, claims, str(n), f"{done / 60:.0f}"))
+    total = sum(int(row[5]) for row in rows)
+    headers = ("algorithm", "task", "trained", "seeds", "claims", "runs", "minutes until then")
+    of_claims = [
+        (str(claim), f"{n_runs[claim]:.0f}", f"{n_own[claim]:.0f}", f"{ends[claim] / 60:.0f}")
+        for claim in sorted({claim for part in parts for claim in part.claims})
+    ]
+    how = "the times of runs are partly guesses for 8 at once" if guessed else "by the times of finished runs"
+    return "\n\n".join(
+        [
+            *([markdown_table(headers, rows, n_words=5)] if rows else []),
+            markdown_table(("claim", "runs left", "of it alone", "minutes until its last"), of_claims, n_words=1),
+            f"{total} runs, about {done / 60:.0f} minutes with --jobs {jobs} ({how}), with the dense runs that masks "
+            "are found in; without rates beyond the first, and without further runs of masks chosen on the way",
+        ]
     )
-    return "\n".join(lines)

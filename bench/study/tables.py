@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -53,11 +54,13 @@ def _laws(
         best = best_of(settings, results, part.subject, before.get(part.subject.task))
         if best is not None:
             values = [row["n_trained"] for row in results.of(part.subject, [TUNING_SEED]) if "n_trained" in row]
-            numbers = (f"{best.rate:g}", f"{best.low:.3g}", f"{best.high:.3g}")
+            dense = results.best_rate(replace(part.subject, trained="dense"))
+            of_dense = f"{best.rate / dense:.2g}" if dense else ""
+            numbers = (f"{best.rate:g}", f"{best.low:.3g}", f"{best.high:.3g}", of_dense)
             rows.append(
                 (part.subject.task, part.subject.trained, f"{mean(values):,.0f}" if values else "all", *numbers)
             )
-    headers = ("task", "trained", "values", "best rate", "from", "to")
+    headers = ("task", "trained", "values", "best rate", "from", "to", "of dense's")
     tables = [markdown_table(headers, rows, n_words=2)] if rows else []
     for task in tasks:
         found = law(settings, results, parts, task, before.get(task))
@@ -82,13 +85,14 @@ def _by_rate(results: Results, parts: Sequence[Part]) -> str:
                     f"{rate:g}",
                     str(len(runs)),
                     f"{mean(run['changed_bf16'] for run in runs):.1%}",
+                    mean_of(runs, "changed_fp32", "{:.1%}", 1),
                     f"{mean(run['changed_1e-5'] for run in runs):.1%}",
                     *(f"{mean(rank[kind] for rank in ranks):.3f}" if ranks else "" for kind in _RANKS),
                     f"{mean(run['accuracy'] for run in runs):.3f}",
                 )
             )
-    headers = ("task", "algorithm", "learning rate", "runs", "bf16 changed", "moved by > 1e-5", *_RANKS.values())
-    return markdown_table((*headers, "after"), rows, n_words=2)
+    headers = ("task", "algorithm", "learning rate", "runs", "bf16 changed", "fp32 changed", "moved by > 1e-5")
+    return markdown_table((*headers, *_RANKS.values(), "after"), rows, n_words=2)
 
 
 _RANKS = {"numerical": "rank", "numerical_min": "lowest rank", "effective": "effective rank"}
@@ -145,8 +149,8 @@ def step_seconds(times: Times, part: Part, runs: Sequence[Mapping[str, Any]]) ->
 
 
 def mean_of(runs: Sequence[Mapping[str, Any]], key: str, form: str, factor: float) -> str:
-    """The mean of a measurement that some runs do not have, as on a CPU."""
-    values = [run[key] for run in runs if run[key] is not None]
+    """The mean of a measurement that some runs do not have."""
+    values = [run[key] for run in runs if run.get(key) is not None]
     return form.format(mean(values) * factor) if values else ""
 
 

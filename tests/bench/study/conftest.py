@@ -15,6 +15,7 @@ SETTINGS = {
     "learning_rates": {"grpo": 1e-5, "sft": 1e-5, "dpo": 1e-6, "rft": 1e-5},
     "factors": [0.3, 1, 3],
     "sgd_rate": 0.3,
+    "seconds": {"grpo": 100, "sft": 50, "dpo": 60, "rft": 50},
     "tile": "tile64",
     "lora": {"ranks": [8, 1, 64], "percent": 0.2269},
 }
@@ -40,6 +41,7 @@ def measured() -> Callable[..., dict[str, Any]]:
             "tune_accuracy": accuracy,
             "tune_stderr": 0.0,
             "changed_bf16": 0.2,
+            "changed_fp32": 0.9,
             "changed_1e-5": 0.3,
             "changed_by_component": {"norms": 0.1},
             "changed_by_layer": {"0": 0.25, "none": 0.125},

@@ -7,7 +7,9 @@ import math
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,7 +18,7 @@ from sparse_opt.bench.study import main as study_main
 from sparse_opt.bench.study import schedule
 from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.results import Results
-from sparse_opt.bench.study.runs import mask_file
+from sparse_opt.bench.study.runs import do, mask_file
 from sparse_opt.bench.study.world import World
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.mask_set import MaskSet
@@ -48,22 +50,56 @@ def test_a_mask_is_run_with_every_seed_once_it_is_chosen():
         parts = plan([4], ["sums"], [0, 1], chosen, LORA)
         return {part.subject.trained: part.seeds for part in parts}[trained]
 
-    assert seeds_of("snip:1", lambda subjects: None) == ()
-    assert seeds_of("snip:1", lambda subjects: Subject("grpo", "sums", "snip:1")) == (0, 1)
+    assert seeds_of("snip:2.5:tile64", lambda subjects: None) == ()
+    best = Subject("grpo", "sums", "snip:2.5:tile64")
+    assert seeds_of("snip:2.5:tile64", lambda subjects: best) == (0, 1)
+    # The best source that is not random is tuned with single elements too, and the best of these gets every seed.
+    assert seeds_of("magnitude:1", first_of) == () and seeds_of("random:1", first_of) == (0, 1)
 
 
 def test_runs_that_need_dense_weights_follow_the_dense_runs():
     parts = plan(CLAIMS, ["sums", "another"], [0, 1, 2], lambda subjects: None, LORA)
-    assert [part.subject.trained for part in parts[:3]] == ["dense", "again", "subnetwork"]
+    for task, tier in (("sums", 0), ("another", 2)):
+        of_tier = [part.subject for part in parts if part.tier == tier]
+        assert of_tier == [Subject("grpo", task, word) for word in ("dense", "again", "subnetwork")]
 
 
-@pytest.mark.parametrize("claims", [[4], [7], [4, 7]])
-def test_each_task_is_tuned_on_its_own(claims):
+@pytest.mark.parametrize("claims", [[4], [7], [4, 7], [5, 6]])
+def test_everything_is_tuned_on_its_own_on_every_task(claims):
     """Whether the best mask is random, which claim 7 tunes too, or another."""
-    for chosen in (first_of, lambda subjects: subjects[1]):
+    for chosen in (first_of, lambda subjects: subjects[-1]):
         parts = plan(claims, ["sums", "another"], [0, 1], chosen, LORA)
-        of_other = [part for part in parts if part.subject.task == "another"]
-        assert of_other and all(part.tuned_by == part.subject for part in of_other)
+        assert {part.subject.task for part in parts} == {"sums", "another"}
+        assert all(part.tuned_by == part.subject for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (3, {"dense", "again", "subnetwork"}),
+        (4, {"dense", "random:2.5:tile64", "snip:2.5:tile64"}),
+        (5, {"dense", "lora:8", "random:2:tile64"}),
+        (6, {"dense", "sgd"}),
+    ],
+)
+def test_the_central_comparison_is_made_on_every_task(claim, words):
+    snip = Subject("grpo", "sums", "snip:2.5:tile64")
+    parts = plan([claim], ["sums", "another"], [0, 1], lambda subjects: snip if snip in subjects else None, LORA)
+    for task in ("sums", "another"):
+        of_task = {part.subject.trained: part.seeds for part in parts if part.subject.task == task}
+        assert all(of_task[word] == ((0,) if word == "again" else (0, 1)) for word in words)
+
+
+def test_first_seeds_come_before_second_ones_and_small_claims_before_large_ones():
+    parts = plan(CLAIMS, ["sums", "another"], [0, 1, 2], lambda subjects: None, LORA)
+    order = schedule.in_order(parts)
+    for tier in {part.tier for part in parts}:
+        seeds = [part.seeds for part in order if part.tier == tier]
+        assert sorted(seeds, key=lambda of: of == (1, 2)) == seeds and {len(of) for of in seeds} <= {0, 1, 2}
+    for part in parts:
+        assert sum((of.seeds for of in order if of.subject == part.subject), ()) == part.seeds
+    ends = {claim: max(i for i, part in enumerate(order) if claim in part.claims) for claim in CLAIMS}
+    assert sorted(ends, key=ends.get) == [1, 2, 3, 6, 7, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +112,10 @@ def test_what_cannot_be_trained(word):
 
 def test_rates_grow_as_masks_shrink(settings):
     rates = {word: first_rates(settings, Subject("grpo", "sums", word))[1] for word in ("dense", "lora:8", "random:1")}
-    assert rates == {"dense": 1e-5, "lora:8": 1e-4, "random:1": 1e-4}
+    assert rates == {"dense": 1e-5, "lora:8": 1e-4, "random:1": pytest.approx(10**-3.5, rel=1e-5)}
+    # As many values as LoRA of rank 8, but as of a mask.
+    shira, mask = (first_rates(settings, Subject("grpo", "sums", word)) for word in ("shira:8", "random:1.8152"))
+    assert shira == mask
 
 
 def test_a_killed_write_is_dropped_and_the_rest_kept(results, measured):
@@ -106,18 +145,24 @@ def test_tuning_goes_past_an_end_twice_and_seeds_use_the_best_rate(results, meas
     assert len(results.of(DENSE, [TUNING_SEED])) == 5
     part = Part(DENSE, DENSE, (0, 1), (4,))
     assert [run.learning_rate for run in schedule.runs_left(settings, part, results)] == [3e-4, 3e-4]
-    like = Part(Subject("grpo", "sums", "snip:1"), DENSE, (0,), (4,))
-    found = [(run.learning_rate, run.seed) for run in schedule.runs_left(settings, like, results)]
-    assert found == [(3e-4, TUNING_SEED), (3e-4, 0)]
+    again = Part(Subject("grpo", "sums", "again"), DENSE, (0,), (3,))
+    assert [(run.learning_rate, run.seed) for run in schedule.runs_left(settings, again, results)] == [(3e-4, 0)]
 
 
 def test_an_estimate_counts_what_is_left(results, measured, settings):
-    part = Part(DENSE, DENSE, (0, 1, 2), (4,))
-    text = schedule.estimate(settings, [part], results, 2)
-    assert "6 runs, about" in text and "a guess" in text
+    """Two claims share the dense runs; a mask that is found in a dense run takes one more of these."""
+    mask = Subject("grpo", "sums", "found:1")
+    parts = [Part(DENSE, DENSE, (0, 1, 2), (4, 6)), Part(mask, mask, (), (4,), tier=1)]
+    text = schedule.estimate(settings, parts, results, 2)
+    assert "| grpo | sums | dense | tuning 0 | 4 6 | 4 | 3 |" in text  # 4 runs of 100 s
+    assert "| grpo | sums | dense | 1 2 | 4 6 | 2 | 5 |" in text
+    assert "| 4 | 9 | 3 | 8 |" in text and "| 6 | 6 | 0 | 5 |" in text  # 9 runs and one to find the mask, and 6
+    assert "9 runs, about 8 minutes" in text and "guesses" in text
     for rate, accuracy in ((3e-6, 0.1), (1e-5, 0.2), (3e-5, 0.1)):
         results.add(Run("grpo", "sums", "dense", rate, TUNING_SEED), measured(accuracy, seconds=1200.0))
-    assert "3 runs, about 30 minutes with --jobs 2 (by the times" in schedule.estimate(settings, [part], results, 2)
+    text = schedule.estimate(settings, parts[:1], results, 2)
+    assert "| grpo | sums | dense | 0 | 4 6 | 1 | 10 |" in text
+    assert "3 runs, about 30 minutes with --jobs 2 (by the times" in text
 
 
 def test_runs_of_other_questions_are_refused(results, measured):
@@ -233,7 +278,7 @@ def test_the_start_is_scored_once(finished, monkeypatch, capsys):
     monkeypatch.setattr("sparse_opt.bench.study.runs.perplexity", None)
     assert study_main.main(words_for(finished)) == 0
     before = json.loads((finished / "starts.json").read_text())["sums"]["accuracy"]
-    row = table_without_times(capsys.readouterr().out)[2]
+    row = scores_of_dense(capsys.readouterr().out)
     assert row[4] == f"{before:.3f}"
     # On another machine, with the small files alone.
     carried = finished.parent / "carried"
@@ -241,7 +286,33 @@ def test_the_start_is_scored_once(finished, monkeypatch, capsys):
     for name in ("results.jsonl", "starts.json"):
         shutil.copy(finished / name, carried)
     assert study_main.main(words_for(carried, "--report_only")) == 0
-    assert table_without_times(capsys.readouterr().out)[2] == row
+    assert scores_of_dense(capsys.readouterr().out) == row
+
+
+@pytest.mark.parametrize("trained", ["dense", "sgd", "random:10:run16"])
+def test_bf16_hides_changes_of_the_fp32_copies(finished, tiny_settings, trained):
+    settings = {**tiny_settings, "shared": {**tiny_settings["shared"], "dtype": "bf16"}}
+    rate = 3e-3 if trained == "sgd" else 1e-5
+    row = do(World(finished, settings, "cpu"), Run("grpo", "sums", trained, rate, TUNING_SEED))
+    assert 0 <= row["changed_bf16"] < 0.5 * row["changed_fp32"]
+    # Embeddings of tokens that no sequence has do not change.
+    assert 0.05 < row["changed_fp32"] <= row.get("n_trained", math.inf) / n_weights_of(finished)
+
+
+def n_weights_of(folder):
+    return sum(math.prod(shape) for shape in parameter_shapes(folder / "start" / "final").values())
+
+
+def test_a_job_without_memory_is_done_again_beside_fewer(finished, tiny_settings, capsys):
+    world, pool = World(finished, tiny_settings, "cpu"), SimpleNamespace(size=2)
+    results = Results(finished.parent / "none.jsonl", {"settings": ""})
+    study = study_main.Study(world, study_main.Choice([1], ["sums"], [0], "small"), results, jobs=2)
+    job = next(job for job in study._candidates() if isinstance(job, Run))
+    study.ended(job, None, "torch.OutOfMemoryError: CUDA out of memory", pool)
+    assert pool.size == 1 and not study.failures and "from now on 1 at once" in capsys.readouterr().err
+    assert job in study._candidates()
+    study.ended(job, None, "torch.OutOfMemoryError: CUDA out of memory", pool)
+    assert pool.size == 1 and job in study.failures  # it was alone
 
 
 @pytest.mark.parametrize("name", ["texts.jsonl", "questions/sums/kept.jsonl"])
@@ -302,6 +373,7 @@ def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, 
     """Dense, a mask of the first batch's Fisher information, SGD, and the dense run's subnetwork, of two steps each."""
     words = ("dense", "fisher:10:run16", "subnetwork")
     parts = [Part(Subject("grpo", "sums", word), DENSE, (0,), (1,)) for word in words]
+    parts[1] = replace(parts[1], tuned_by=parts[1].subject)
     parts += tuned("sgd")
     monkeypatch.setattr(schedule, "plan", lambda *args: parts)
     words = words_for(tmp_path / "out")
@@ -326,8 +398,15 @@ def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, 
     assert sum(cells[0] == "| sums" for cells in resumed) == 2 * 4
     assert [cells[0] for cells in resumed[-2:]] == ["| 0", "| none"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [row["seed"] for row in rows] == [TUNING_SEED, 0, TUNING_SEED, 0, 0, TUNING_SEED]
-    assert all(0 < row["changed"] <= 1 for row in rows) and rows[2]["n_trained"] > 0
+    # The first seed of a part comes before the tuning of the next, since nothing else is left to begin.
+    assert [(row["trained"], row["seed"]) for row in rows] == [
+        *(("dense", seed) for seed in (TUNING_SEED, 0)),
+        *(("fisher:10:run16", seed) for seed in (TUNING_SEED, 0)),
+        ("subnetwork", 0),
+        ("sgd", TUNING_SEED),
+    ]
+    # Weights of fp32 have no other copy.
+    assert all(0 < row["changed"] == row["changed_fp32"] <= 1 for row in rows) and rows[2]["n_trained"] > 0
     assert rows[2]["changed"] < rows[0]["changed"]
     assert rows[4]["closeness"]["cosine"] > 0.9 and rows[5]["changed"] > 0
     assert 0 < rows[1]["ranks"]["effective"] <= rows[1]["ranks"]["numerical"] <= 1
@@ -347,6 +426,11 @@ def test_kill_ends_a_run_that_is_alone(finished, capfd):
     assert re.search(r"stopped: grpo_sums_sgd_", capfd.readouterr().err)
     assert time.monotonic() - began < 30
     assert len((finished / "results.jsonl").read_text().splitlines()) == 2
+
+
+def scores_of_dense(page):
+    """The cells of the dense run's row in the table of scores, without times."""
+    return next(cells for cells in table_without_times(page) if cells[:3] == ["| sums", "grpo", "dense"])
 
 
 def table_without_times(page):
