@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import random
 from pathlib import Path
 
 import pytest
-from launch import launch
+import torch
+from launch import BACKENDS, launch
 from stopping import rows
 from test_rlt import TEMPLATES
 from transformers import LlamaForCausalLM
@@ -159,11 +161,21 @@ def train_all(rank, options, folder):
 
 @pytest.fixture(scope="module")
 def of_one(options, fixed_completions, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-        train_all(0, options, folder)
-    return folder
+    """`of_one("cpu")`: the folder of the runs of one process on that device."""
+
+    @functools.cache
+    def train(device):
+        folder = tmp_path_factory.mktemp("one")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+            train_all(0, on_device(options, device), folder)
+        return folder
+
+    return train
+
+
+def on_device(options, device, **changes):
+    return {name: (algorithm, {**given, "device": device, **changes}) for name, (algorithm, given) in options.items()}
 
 
 def state_bytes(folder):
@@ -185,6 +197,8 @@ def assert_same_rows(one, several, name):
                 where = f"{name}: {file}, step {before['step']}: {key}"
                 if key == "padding":  # depends on the division into forward passes
                     assert 0 <= after[key] < 1, where
+                elif key.endswith(("memory_bytes", "gpu_utilization_percent")):  # of GPUs
+                    assert after[key] >= 0, where
                 elif isinstance(value, float):
                     # Gradients of a step are sums in another order: some units of 2^-24 of some 1000 terms. Adam makes
                     # a step of the learning rate of any gradient, and so a larger difference of some of the weights.
@@ -194,10 +208,15 @@ def assert_same_rows(one, several, name):
 
 
 @pytest.mark.parametrize(("n", "parallel"), [(2, "replicate"), (3, "replicate"), (2, "fsdp")])
-def test_the_losses_of_several_processes_are_those_of_one(options, of_one, tmp_path, n, parallel):
+@BACKENDS
+def test_the_losses_of_several_processes_are_those_of_one(options, of_one, tmp_path, backend, n, parallel):
+    if backend == "nccl" and torch.cuda.device_count() < n:
+        pytest.skip(f"needs {n} CUDA GPUs")
+    device = "cuda" if backend == "nccl" else "cpu"
+    of_one = of_one(device)
     names = ON_THREE_RANKS if n == 3 else CASES
-    given = {name: (options[name][0], {**options[name][1], "parallel": parallel}) for name in names}
-    summaries = launch(train_each, n, given, str(tmp_path), timeout=400)
+    given = on_device({name: options[name] for name in names}, device, parallel=parallel)
+    summaries = launch(train_each, n, given, str(tmp_path), timeout=400, backend=backend)
     assert all(summary == summaries[0] for summary in summaries)
     for name in names:
         assert_same_rows(of_one / name, tmp_path / name, name)
