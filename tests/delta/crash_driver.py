@@ -1,9 +1,10 @@
 """One scenario of a log, over and over, each time in a forked process with a fault at a later call than before.
 
-    LD_PRELOAD=faults.so python crash_driver.py FOLDER create|append|queue|squash killed|full
+    LD_PRELOAD=faults.so python crash_driver.py
 
-FOLDER/start, where it is there, is the log that a scenario begins with. Prints "n acknowledged step ..." for what was
-acknowledged at the n-th fault, and "n done" where the scenario came to its end without meeting one.
+reads lines of a folder, a scenario (create, append, queue or squash) and a fault (killed or full), and runs one after
+the other. FOLDER/start, where it is there, is the log that a scenario begins with. Prints "n acknowledged step ..." for
+what was acknowledged at the n-th fault, and "n done" where the scenario came to its end without meeting one.
 """
 
 from __future__ import annotations
@@ -106,4 +107,6 @@ def main(root: Path, scenario: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    for line in sys.stdin:
+        folder, *what = line.rsplit(maxsplit=2)
+        main(Path(folder), *what)

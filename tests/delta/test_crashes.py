@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -33,8 +33,23 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.fixture(scope="module")
+def driver(faults: Path) -> Iterator[subprocess.Popen[str]]:
+    """One for all tests, because it imports torch."""
+    process = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("crash_driver.py")],
+        env={**os.environ, "LD_PRELOAD": str(faults)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
 @pytest.fixture
-def run_driver(faults: Path, tmp_path: Path) -> Callable[..., dict[int, tuple[int, ...]]]:
+def run_driver(driver: subprocess.Popen[str], tmp_path: Path) -> Callable[..., dict[int, tuple[int, ...]]]:
     """The driver's scenario; the steps acknowledged at each fault, without the run that had none."""
 
     def run(scenario: str, mode: str, keyframe_every: int | None = None) -> dict[int, tuple[int, ...]]:
@@ -42,24 +57,16 @@ def run_driver(faults: Path, tmp_path: Path) -> Callable[..., dict[int, tuple[in
             with DeltaLog.create(tmp_path / "start", state_at(0), keyframe_every=keyframe_every) as log:
                 for step in START[1:]:
                     log.append(step, state_at(step))
-        driver = Path(__file__).with_name("crash_driver.py")
-        done = subprocess.run(
-            [sys.executable, driver, tmp_path, scenario, mode],
-            env={**os.environ, "LD_PRELOAD": str(faults)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert driver.stdin is not None and driver.stdout is not None
+        driver.stdin.write(f"{tmp_path} {scenario} {mode}\n")
+        driver.stdin.flush()
         acknowledged: dict[int, tuple[int, ...]] = {}
-        for n, what, *steps in (line.split() for line in done.stdout.splitlines()):
+        for n, what, *steps in map(str.split, driver.stdout):
             if what == "done":
                 assert int(n) >= 6, f"{scenario} changed files in {int(n) - 1} calls only"
-                acknowledged = {k: acknowledged.get(k, ()) for k in range(1, int(n))}
-            else:
-                acknowledged[int(n)] = (*acknowledged.get(int(n), ()), *map(int, steps))
-        return acknowledged
+                return {k: acknowledged.get(k, ()) for k in range(1, int(n))}
+            acknowledged[int(n)] = (*acknowledged.get(int(n), ()), *map(int, steps))
+        pytest.fail(f"the driver ended with code {driver.wait()}")
 
     return run
 

@@ -119,7 +119,9 @@ def test_a_missing_mode_with_shared_prompts_is_a_failure(monkeypatch, bench):
 
 
 @pytest.mark.slow
-def test_grpo_with_a_picture(tmp_path, bench):
+def test_grpo_with_a_picture(tmp_path, bench, run_here):
+    # The first mode has a process of its own, as in a benchmark.
+    run_here(baseline_run, unless=lambda command: json.loads(Path(command[3]).read_text())["name"] == "tiles")
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
     sizes = ("--sequence_length", 20, "--max_new_tokens", 8, "--n_generations", 4)
     code, out, err = bench(
