@@ -58,9 +58,11 @@ def needed_by(world: World, run: Run) -> Run | Chore | None:
     if trained.source in OF_DENSE and not world.final(dense_run(run)).is_file():
         return dense_run(run)
     chores = [Chore("texts", "all")]
+    has_mask = trained.is_mask and mask_path(world, run).is_file()  # it may come from another machine
+    # The digest of the answers is kept with the result.
     if run.algorithm != "grpo" or trained.source in ("fisher", "snip"):
         chores.append(Chore("answers", run.task))
-    if trained.needs_finding_run:
+    if trained.needs_finding_run and not has_mask:
         chores.append(Chore("log", run.task, run.algorithm))
     return next((chore for chore in chores if not is_done(world, chore)), None)
 
@@ -239,23 +241,27 @@ def _numel(file: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(file).values() if tensor.is_floating_point())
 
 
-def mask_file(world: World, run: Run) -> Path:
-    """The mask of a run, which is made unless it exists; random masks differ between seeds."""
+def mask_path(world: World, run: Run) -> Path:
+    """The file of a run's mask, which may not exist yet; random masks differ between seeds."""
     trained = Trained.parse(run.trained)
-    if trained.source == "subnetwork":
-        file = world.folder / "masks" / f"{run.name}.safetensors"
-        if not file.is_file():
-            MaskSet.from_bool(changed_weights(world.start, world.final(dense_run(run)))).save(file)
-        return file
-    assert trained.amount is not None and trained.pattern is not None
     name = run.trained.replace(":", "_")
-    if trained.source == "random":
+    if trained.source == "subnetwork":
+        name = run.name
+    elif trained.source == "random":
         name += f"_seed{run.seed}"
     elif trained.source != "magnitude":
         name = f"{run.algorithm}_{run.task}_{name}"
-    file = world.folder / "masks" / f"{name}.safetensors"
+    return world.folder / "masks" / f"{name}.safetensors"
+
+
+def mask_file(world: World, run: Run) -> Path:
+    """The mask of a run, which is made unless it exists."""
+    trained, file = Trained.parse(run.trained), mask_path(world, run)
     if file.is_file():
         return file
+    if trained.source == "subnetwork":
+        return MaskSet.from_bool(changed_weights(world.start, world.final(dense_run(run)))).save(file)
+    assert trained.amount is not None and trained.pattern is not None
     if trained.source == "random":
         # From all tensors together, as masks are found: small matrices have no tile in a mask of 0.1 % of each tensor.
         return MaskSet.random(

@@ -18,7 +18,7 @@ from sparse_opt.bench.study import main as study_main
 from sparse_opt.bench.study import schedule
 from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.results import Results
-from sparse_opt.bench.study.runs import do, mask_file
+from sparse_opt.bench.study.runs import Chore, do, mask_file, mask_path, needed_by
 from sparse_opt.bench.study.world import World
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.mask_set import MaskSet
@@ -297,6 +297,15 @@ def test_bf16_hides_changes_of_the_fp32_copies(finished, tiny_settings, trained)
     assert 0 <= row["changed_bf16"] < 0.5 * row["changed_fp32"]
     # Embeddings of tokens that no sequence has do not change.
     assert 0.05 < row["changed_fp32"] <= row.get("n_trained", math.inf) / n_weights_of(finished)
+
+
+def test_a_mask_from_another_machine_is_not_found_again(finished, tiny_settings):
+    world, run = World(finished, tiny_settings, "cpu"), Run("grpo", "sums", "early5:1:run16", 1e-3, TUNING_SEED)
+    assert needed_by(world, run) == Chore("log", "sums")
+    file = mask_path(world, run)
+    MaskSet.random(parameter_shapes(world.start), density=0.01, pattern="run16").save(file)
+    content = file.read_bytes()
+    assert needed_by(world, run) is None and mask_file(world, run) == file and file.read_bytes() == content
 
 
 def n_weights_of(folder):
