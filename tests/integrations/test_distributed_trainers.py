@@ -1,4 +1,7 @@
-"""Trainers in two processes: the same curves and weights as in one process with the same global batches."""
+"""Trainers in two processes: the same curves and weights as in one process with the same global batches.
+
+Over gloo on CPUs, and over NCCL on two GPUs of a host.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from launch import launch
+from launch import device, launch
 from torch.distributed.tensor import DTensor
 from trainer_lab import Lab, make_tokenizer, rows_of
 
@@ -82,7 +85,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {
         "curve": [row for row in trainer.state.log_history if "loss" in row],
-        "weights": {name: p.detach().clone() for name, p in whole.items()},
+        "weights": {name: p.detach().cpu().clone() for name, p in whole.items()},
     }
 
 
@@ -112,8 +115,14 @@ def fsdp2() -> Iterator[None]:
         yield
 
 
+def lab_of_rank(folder: Path, root: Path) -> Lab:
+    """A lab on the CPU, or on the GPU of this rank."""
+    torch.use_deterministic_algorithms(device().type == "cuda")  # comparisons of bits require it
+    return Lab(folder, make_tokenizer(), root, device())
+
+
 def train_all(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str, Any]:
-    lab = Lab(folder, make_tokenizer(), root, torch.device("cpu"))
+    lab = lab_of_rank(folder, root)
     results = {}
     all_reduce, reduced = dist.all_reduce, []
 
@@ -134,7 +143,7 @@ def train_all(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str,
 
 
 def train_sharded(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str, Any]:
-    lab = Lab(folder, make_tokenizer(), root, torch.device("cpu"))
+    lab = lab_of_rank(folder, root)
     results = {}
     with fsdp2():
         for case in SHARDED:
@@ -168,6 +177,7 @@ def _train_by_hand(lab: Lab, mask_file: Path, rank: int) -> None:
     replicated = SparseAdamW(whole, mask, lr=1e-5, process_group=dist.group.WORLD)
     for step in range(3):
         tokens = torch.randint(5, 40, (2, 8), generator=torch.Generator().manual_seed(2 * step + rank))
+        tokens = tokens.to(lab.device)
         for trained_model, its_optimizer in ((names["model"], optimizer), (whole, replicated)):
             accelerator.backward(trained_model(input_ids=tokens, labels=tokens).loss)
             its_optimizer.step()
@@ -176,14 +186,28 @@ def _train_by_hand(lab: Lab, mask_file: Path, rank: int) -> None:
         assert torch.equal(p.full_tensor(), q)
 
 
-def alone(lab: Lab, case: str, mask_file: Path) -> dict[str, Any]:
-    """The outcome of one process, in which some steps are clipped."""
-    result = outcome(trained(lab, case, mask_file, batch=4))
-    assert len(result["curve"]) == STEPS
-    assert max(row["grad_norm"] for row in result["curve"]) > MAX_GRAD_NORM
-    start = dict(lab.model().named_parameters())
-    assert max((p - start[name]).abs().max().item() for name, p in result["weights"].items()) > 1e-2
-    return result
+def train_one(rank: int, folder: Path, mask_file: Path, root: Path, cases: list[str]) -> dict[str, dict[str, Any]]:
+    """The outcomes of one process of a launcher, by case."""
+    lab = lab_of_rank(folder, root)
+    return {case: outcome(trained(lab, case, mask_file, batch=4)) for case in cases}
+
+
+def resume_one(rank: int, folder: Path, mask_file: Path, root: Path, checkpoint: str) -> dict[str, Any]:
+    return outcome(trained(lab_of_rank(folder, root), "DPO", mask_file, batch=4, resume=checkpoint))
+
+
+def alone(lab: Lab, cases: list[str], mask_file: Path, root: Path) -> dict[str, dict[str, Any]]:
+    """The outcomes of one process with the whole batches, by case; some steps are clipped."""
+    if lab.device.type == "cpu":
+        results = {case: outcome(trained(lab, case, mask_file, batch=4)) for case in cases}
+    else:  # without a launcher the Trainer would run on all GPUs
+        (results,) = launch(train_one, 1, lab.folder, mask_file, root, cases, timeout=600, backend="nccl")
+    start = {name: p.cpu() for name, p in lab.model().named_parameters()}
+    for result in results.values():
+        assert len(result["curve"]) == STEPS
+        assert max(row["grad_norm"] for row in result["curve"]) > MAX_GRAD_NORM
+        assert max((p - start[name]).abs().max().item() for name, p in result["weights"].items()) > 1e-2
+    return results
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], case: str) -> None:
@@ -206,35 +230,37 @@ def assert_logged(directory: Path, lab: Lab, expected: dict[str, Any]) -> None:
     with DeltaLog.open(directory) as log:
         assert list(log.steps) == list(range(STEPS + 1))
         first, last = log.load(0), log.load(STEPS)
-    assert all(torch.equal(first[name], p) for name, p in lab.model().named_parameters())
+    assert all(torch.equal(first[name], p.cpu()) for name, p in lab.model().named_parameters())
     assert all(torch.equal(last[name], p) for name, p in expected["weights"].items())
 
 
 @pytest.fixture
-def on_the_cpu(lab: Lab) -> None:
-    if lab.device.type != "cpu":
-        pytest.skip("the two processes run on the CPU")
+def backend(lab: Lab) -> str:
+    """Of the processes: gloo on the CPU, NCCL on GPUs."""
+    if lab.device.type == "cpu":
+        return "gloo"
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA GPUs")
+    return "nccl"
 
 
-def train_sft(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[str, Any]:
-    return outcome(trained(Lab(folder, make_tokenizer(), root, torch.device("cpu")), "SFT", mask_file, batch=4))
-
-
-@pytest.mark.usefixtures("on_the_cpu")
 def test_one_process_of_a_launcher_trains_as_one_without(lab: Lab, tmp_path: Path) -> None:
+    if lab.device.type != "cpu":
+        pytest.skip("on GPUs, one process of a launcher is what others are compared with")
     mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
-    (found,) = launch(train_sft, 1, lab.folder, mask_file, tmp_path / "one")
-    assert_same(found, alone(lab, "SFT", mask_file), "SFT")
+    (found,) = launch(train_one, 1, lab.folder, mask_file, tmp_path / "one", ["SFT"])
+    assert_same(found["SFT"], alone(lab, ["SFT"], mask_file, tmp_path)["SFT"], "SFT")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_the_cpu")
-def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, backend: str, tmp_path: Path) -> None:
     mask = lab.random_mask(0.1)
     mask_file = mask.save(tmp_path / "mask.safetensors")
-    ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", timeout=600, collective_timeout=300)
+    limits: dict[str, Any] = {"timeout": 600, "collective_timeout": 300, "backend": backend}
+    ranks = launch(train_all, 2, lab.folder, mask_file, tmp_path / "two", **limits)
+    expected = alone(lab, list(CASES), mask_file, tmp_path / "one")
     for case, (kind, sparse, _) in CASES.items():
-        assert_same(ranks[0][case], alone(lab, case, mask_file), case)
+        assert_same(ranks[0][case], expected[case], case)
         assert_same_bits(ranks[1][case], ranks[0][case])
         if kind != "GRPO":  # TRL reduces statistics
             # The compact gradients once per step, and nothing else: the other micro-batches are inside no_sync().
@@ -242,18 +268,19 @@ def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, tmp_path: Pat
     for rank in (0, 1):
         assert_same_bits(ranks[rank]["saved"], ranks[0]["DPO"])  # saving changes nothing
         assert_same_bits(ranks[rank]["resumed"], ranks[0]["DPO"])
-    resumed = outcome(trained(lab, "DPO", mask_file, batch=4, resume=ranks[0]["checkpoint"]))
+    (resumed,) = launch(resume_one, 1, lab.folder, mask_file, tmp_path / "resumed", ranks[0]["checkpoint"], **limits)
     assert_same(resumed, ranks[0]["DPO"], "resumed in one process")
     assert_logged(tmp_path / "two" / "log", lab, ranks[0]["DPO"])
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("on_the_cpu")
-def test_two_processes_with_fsdp2_train_as_one(lab: Lab, tmp_path: Path) -> None:
+def test_two_processes_with_fsdp2_train_as_one(lab: Lab, backend: str, tmp_path: Path) -> None:
     mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
-    ranks = launch(train_sharded, 2, lab.folder, mask_file, tmp_path / "two", timeout=600, collective_timeout=300)
+    limits: dict[str, Any] = {"timeout": 600, "collective_timeout": 300, "backend": backend}
+    ranks = launch(train_sharded, 2, lab.folder, mask_file, tmp_path / "two", **limits)
+    expected = alone(lab, SHARDED, mask_file, tmp_path / "one")
     for case in SHARDED:
-        assert_same(ranks[0][case], alone(lab, case, mask_file), case)
+        assert_same(ranks[0][case], expected[case], case)
     assert_same_bits(ranks[0]["resumed"], ranks[0][case])
     assert_logged(tmp_path / "two" / "log", lab, ranks[0][case])
     assert ranks[0]["twice"]["curve"][-1]["loss"] < ranks[0]["Trainer"]["curve"][0]["loss"]
