@@ -14,7 +14,7 @@ from .law import best_of, law
 from .plan import TUNING_SEED, Part, Run
 from .results import Results
 from .timing import Times, timed_as
-from .verdicts import overlaps, ratio, rows_of
+from .verdicts import compared, overlaps, ratio, rows_of
 
 
 def further_tables(
@@ -27,19 +27,36 @@ def further_tables(
     times: Times,
 ) -> list[str]:
     """What a claim needs besides the scores; nothing without its runs."""
+    differences = _differences(claim, results, parts, tasks)
     if claim == 1:
         return [_by_rate(results, parts), *_by_place(results, parts)]
     if claim == 2:
         return _overlaps(results, parts)
     if claim == 3:
-        return _closeness(results, parts)
+        return differences + _closeness(results, parts)
     if claim == 4:
-        return [table for task in tasks for table in _at_equal_time(results, parts, task, times)]
+        return differences + [table for task in tasks for table in _at_equal_time(results, parts, task, times)]
     if claim == 5:
-        return _memory_and_forgetting(results, parts, before, times)
+        return differences + _memory_and_forgetting(results, parts, before, times)
     if claim == 7:
         return _laws(results, parts, tasks, before, settings)
-    return []
+    return differences
+
+
+def _differences(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> list[str]:
+    """The comparisons that the verdicts on claims 3 to 6 are from."""
+    if claim not in (3, 4, 5, 6):
+        return []
+    words = {True: "yes", False: "no", None: "not shown"}
+    rows = [
+        (task, str(first), str(second), f"{found.value:+.3f}", f"{found.error:.3f}", words[found.not_below])
+        for task in tasks
+        for (first, second), found in compared(
+            claim, results, [part for part in parts if part.subject.task == task]
+        ).items()
+    ]
+    headers = ("task", "trained", "compared with", "difference", "known up to", "not below")
+    return [markdown_table(headers, rows, n_words=3)] if rows else []
 
 
 def _laws(

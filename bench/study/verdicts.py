@@ -63,9 +63,22 @@ def _by_question(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]
     return ((*digits, rows[0]) for digits in zip(*(row["right"] for row in rows), strict=True))
 
 
-def not_below(first: Score, second: Score, n_comparisons: int = 1) -> bool | None:
-    """Whether the first is not below the second, by the rule of the module; None if that is not shown."""
-    difference = first.mean - second.mean
+class Difference(NamedTuple):
+    """How far a score is above another, known up to an error."""
+
+    value: float
+    error: float
+
+    @property
+    def not_below(self) -> bool | None:
+        """Whether the first score is not below the second, by the rule of the module; None if that is not shown."""
+        if self.value - self.error >= -MARGIN:
+            return True
+        return False if self.value + self.error < -MARGIN else None
+
+
+def difference(first: Score, second: Score, n_comparisons: int = 1) -> Difference:
+    """The difference of two scores, with the error of one of several comparisons."""
     if first.questions and second.questions:
         of_each = [a - b for a, b in zip(first.questions, second.questions, strict=True)]
         of_questions = stdev(of_each) ** 2 / len(of_each)
@@ -74,9 +87,7 @@ def not_below(first: Score, second: Score, n_comparisons: int = 1) -> bool | Non
     # 2 standard errors for one comparison.
     width = NormalDist().inv_cdf(1 - (1 - NormalDist().cdf(2)) / n_comparisons)
     error = width * math.sqrt(first.spread**2 / first.n + second.spread**2 / second.n + of_questions)
-    if difference - error >= -MARGIN:
-        return True
-    return False if difference + error < -MARGIN else None
+    return Difference(first.mean - second.mean, error)
 
 
 def rows_of(results: Results, part: Part) -> list[dict[str, Any]]:
@@ -207,11 +218,49 @@ def _same_law(
     return "holds" if rises and alike else "not shown"
 
 
-def _subnetwork(results: Results, parts: Sequence[Part]) -> bool | None:
+def compared(claim: int, results: Results, parts: Sequence[Part]) -> dict[tuple[Trained, Trained], Difference]:
+    """Of claims 3 to 6, the differences that the verdict is from: of a mask, SGD or the subnetwork from what it is
+    compared with. The parts are those of one task."""
     scores = _scores(results, parts)
-    if not {Trained("dense"), Trained("subnetwork")} <= set(scores):
-        return None
-    equal = not_below(scores[Trained("subnetwork")], scores[Trained("dense")])
+    dense = Trained("dense")
+    if claim == 5:
+        pairs = _masks_like_lora(results, parts, scores)
+    elif dense not in scores:
+        return {}
+    elif claim == 4:
+        pairs = [
+            (trained, dense)
+            for trained in scores
+            if trained.is_mask and trained.source != "found" and (trained.amount or 100) <= 2.5
+        ]
+    else:
+        pairs = [(trained, dense) for trained in scores if trained.source == {3: "subnetwork", 6: "sgd"}.get(claim)]
+    n = len(pairs) if claim == 4 else 1  # one of several masks is enough
+    return {(first, second): difference(scores[first], scores[second], n) for first, second in pairs}
+
+
+def _masks_like_lora(
+    results: Results, parts: Sequence[Part], scores: Mapping[Trained, Score]
+) -> list[tuple[Trained, Trained]]:
+    """Of each rank of LoRA, the mask with as many values; without one the rank is left out."""
+    sizes = {Trained.parse(part.subject.trained): run["n_trained"] for part in parts for run in _seeds_of(results, part)
+             if "n_trained" in run}  # fmt: skip
+    pairs = []
+    for lora in scores:
+        if lora.source == "lora":
+            n = sizes[lora]
+            masks = [mask for mask in sizes if mask.is_mask and abs(sizes[mask] - n) <= SAME_SIZE * n]
+            if masks:
+                pairs.append((min(masks, key=lambda mask: abs(sizes[mask] - n)), lora))
+    return pairs
+
+
+def _all_of(outcomes: Sequence[bool | None]) -> bool | None:
+    return False if False in outcomes else None if None in outcomes or not outcomes else True
+
+
+def _subnetwork(results: Results, parts: Sequence[Part]) -> bool | None:
+    equal = _all_of([found.not_below for found in compared(3, results, parts).values()])
     if equal is not True:
         return equal
     within = {
@@ -223,38 +272,18 @@ def _subnetwork(results: Results, parts: Sequence[Part]) -> bool | None:
 
 
 def _sgd(results: Results, parts: Sequence[Part]) -> bool | None:
-    scores = _scores(results, parts)
-    if not {Trained("dense"), Trained("sgd")} <= set(scores):
-        return None
-    return not_below(scores[Trained("sgd")], scores[Trained("dense")])
+    return _all_of([found.not_below for found in compared(6, results, parts).values()])
 
 
 def _cheap_mask(results: Results, parts: Sequence[Part]) -> bool | None:
-    scores = _scores(results, parts)
-    dense = scores.get(Trained("dense"))
-    cheap = [
-        score
-        for trained, score in scores.items()
-        if trained.is_mask and trained.source != "found" and (trained.amount or 100) <= 2.5
-    ]
-    if dense is None or not cheap:
-        return None
-    outcomes = [not_below(score, dense, n_comparisons=len(cheap)) for score in cheap]
-    return True if any(outcomes) else None if None in outcomes else False
+    outcomes = [found.not_below for found in compared(4, results, parts).values()]
+    return True if any(outcomes) else None if None in outcomes or not outcomes else False
 
 
 def _beats_lora(results: Results, parts: Sequence[Part]) -> bool | None:
-    scores = _scores(results, parts)
-    sizes = {Trained.parse(part.subject.trained): run["n_trained"] for part in parts for run in _seeds_of(results, part)
-             if "n_trained" in run}  # fmt: skip
-    outcomes: list[bool | None] = []
-    for trained, score in scores.items():
-        if trained.source == "lora":
-            n = sizes[trained]
-            masks = [mask for mask in sizes if mask.is_mask and abs(sizes[mask] - n) <= SAME_SIZE * n]
-            nearest = min(masks, key=lambda mask: abs(sizes[mask] - n), default=None)
-            outcomes.append(None if nearest is None else not_below(scores[nearest], score))
-    return False if False in outcomes else None if None in outcomes or not outcomes else True
+    found = compared(5, results, parts)
+    ranks = [trained for trained in _scores(results, parts) if trained.source == "lora"]
+    return _all_of([of_pair.not_below for of_pair in found.values()] + [None] * (len(ranks) - len(found)))
 
 
 _OF_CLAIM = {1: _few_weights, 3: _subnetwork, 4: _cheap_mask, 5: _beats_lora, 6: _sgd}

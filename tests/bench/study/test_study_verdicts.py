@@ -11,7 +11,7 @@ from sparse_opt.bench.study.plan import TUNING_SEED, Choice, Part, Run, Subject,
 from sparse_opt.bench.study.report import report
 from sparse_opt.bench.study.results import Results
 from sparse_opt.bench.study.schedule import runs_left
-from sparse_opt.bench.study.verdicts import Score, not_below, score_of, verdict
+from sparse_opt.bench.study.verdicts import Score, difference, score_of, verdict
 
 DENSE = Subject("grpo", "sums", "dense")
 SEEDS = (0, 1, 2)
@@ -33,13 +33,13 @@ def first_of(subjects):
     ],
 )
 def test_not_below(first, expected):
-    assert not_below(first, Score(0.50, 0.0, 3)) is expected
+    assert difference(first, Score(0.50, 0.0, 3)).not_below is expected
 
 
 def test_several_comparisons_need_more():
     second = Score(0.5, 0.0, 3)
-    assert not_below(Score(0.461, 0.009, 3), second) is True
-    assert not_below(Score(0.461, 0.009, 3), second, n_comparisons=3) is None
+    assert difference(Score(0.461, 0.009, 3), second).not_below is True
+    assert difference(Score(0.461, 0.009, 3), second, n_comparisons=3).not_below is None
 
 
 def test_few_questions_show_little():
@@ -51,8 +51,8 @@ def test_few_questions_show_little():
     ]
     scores = [score_of(of) for of in rows]
     assert len(scores[0].questions) == 100 and scores[0].spread == 0
-    assert not_below(*scores) is None  # 0.02 below, known up to 0.14
-    assert not_below(scores[0]._replace(questions=()), scores[1]._replace(questions=())) is True
+    assert difference(*scores).not_below is None  # 0.02 below, known up to 0.14
+    assert difference(*(score._replace(questions=()) for score in scores)).not_below is True
 
 
 def scored(accuracy):
@@ -218,6 +218,9 @@ def test_a_claim_must_hold_on_every_task(claim, results, finish, settings):
     page = report(results, parts, Choice([claim], tasks, (0, 1)), before, settings)
     assert page.splitlines()[0] == "| claim | verdict | sums | largest | unfinished rows |"
     assert page.splitlines()[2].endswith(" | does not hold | holds | does not hold | 0 |")
+    first, second = {3: ("subnetwork", "dense"), 5: ("random:1.815:tile64", "lora:8"), 6: ("sgd", "dense")}[claim]
+    assert f"| sums | {first} | {second} | +0.000 | 0.000 | yes |" in page
+    assert f"| largest | {first} | {second} | -0.300 | 0.000 | no |" in page
 
 
 def test_a_pair_that_was_not_compared_shows_nothing(results, finish, settings):
