@@ -56,7 +56,7 @@ def test_stopped_and_resumed_at_any_step_is_the_same_run(lab, weights, curve, ca
     whole.train()
     # Trainer, SFT and DPO: 9 rows are 5 micro-batches, so that steps 3 and 6 end an epoch with one instead of two. GRPO
     # takes 2 prompts a step, and drops the ninth: step 4 ends an epoch.
-    for step in (1, 3, 4, 7):
+    for step in (1, 4 if kind == "GRPO" else 3, 7):
         resumed = lab(kind, mask=mask, sparse=sparse, model=lab.model(dtype), max_steps=STEPS, **changes)
         resumed.train(resume_from_checkpoint=checkpoint(whole, step))
         assert same_bits(weights(resumed.model), weights(whole.model)), step

@@ -160,13 +160,22 @@ def assert_equal_bits(got: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(bits_of(a), bits_of(b)), f"result {i}"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [(torch.float32, "element"), (torch.float32, "narrow"), (torch.bfloat16, "run16")],
-    ids=["fp32-elements", "fp32-narrow", "bf16-runs"],
-)
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("op", FUNCTIONS)
+STORED = {
+    "fp32-elements": (torch.float32, "element"),
+    "fp32-narrow": (torch.float32, "narrow"),
+    "bf16-runs": (torch.bfloat16, "run16"),
+}
+# What inductor compiles is the work around an op: with AdamW for each dtype and layout, with the others for one.
+COMPILED = [
+    pytest.param(op, compiler, *stored, id=f"{op}-{compiler}-{name}")
+    for op in FUNCTIONS
+    for compiler in COMPILERS
+    for name, stored in STORED.items()
+    if compiler == "aot_eager" or name == "fp32-elements" or op == "indexed_adamw_, all options"
+]
+
+
+@pytest.mark.parametrize(("op", "compiler", "dtype", "layout"), COMPILED)
 def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, layout, where):
     device, backend = where
     function = FUNCTIONS[op]

@@ -176,7 +176,7 @@ def test_a_wrong_result_is_not_timed_and_fails_the_check(tmp_path, capsys, monke
 def test_a_missed_target_fails_only_a_strict_check(tmp_path, monkeypatch, needs_extension):
     missing = targets.Verdict("delta_encode", "cpu", 0.01, "of the copy rate", 0.5, 0.95, False)
     monkeypatch.setattr(targets, "judge", lambda rows: [missing])
-    words = [*SMALL, "--output", str(tmp_path / "gpu_check.json")]
+    words = [*SMALL, "--only", "deltas", "--output", str(tmp_path / "gpu_check.json")]
     assert gpu_check.main(words) == 0
     assert gpu_check.main([*words, "--strict"]) == 1
 
@@ -188,7 +188,7 @@ def test_what_was_found_before_an_error_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("sparse_opt.bench.kernels.table.main.time_delta", fail)
     path = tmp_path / "gpu_check.json"
     with pytest.raises(RuntimeError, match="gone"):
-        gpu_check.main([*SMALL, "--output", str(path)])
+        gpu_check.main([*SMALL, "--only", "deltas", "--output", str(path)])
     report = json.loads(path.read_text())
     assert not report["completed"]
     assert any(row["work"] == "copy" for row in report["kernels"]["rows"])
@@ -206,7 +206,7 @@ def test_a_failing_suite_fails_the_check(tmp_path):
     )
     path = tmp_path / "gpu_check.json"
     arguments = [word for word in SMALL if word != "--skip_tests"]
-    words = [*arguments, "--tests", str(tmp_path / "tests"), "--pytest_options=-k 'not left_out'"]
+    words = [*arguments, "--only", "deltas", "--tests", str(tmp_path / "tests"), "--pytest_options=-k 'not left_out'"]
     assert gpu_check.main([*words, "--output", str(path)]) == 1
     report = json.loads(path.read_text())
     found = {key: report["tests"][key] for key in ("exit_code", "passed", "failed", "skipped")}
