@@ -127,15 +127,15 @@ def test_no_torch_builds_pure_python_and_says_so_in_one_line(clean_copy, python,
     assert refused.returncode != 0
 
 
-def test_no_compiler_stops_the_build_only_where_the_extension_is_required(clean_copy, python, tmp_path):
+def test_no_compiler_stops_the_build_only_where_the_extension_is_required(clean_copy, forked_python, tmp_path):
     missing = os.fspath(tmp_path / "no-such-compiler")
     variables = {"CC": missing, "CXX": missing, "SPARSE_OPT_NO_NATIVE": None}
     command = ("setup.py", "--quiet", "build", "--build-base", tmp_path)
 
-    built = python(*command, cwd=clean_copy, SPARSE_OPT_REQUIRE_NATIVE=None, **variables)
+    built = forked_python(*command, cwd=clean_copy, SPARSE_OPT_REQUIRE_NATIVE=None, **variables)
     assert built.returncode == 0, built.stderr
     assert "THE EXTENSION WAS NOT BUILT" in built.stderr
     assert not list(tmp_path.rglob("_kernels*"))
 
-    refused = python(*command, cwd=clean_copy, SPARSE_OPT_REQUIRE_NATIVE="1", **variables)
+    refused = forked_python(*command, cwd=clean_copy, SPARSE_OPT_REQUIRE_NATIVE="1", **variables)
     assert refused.returncode != 0

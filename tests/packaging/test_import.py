@@ -29,20 +29,20 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = sparse_opt.SparseAdam
 
 
-def test_optimizers_do_not_need_the_training_libraries(python, tmp_path):
+def test_optimizers_do_not_need_the_training_libraries(forked_python, tmp_path):
     training = ("transformers", "datasets", "tokenizers")
     look = f"import sys, sparse_opt; sparse_opt.SparseAdamW; print([m for m in {training!r} if m in sys.modules])"
-    imported = python("-c", look, cwd=tmp_path)
+    imported = forked_python("-c", look, cwd=tmp_path)
     assert imported.stdout.strip() == "[]", imported.stderr
 
 
-def test_names_resolve_without_the_extension(python, tmp_path):
+def test_names_resolve_without_the_extension(forked_python, tmp_path):
     look = (
         "import sys; sys.modules['sparse_opt._kernels'] = None\n"
         "import sparse_opt\n"
         "for name in sparse_opt.__all__: getattr(sparse_opt, name)\n"
     )
-    imported = python("-c", look, cwd=tmp_path)
+    imported = forked_python("-c", look, cwd=tmp_path)
     assert imported.returncode == 0, imported.stderr
 
 

@@ -22,17 +22,17 @@ def checkout_copy(clean_copy, tmp_path) -> Path:
     return tmp_path
 
 
-def test_an_extension_older_than_a_source_is_not_loaded(checkout_copy, python):
+def test_an_extension_older_than_a_source_is_not_loaded(checkout_copy, forked_python):
     source = checkout_copy / "csrc/kernels/arguments.h"
     os.utime(source, (1001, 1001))
-    run = python("-c", REPORT, cwd=checkout_copy)
+    run = forked_python("-c", REPORT, cwd=checkout_copy)
     outdated = f"the extension was built before the last change of {source}: run `make build`"
     assert (run.returncode, run.stdout) == (0, f"{outdated} ('reference',)\n"), run.stderr
 
 
-def test_other_extensions_are_loaded(checkout_copy, python):
+def test_other_extensions_are_loaded(checkout_copy, forked_python):
     """Up to date in a checkout; and in an installed wheel, where a folder csrc belongs to another package."""
-    assert python("-c", REPORT, cwd=checkout_copy).returncode == 134
+    assert forked_python("-c", REPORT, cwd=checkout_copy).returncode == 134
     os.utime(checkout_copy / "csrc/module.cpp", (1001, 1001))
     (checkout_copy / "csrc/build_native.py").unlink()
-    assert python("-c", REPORT, cwd=checkout_copy).returncode == 134
+    assert forked_python("-c", REPORT, cwd=checkout_copy).returncode == 134
