@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim.ranks import sharding
+from ..optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks
 from .active_values import Source, WeightsOf, mask_of, named_weights, require_current
 from .backend import choose
 from .layout import Group, Layout
@@ -83,7 +84,7 @@ class DistributedWeightSender:
         """Return the message of the next version on rank 0, None on the others. See `WeightSender.update`.
 
         Raises:
-            WeightSyncError: as `WeightSender.update`, on all ranks.
+            WeightSyncError: as `WeightSender.update`, on all ranks. Or a rank is lost, which is named.
         """
         message: PendingMessage | None = None
 
@@ -105,11 +106,26 @@ class DistributedWeightSender:
         """Call a function on rank 0, and raise its error on all ranks. All ranks must call this.
 
         Raises:
-            WeightSyncError: on the other ranks, if the function raised an error, which rank 0 raises itself.
+            WeightSyncError: on the other ranks, if the function raised an error, which rank 0 raises itself. Or a rank
+                is lost, which is named.
         """
         from ..distributed.delta_log import on_rank_0  # not at the top: it imports DTensor, which takes a second
 
-        on_rank_0(function, WeightSyncError)
+        own: list[Exception] = []
+
+        def noted() -> None:
+            try:
+                function()
+            except Exception as error:
+                own.append(error)
+                raise
+
+        try:
+            on_rank_0(noted, WeightSyncError)
+        except RuntimeError as error:
+            if error in own:
+                raise
+            raise _lost_rank(error, dist.group.WORLD, f"version {self._version}") from error
 
 
 class _ShardedValues:
@@ -120,6 +136,7 @@ class _ShardedValues:
 
     def __init__(self, source: Source, mask: MaskSet | None, backend: str | None) -> None:
         self._source = source
+        self._collections = 0
         self.mask = mask_of(source, mask)
         named = named_weights(source)
         self.layout = Layout.of(self.mask, named)
@@ -177,12 +194,32 @@ class _ShardedValues:
             sent[: own.nbytes].copy_(own.view(torch.uint8))
         root = dist.get_rank(self._group) == 0
         received = [torch.empty_like(sent) for _ in counts] if root else None
-        dist.gather(sent, received, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        self._collections += 1
+        try:
+            dist.gather(sent, received, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        except RuntimeError as error:
+            raise _lost_rank(error, self._group, f"collection {self._collections}") from error
         if received is None:
             return None
         shards = zip(received, counts, strict=True)
         parts = [iter(data.view(group.torch_dtype)[: sum(of)].split(of)) for data, of in shards]
         return torch.cat([next(part) for _ in counts[0] for part in parts])
+
+
+def _lost_rank(error: RuntimeError, group: dist.ProcessGroup | None, round_name: str) -> WeightSyncError:
+    """Return the error of a collective of the trainer's ranks that has failed; waits for reports of the others.
+
+    Args:
+        group: whose collective it was.
+        round_name: the same on all ranks.
+    """
+    assert group is not None  # it has just run a collective
+    clause = missing_ranks(group, f"weight_sync/{round_name}", REPORT_SECONDS)
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return WeightSyncError(
+        f"rank {dist.get_rank()} cannot send the weights, because a collective of the trainer's ranks has failed: "
+        f"{clause} ({reason})"
+    )
 
 
 class _Cuts(NamedTuple):

@@ -16,7 +16,14 @@ from torch.distributed.fsdp import fully_shard
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import MaskError, WeightSyncError
-from sparse_opt.weight_sync import DistributedWeightSender, Message, PendingMessage, WeightReceiver, WeightSender
+from sparse_opt.weight_sync import (
+    DistributedWeightSender,
+    Message,
+    PendingMessage,
+    WeightReceiver,
+    WeightSender,
+    distributed,
+)
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
 
@@ -108,6 +115,23 @@ def two_shards_or_replicas(rank: int) -> None:
     same_messages(rank, "element", "replicate")
 
 
+def a_lost_rank(rank: int, sharding: str) -> None:
+    """Rank 1 leaves after the first update."""
+    model, mask = whole_weights("element")
+    if sharding == "fsdp":
+        fully_shard(model)
+    sender = DistributedWeightSender(model, mask)
+    sender.update()
+    if rank == 0:
+        lost = "rank 1 did not respond within 0.5 s"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(distributed, "REPORT_SECONDS", 0.5)
+            with pytest.raises(WeightSyncError, match=f"^rank 0 cannot send the weights, because a .* failed: {lost}"):
+                sender.update()
+        assert sender.version == 1
+    dist.destroy_process_group()
+
+
 def errors_of_rank_0(rank: int) -> None:
     """An error on rank 0 alone is raised on both ranks, and the versions stay equal."""
     model, mask = whole_weights("element")
@@ -132,6 +156,11 @@ def errors_of_rank_0(rank: int) -> None:
 @BACKENDS
 def test_an_error_of_rank_0_is_raised_on_both_ranks(backend: str) -> None:
     launch(errors_of_rank_0, 2, backend=backend, timeout=60, collective_timeout=20)
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+def test_a_lost_rank_is_named(sharding: str) -> None:
+    launch(a_lost_rank, 2, sharding, timeout=60, collective_timeout=5)
 
 
 @BACKENDS
