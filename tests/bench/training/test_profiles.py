@@ -271,13 +271,13 @@ def test_a_job_that_fails_is_said(bench, in_this_process):
 
 @pytest.mark.slow
 def test_a_small_comparison(bench, in_this_process, monkeypatch, tmp_path):
-    monkeypatch.setitem(profiles.ARITHMETIC, "n_demonstrations", 80 * 64)  # as many as the start trains on
+    monkeypatch.setitem(profiles.ARITHMETIC, "n_demonstrations", 40 * 64)  # as many as the start trains on
     own = tmp_path / "own"
     own.mkdir()
     (own / "train.yaml").write_text("packing: true\n", encoding="utf-8")
     (own / "sampling.yaml").write_text("rollout_engine: generate\n", encoding="utf-8")
     sampling = {"rollout_engine": "generate"}
-    small = ["--n_prompts", 64, "--n_generations", 8, "--train_steps", 3, "--n_test", 16, "--start_steps", 80]
+    small = ["--n_prompts", 64, "--n_generations", 8, "--train_steps", 3, "--n_test", 16, "--start_steps", 40]
     code, out, err = bench("--profiles", own, "--no_settings", "--repeats", 1, "--device", "cpu", *small, "--json")
     assert code == 0, err
     report = json.loads(out)
