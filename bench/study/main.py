@@ -83,10 +83,12 @@ class Study:
                 yield needed_by(self.world, run) or run
 
     def seconds(self, job: Run | Chore) -> float:
-        """How long a job lasts by the median of finished runs; 0 if that is not known."""
+        """How long a job lasts: the median of finished runs, before there is one the settings' estimate; 0 of a chore
+        that is no run."""
         if isinstance(job, Chore) and job.kind != "log":
             return 0.0
-        return self.results.seconds_per_run(job.algorithm, self.jobs) or 0.0
+        seconds = self.results.seconds_per_run(job.algorithm, self.jobs)
+        return float(self.world.settings["seconds"][job.algorithm]) if seconds is None else seconds
 
     def next(self, running: Collection[Run | Chore], seconds: float = float("inf")) -> Run | Chore | None:
         """The most informative job that can begin and lasts no longer than this; None if there is none."""
@@ -145,7 +147,7 @@ class Study:
                     has_said = True
                     print(
                         f"{max(left, 0.0):.0f} s left: {job.name} is not begun, since it would last "
-                        f"{self.seconds(job):.0f} s (median); nor is any other run that lasts longer than what is left",
+                        f"{self.seconds(job):.0f} s; nor is any other run that lasts longer than what is left",
                         file=sys.stderr,
                         flush=True,
                     )

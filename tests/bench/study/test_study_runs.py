@@ -428,6 +428,13 @@ def test_a_study_that_is_killed_and_resumed_gives_the_same_table(tiny_settings, 
     assert table_without_times(capsys.readouterr().out) == resumed
 
 
+def test_before_any_run_is_finished_its_time_is_the_estimate(finished, tiny_settings, capfd):
+    (finished / "results.jsonl").unlink()
+    assert tiny_settings["seconds"]["grpo"] == 30
+    assert study_main.main(words_for(finished, "--kill", "--stop_after", "20")) == 1
+    assert re.search(r"is not begun, since it would last 30 s", capfd.readouterr().err)
+
+
 def test_kill_ends_a_run_that_is_alone(finished, capfd):
     set_seconds(finished, 0.0)
     began = time.monotonic()
