@@ -19,7 +19,7 @@ pytest.importorskip("verl", reason="needs verl: make test-verl")
 from test_engine import save_mask
 
 from sparse_opt import MaskSet
-from sparse_opt.errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
+from sparse_opt.errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from sparse_opt.integrations.verl.changed_elements import ChangeReader, state_after
 from sparse_opt.weight_sync import WeightSender
 
@@ -35,12 +35,13 @@ class Manager:
         worker: number of this process, those of the trainer first.
     """
 
-    def __init__(self, folder: str, worker: int, rollouts: int, bucket_size: int) -> None:
+    def __init__(self, folder: str, worker: int, options: dict[str, Any]) -> None:
         from verl.utils.import_utils import import_external_libs
 
         import_external_libs(MODULE)
         self.store = dist.FileStore(f"{folder}/store", -1)
-        self.worker, self.rollouts, self.bucket_size, self.update = worker, rollouts, bucket_size, 0
+        self.worker, self.update = worker, 0
+        self.rollouts, self.bucket_size, self.timeout = (options[k] for k in ("rollouts", "bucket_size", "timeout"))
         self.restart()
 
     def restart(self) -> None:
@@ -48,7 +49,9 @@ class Manager:
         from verl.checkpoint_engine import CheckpointEngineRegistry
 
         options = {"is_master": self.worker == 0} if self.worker < TRAINERS else {}
-        self.engine = CheckpointEngineRegistry.new("sparse_opt", bucket_size=self.bucket_size, **options)
+        self.engine = CheckpointEngineRegistry.new(
+            "sparse_opt", bucket_size=self.bucket_size, timeout=self.timeout, **options
+        )
 
     def join(self) -> bool:
         """Prepare an update; returns whether it has all weights."""
@@ -82,13 +85,16 @@ def trainer(rank: int, folder: str, options: dict[str, Any]) -> Any:
     from verl_lab import engine, train, weights
 
     built = engine(Path(options["model"]), "sparse_fsdp2", lr=options["lr"], override={"mask": options["mask"]})
-    manager = Manager(folder, rank, options["rollouts"], options["bucket_size"])
+    manager = Manager(folder, rank, options)
     metrics, exported = [], []
     for step in range(UPDATES):
         train(built, range(step, step + 1), rank, TRAINERS)
         manager.join()
         tensors, _ = built.get_per_tensor_param()
-        metrics.append(asyncio.run(manager.engine.send_weights(tensors, global_steps=step)))
+        try:
+            metrics.append(asyncio.run(manager.engine.send_weights(tensors, global_steps=step)))
+        except WeightSyncError as error:
+            metrics.append(str(error))
         manager.end()
         exported.append({name: tensor.to(torch.bfloat16) for name, tensor in weights(built).items()})
     return metrics, exported, built.optimizer.mask.nnz
@@ -114,11 +120,11 @@ class Rollout(torch.nn.Module):
 def rollout(rank: int, folder: str, options: dict[str, Any]) -> Any:
     """Apply the updates; returns whether each had all weights, and all weights after each.
 
-    The worker `restart` starts anew before its last update.
+    The worker `restart` starts anew before its last update. The worker `stuck` does not receive its second update.
     """
     from verl.workers.rollout.sglang_rollout.delta_loader import apply_delta
 
-    manager = Manager(folder, TRAINERS + rank, options["rollouts"], options["bucket_size"])
+    manager = Manager(folder, TRAINERS + rank, options)
     model = Rollout(options["model"])
     whole, received, flushes = [], [], []
     for update in range(UPDATES):
@@ -126,10 +132,14 @@ def rollout(rank: int, folder: str, options: dict[str, Any]) -> Any:
             manager.restart()
             model = Rollout(options["model"])
         whole.append(manager.join())
-        ends = []
-        for named, is_last in manager.engine.receive_weights(global_steps=update):
-            apply_delta(model, named)
-            ends.append(is_last)
+        stuck, ends = (update, options["stuck"]) == (1, rank), []
+        try:
+            for named, is_last in () if stuck else manager.engine.receive_weights(global_steps=update):
+                apply_delta(model, named)
+                ends.append(is_last)
+        except WeightSyncError:
+            assert options["stuck"] is not None
+            ends = []
         assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
         flushes.append(len(ends))
         manager.end()
@@ -141,7 +151,7 @@ def rollout(rank: int, folder: str, options: dict[str, Any]) -> Any:
 def run(tmp_path: Path, model: Path, mask: Path, **given: Any) -> tuple[list[Any], list[Any]]:
     """The results of the trainers and of the rollout workers, which run at the same time in other process groups."""
     options = {"model": str(model), "mask": str(mask), "rollouts": 1, "bucket_size": 2**20, "restart": None, "lr": 1e-2}
-    options |= given
+    options |= {"stuck": None, "timeout": 60.0, **given}
     with ThreadPoolExecutor(2) as pool:
         trainers = pool.submit(launch_verl, trainer, TRAINERS, str(tmp_path), options)
         rollouts = pool.submit(launch_verl, rollout, options["rollouts"], str(tmp_path), options)
@@ -193,6 +203,18 @@ def test_a_rollout_worker_that_restarts_gets_all_weights(tmp_path: Path):
     for whole, received, _ in rolled:
         assert whole == [True, False, False, True]
         assert_same_bits(exported, received)
+
+
+def test_an_update_after_one_that_a_rollout_worker_did_not_receive_has_all_weights(tmp_path: Path):
+    from verl_lab import save_model
+
+    model = save_model(tmp_path / "model")
+    mask = save_mask(model, 0.2)
+    ((metrics, exported, _), _), rolled = run(tmp_path, model, mask, rollouts=2, stuck=1, timeout=3.0)
+    assert "a broadcast of weights has failed at rank 0 of the 3 members" in metrics[1]
+    for whole, received, _ in rolled:
+        assert whole == [True, False, True, False]
+        assert_same_bits(exported[2:], received[2:])
 
 
 def refused(rank: int) -> str:

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import WeightSyncError
 from ...tensors import dtype_name
 from ...weight_sync.message import tensor_list
+from ...weight_sync.transports.control import first_line
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:
@@ -38,10 +40,16 @@ class BroadcastGroup:
         key: name of the group in the store.
         device: of the tensors that are broadcast.
         timeout: of a broadcast, in seconds.
+
+    Attributes:
+        has_failed: whether a broadcast has failed, after which the group cannot be used.
     """
+
+    has_failed = False
 
     def __init__(self, store: dist.Store, key: str, rank: int, size: int, device: torch.device, timeout: float) -> None:
         self.key, self._device = key, device
+        self._members = f"rank {rank} of the {size} members (the trainer is rank 0, the others are rollout workers)"
         store = dist.PrefixStore(key, store)
         if device.type == "cpu":
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -51,7 +59,11 @@ class BroadcastGroup:
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def send(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Broadcast what JSON can hold, and tensors by name; return the bytes of both."""
+        """Broadcast what JSON can hold, and tensors by name; return the bytes of both.
+
+        Raises:
+            WeightSyncError: it has failed, or not ended within the timeout.
+        """
         entries = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
         data = json.dumps({**content, "tensors": json.dumps(entries)}).encode()
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
@@ -62,7 +74,11 @@ class BroadcastGroup:
         return text.numel() + sum(tensor.nbytes for tensor in tensors.values())
 
     def receive(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Receive what rank 0 sends: the content, and the tensors by name, in new memory."""
+        """Receive what rank 0 sends: the content, and the tensors by name, in new memory.
+
+        Raises:
+            WeightSyncError: as `send`.
+        """
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._broadcast(length)
         text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
@@ -80,4 +96,11 @@ class BroadcastGroup:
 
     def _broadcast(self, tensor: Tensor) -> None:
         if tensor.numel():  # bytes, because no backend sends all dtypes
-            self._group.broadcast([tensor.view(-1).view(torch.uint8)]).wait()
+            try:
+                self._group.broadcast([tensor.view(-1).view(torch.uint8)]).wait()
+            except RuntimeError as error:
+                self.has_failed = True
+                raise WeightSyncError(
+                    f"a broadcast of weights has failed at {self._members}: {first_line(error)}; another member has "
+                    "ended or does not receive, and the next update makes a new group and sends all weights"
+                ) from error

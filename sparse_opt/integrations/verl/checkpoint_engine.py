@@ -71,6 +71,9 @@ class SparseCheckpointEngine(CheckpointEngine):
         self._names: dict[str, list[str]] = {}
 
     def prepare(self) -> Member:
+        if self._group is not None and self._group.has_failed:
+            self._group.close()
+            self._group = self._place = None
         return Member(self._state, self._address, self._place)
 
     @classmethod
@@ -120,6 +123,7 @@ class SparseCheckpointEngine(CheckpointEngine):
 
         Raises:
             ConfigError: the actor is not a `sparse_fsdp2` engine.
+            WeightSyncError: a broadcast has failed, or not ended within the timeout.
         """
         if not isinstance(weights, ExportedWeights):
             raise ConfigError(
@@ -146,7 +150,7 @@ class SparseCheckpointEngine(CheckpointEngine):
         The update is complete when the iterator is exhausted. If it is not, the next update has all weights.
 
         Raises:
-            WeightSyncError: the update is damaged, out of order or for another mask.
+            WeightSyncError: the update is damaged, out of order or for another mask, or a broadcast has failed.
         """
         assert self._group is not None, "init_process_group was not called"
         self._state = None
