@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync
+from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync, connections
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupSender, open_receiver
 
@@ -32,6 +33,8 @@ class Worker:
         self.weights = {name: weight.clone() for name, weight in weights.items()}
         self.workers = 1
         self.fails: str | None = None  # the route that answers with an error
+        self.ends_in = ""  # the route in which the server is killed
+        self.hangs = False  # does not answer for a second
         self.restart()
 
     def restart(self) -> None:
@@ -90,6 +93,14 @@ class Server(Worker):
                 worker.calls.append(self.path.strip("/"))
                 if worker.fails is not None and self.path.startswith(worker.fails):
                     self.answer(500, {"error": {"message": "out of order"}})
+                    return
+                if worker.ends_in == self.path:
+                    worker.ends_in = ""
+                    worker.http.socket.close()
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                if worker.hangs:
+                    time.sleep(1.0)
                     return
                 try:
                     if self.path == "/update_weights":
@@ -266,6 +277,34 @@ def test_a_server_without_pauses_is_paused_if_its_workers_may_differ(weights, se
     assert server.calls[-1] == "pause?mode=keep"
     sync.update()
     assert server.calls[-1] == "resume"
+
+
+def test_a_server_that_is_killed_during_an_update_is_named_once(weights, sender, servers):
+    lost, other = servers(2)
+    sync = VLLMWeightSync(sender, [lost.address, other.address])
+    sync.connect()
+    lost.ends_in = "/update_weights"
+    step(weights, sender)
+    ended = f"{lost.address}/update_weights has ended during the request: Remote end closed connection without response"
+    with pytest.raises(WeightSyncError, match=f"^{ended}$"):
+        sync.update()
+    assert other.version == "1" and torch.equal(other.weights["w"], weights["w"])
+
+
+def test_a_server_that_hangs_is_not_waited_for_again_as_long(weights, sender, servers, monkeypatch):
+    monkeypatch.setattr(connections, "_PATIENCE", 0.05)
+    (server,) = servers(1)
+    sync = VLLMWeightSync(sender, server.address, timeout=0.5)
+    sync.connect()
+    server.hangs = True
+    step(weights, sender)
+    begin = time.monotonic()
+    with pytest.raises(WeightSyncError, match=rf"^{server.address}/pause\?mode=keep has not answered within 0.5 s$"):
+        sync.update()
+    assert time.monotonic() - begin < 0.9
+    server.hangs = False
+    time.sleep(1.0)  # the requests of before have ended
+    assert sync.update() == 2 and torch.equal(server.weights["w"], weights["w"])
 
 
 def test_a_failing_pause_is_followed_by_resume(sender, servers):

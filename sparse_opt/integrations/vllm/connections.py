@@ -16,6 +16,12 @@ from typing import Any, Literal
 from ...errors import WeightSyncError
 
 Pause = Literal["keep", "wait", "abort"]
+# The timeout of requests to a server that has not answered another one, in seconds.
+_PATIENCE = 10.0
+
+
+class ServerLost(WeightSyncError):
+    """A server cannot be reached, has ended during a request, or has not answered it in time."""
 
 
 class Connection(ABC):
@@ -88,7 +94,8 @@ class Connection(ABC):
             try:
                 text += action() or ""
             except WeightSyncError as second:
-                if str(second) not in text:
+                both_lost = isinstance(error, ServerLost) and isinstance(second, ServerLost)
+                if not both_lost and str(second) not in text:
                     text += f"; then {second}"
         return WeightSyncError(text)
 
@@ -199,6 +206,14 @@ class Server(Connection):
         self._timeout = timeout
         self._is_held = False  # paused after an error, also with pause=None
 
+    def _abandoned(self, error: WeightSyncError, sent: bool) -> WeightSyncError:
+        timeout = self._timeout
+        self._timeout = min(timeout, _PATIENCE) if isinstance(error, ServerLost) else timeout
+        try:
+            return super()._abandoned(error, sent)
+        finally:
+            self._timeout = timeout
+
     def weight_version(self) -> str:
         return str(self._value("weight_info", "weight_version", method="GET"))
 
@@ -267,7 +282,8 @@ def request_json(url: str, content: Any = None, *, method: str = "POST", timeout
         timeout: in seconds.
 
     Raises:
-        WeightSyncError: the server cannot be reached, or answers with an error, whose message this has, or not in JSON.
+        ServerLost: the server cannot be reached, ends during the request, or does not answer within `timeout`.
+        WeightSyncError: it answers with an error, whose message this has, or not in JSON.
     """
     data = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
@@ -277,7 +293,11 @@ def request_json(url: str, content: Any = None, *, method: str = "POST", timeout
     except urllib.error.HTTPError as error:
         raise WeightSyncError(f"{url} answered {error.code}: {_message(error.read())}") from error
     except (OSError, HTTPException) as error:
-        raise WeightSyncError(f"{url} cannot be reached: {error}") from error
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(cause, TimeoutError):
+            raise ServerLost(f"{url} has not answered within {timeout:g} s") from error
+        how = "cannot be reached" if isinstance(error, urllib.error.URLError) else "has ended during the request"
+        raise ServerLost(f"{url} {how}: {cause}") from error
     try:
         return json.loads(body) if body else {}
     except (ValueError, RecursionError) as error:
