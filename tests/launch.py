@@ -30,7 +30,13 @@ import torch
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["pytest", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "sparse_opt.trainers.sft"]
+    [
+        "pytest",
+        "datasets",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "sparse_opt.trainers.sft",
+    ]
 )
 
 # The parameter `backend` of tests that run on two ranks, or on more with gloo.
@@ -169,12 +175,21 @@ def run_script(
     return run_command(1, words, environment, script=script, **options)
 
 
-def _run_command(
-    folder: str, rank: int, script: Path | None, words: list[str], variables: dict[str, str], cwd: Path
-) -> None:
+def _begin(variables: Mapping[str, str]) -> None:
+    """What a forked process does first."""
     gc.freeze()  # a collection does not visit, and so copy, the pages of the server's objects
     os.environ.clear()
     os.environ.update(variables)
+    if cache := variables.get("HF_DATASETS_CACHE"):
+        import datasets
+
+        datasets.config.HF_DATASETS_CACHE = Path(cache)  # `datasets` has read the variables of the server
+
+
+def _run_command(
+    folder: str, rank: int, script: Path | None, words: list[str], variables: dict[str, str], cwd: Path
+) -> None:
+    _begin(variables)
     os.chdir(cwd)
     for stream in (sys.stdout, sys.stderr):
         with open(Path(folder) / f"{stream.name.strip('<>')}{rank}", "wb") as output:
@@ -219,9 +234,7 @@ def _wait(processes: list[ForkServerProcess], timeout: float) -> tuple[int | Non
 
 
 def _run(folder: str, path: str, name: str, backend: str, timeout: float, variables: dict[str, str]) -> None:
-    gc.freeze()  # a collection does not visit, and so copy, the pages of the server's objects
-    os.environ.clear()
-    os.environ.update(variables)
+    _begin(variables)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with open(Path(folder) / f"output{rank}", "wb") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
