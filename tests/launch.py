@@ -126,6 +126,7 @@ def run_command(
     script: Path | None = None,
     launched: bool = False,
     cwd: Path | None = None,
+    killed: tuple[int, Callable[[], bool]] | None = None,
     timeout: float = 120.0,
 ) -> Ended:
     """Run `sparse-opt` with these words in `n` processes, as torchrun does: if a rank fails, the others are terminated.
@@ -133,6 +134,7 @@ def run_command(
     Args:
         script: run instead of `sparse-opt`.
         launched: whether one process has the variables of torchrun, too.
+        killed: (rank, when): this rank is killed as soon as `when()` is true.
 
     Raises:
         AssertionError: not all processes ended in time; has what they have printed.
@@ -151,6 +153,9 @@ def run_command(
             processes[-1].start()
         failed, deadline = 0, time.monotonic() + timeout
         while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
+            if killed is not None and killed[1]():
+                processes[killed[0]].kill()
+                killed = None
             if not failed and (failed := next((code for process in processes if (code := process.exitcode)), 0)):
                 for process in processes:
                     process.terminate()
