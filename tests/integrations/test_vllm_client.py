@@ -19,7 +19,7 @@ import torch
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync, connections
-from sparse_opt.weight_sync import WeightReceiver, WeightSender
+from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupSender, open_receiver
 
 SHAPE = (40, 30)
@@ -373,6 +373,23 @@ def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
         expected = "has not replied within 1 s; start_weight_update of the vLLM engine failed: the engine core died"
         with pytest.raises(WeightSyncError, match=expected):
             sync.update()
+        llm.channel.close()
+
+
+def test_workers_of_parts_are_verified_in_the_round_of_an_update(weights, sender):
+    """Half of the rows, as with tensor parallelism; one of its elements is changed by others."""
+    llm = ChannelLLM(weights)
+    half = Destination(llm.weights["w"][:20], rows=(0, 20))
+    llm.receiver = WeightReceiver(None, destinations={"w": [half]})
+    with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=5.0)) as channel:
+        sync = VLLMChannelSync(channel, llm)
+        sync.connect()
+        assert sync.update(verify=True) == 1
+        llm.weights["w"].view(-1)[int(sender.mask.indices["w"][0])] += 1
+        assert sync.update() == 2  # an update without changes, which does not notice it
+        with pytest.raises(WeightSyncError, match="^version 3: .* digest .*: they were changed by others$"):
+            sync.update(verify=True)
+        assert sync.update(verify=True) == 4 and torch.equal(llm.weights["w"][:20], weights["w"][:20])
         llm.channel.close()
 
 

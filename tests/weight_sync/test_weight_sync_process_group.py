@@ -181,6 +181,16 @@ def test_verify_names_the_receivers_whose_weights_were_changed() -> None:
             assert channel.update() == i + 2  # the receiver gets a state: the element has not changed
             channel.verify()
             assert same_bits(weights, copies[2])
+        # In the round of an update: with the update, and with the state that follows an error.
+        bits(copies[1]["z"])[positions[-1]] ^= 1
+        bits(weights["z"])[positions[0]] ^= 1
+        with pytest.raises(WeightSyncError, match="^version 5: rank 1: its active weights have digest"):
+            channel.update(verify=True)
+        assert channel.update(verify=True) == 6
+        assert same_bits(weights, copies[2]) and all(
+            torch.equal(bits(copies[i]["z"][cut]), bits(weights["z"][cut]))
+            for i, cut in enumerate([slice(0, 100), slice(100, 200)])
+        )
         idle = ControlClient(channel.address, PATIENCE, "idle")
         channel.timeout = 0.3
         with pytest.raises(WeightSyncError, match="not verified: idle has not replied within 0.3 s$"):
@@ -188,7 +198,7 @@ def test_verify_names_the_receivers_whose_weights_were_changed() -> None:
         del idle
         channel.timeout = PATIENCE
         channel.verify()
-    assert all(follower.ended() and follower.versions == [0, 1, 2, 3, 4] for follower in followers)
+    assert all(follower.ended() and follower.versions == [*range(7)] for follower in followers)
 
 
 def test_a_receiver_that_lacks_a_weight_is_named() -> None:

@@ -56,18 +56,23 @@ class VLLMChannelSync:
         self._on_sender(lambda: self._send(None))
         return self.channel.weights.version
 
-    def update(self) -> int:
+    def update(self, *, verify: bool = False) -> int:
         """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
 
         Engines that have restarted are connected again, and get the mask and all active values.
 
+        Args:
+            verify: let all workers read all active weights afterwards, and compare them with the sender's, also those
+                of tensor parallelism; see `SenderChannel.update`.
+
         Raises:
-            WeightSyncError: an engine cannot be reached or refuses the update, or its workers are lost; gives the
-                messages. Engines without an error have the version; the next call brings the others to it.
+            WeightSyncError: an engine cannot be reached or refuses the update, or its workers are lost or have other
+                weights; gives the messages. Engines without an error have the version; the next call brings the others
+                to it.
         """
         self._background.require_idle()
         update = self.channel.weights.update()
-        self._on_sender(lambda: self._send(update))
+        self._on_sender(lambda: self._send(update, verify=verify))
         return self.channel.weights.version
 
     def begin_update(self) -> None:
@@ -85,7 +90,7 @@ class VLLMChannelSync:
         self._on_sender(self._background.take())
         return self.channel.weights.version
 
-    def _send(self, update: PendingMessage | None) -> None:
+    def _send(self, update: PendingMessage | None, *, verify: bool = False) -> None:
         """Run a round of the channel while the engines that can be reached are in an update."""
         version = self.channel.weights.version
         problems: list[WeightSyncError] = []
@@ -97,7 +102,7 @@ class VLLMChannelSync:
             ready = _successful(reached, begun)
             completed = [pool.submit(engine.complete, [None], version) for engine in ready]
             try:
-                self.channel.send(update, sum(self._workers[engine] for engine in ready))
+                self.channel.send(update, sum(self._workers[engine] for engine in ready), verify=verify)
             except WeightSyncError as error:
                 problems.append(error)
         raise_errors([*joined, *begun, *completed], *problems)

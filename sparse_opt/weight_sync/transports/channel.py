@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,11 @@ from .control import ControlServer, TransportName
 
 @dataclass
 class _Problems:
-    """What went wrong in a round: receiver -> its name if it is lost, or why it refused a message."""
+    """What went wrong in a round: receiver -> its name if it is lost, why it refused a message, or how it differs."""
 
     lost: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    differing: dict[int, str] = field(default_factory=dict)
 
     def concern(self, receiver: int) -> bool:
         return receiver in self.lost or receiver in self.refused
@@ -100,7 +101,7 @@ class SenderChannel(ABC):
         self._background.require_idle()
         self._on_all_ranks(lambda: self.send(None, count, timeout))
 
-    def update(self, receivers: int = 0) -> int:
+    def update(self, receivers: int = 0, *, verify: bool = False) -> int:
         """Make the next version from the current weights, bring all receivers to it, and return its number.
 
         Returns when every receiver holds the version. Receivers that have joined since the last call are included.
@@ -109,15 +110,17 @@ class SenderChannel(ABC):
         Args:
             receivers: wait first until at least this many have joined, for `timeout` seconds at most. A receiver that
                 was lost because it was slow joins again when it next receives: without this, after the round.
+            verify: let the receivers read all active weights afterwards, and compare them as `verify` does, in the same
+                round: for receivers that are in `receive` during updates only, such as vLLM's workers.
 
         Raises:
-            WeightSyncError: receivers are lost, or have refused a message; names them. Or fewer than `receivers` have
-                joined. All others hold the version. The next round does without the lost ones, and sends a state to
-                those that refused.
+            WeightSyncError: receivers are lost, have refused a message or have other weights; names them. Or fewer than
+                `receivers` have joined. All others hold the version. The next round does without the lost ones, and
+                sends a state to the other named ones.
         """
         self._background.require_idle()
         update = self.weights.update()
-        self._on_all_ranks(lambda: self.send(update, receivers))
+        self._on_all_ranks(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
 
     def begin_update(self, receivers: int = 0) -> None:
@@ -219,27 +222,43 @@ class SenderChannel(ABC):
         control.post(control.names, {"do": "verify"})
         problems = _Problems()
         replies = self._collect(list(control.names), problems)
+        self._compare(replies, problems)
+        if clauses := self._clauses(problems):
+            raise WeightSyncError(f"version {sender.version} was not verified: {listed(clauses, '; ')}")
+
+    def _compare(self, replies: Mapping[int, dict[str, Any]], problems: _Problems) -> None:
+        """Compare the digests in replies with the sender's version, whose parts are each read once."""
+        _, sender = self._connected()
         expected: dict[str, str] = {}
         for r, reply in replies.items():
             if reply["version"] != sender.version:
                 held = "no version" if reply["version"] is None else f"version {reply['version']}"
-                problems.refused[r] = f"it has {held}"
+                problems.differing[r] = f"it has {held}"
                 continue
             key = compact_json(reply["parts"])
             if key not in expected:
                 expected[key] = sender.digest_of(reply["parts"])
             if reply["digest"] != expected[key]:
-                problems.refused[r] = (
+                problems.differing[r] = (
                     f"its active weights have digest {reply['digest']}, expected {expected[key]}: they were changed by "
                     "others"
                 )
-        self._differing |= problems.refused.keys()
-        if problems.lost or problems.refused:
-            clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
-            clauses += [f"{control.names[r]}: {reason}" for r, reason in problems.refused.items()]
-            raise WeightSyncError(f"version {sender.version} was not verified: {listed(clauses, '; ')}")
+        self._differing |= problems.differing.keys()
 
-    def send(self, update: PendingMessage | None, receivers: int = 0, timeout: float | None = None) -> None:
+    def _clauses(self, problems: _Problems) -> list[str]:
+        control, _ = self._connected()
+        clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
+        clauses += [f"{control.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
+        return clauses + [f"{control.names[r]}: {reason}" for r, reason in problems.differing.items()]
+
+    def send(
+        self,
+        update: PendingMessage | None,
+        receivers: int = 0,
+        timeout: float | None = None,
+        *,
+        verify: bool = False,
+    ) -> None:
         """Bring all receivers to the sender's version. On rank 0 only: the part of `update` that is no collective.
 
         May be called in any thread, for one update at a time. The receivers are asked for their states while the GPU
@@ -250,6 +269,7 @@ class SenderChannel(ABC):
                 the version get a state.
             receivers: wait first until at least this many have joined.
             timeout: seconds to wait for them; then those that have joined get the version. Default: the channel's.
+            verify: see `update`.
 
         Raises:
             WeightSyncError: as `update`; or `update` is not the last one.
@@ -273,28 +293,31 @@ class SenderChannel(ABC):
         ]
         self._differing.clear()
         if behind:
-            self._send(sender.state_message(), behind, problems)
+            self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
         if update is not None and following:
-            self._send(update.wait(), following, problems)
-        if problems.lost or problems.refused or missing is not None:
-            clauses = [] if missing is None else [missing]
-            clauses += [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
-            clauses += [f"{control.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
+            self._send(update.wait(), following, problems, verify=verify)
+        if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
-    def _send(self, message: Message, receivers: Sequence[int], problems: _Problems) -> dict[int, dict[str, Any]]:
+    def _send(
+        self, message: Message, receivers: Sequence[int], problems: _Problems, *, verify: bool = False
+    ) -> dict[int, dict[str, Any]]:
         """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer."""
         control, _ = self._connected()
         remaining, reason = list(receivers), ""
         states: dict[int, dict[str, Any]] = {}
         for _ in range(2):
-            control.post(remaining, {"do": "message", "header": message.header(), **self._offer(message, remaining)})
+            command = {"do": "message", "header": message.header(), "verify": verify}
+            control.post(remaining, command | self._offer(message, remaining))
             failure = self._transfer(message)
             replies = self._collect(remaining, problems)
             failed = [r for r, reply in replies.items() if "failed" in reply]
             self._after(message, complete=failure is None and not failed and not problems.lost)
-            states |= {r: reply for r, reply in replies.items() if r not in failed}
+            taken = {r: reply for r, reply in replies.items() if r not in failed}
+            if verify:
+                self._compare(taken, problems)
+            states |= taken
             remaining = failed
             if not remaining:
                 return states

@@ -12,8 +12,9 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-    {"do": "message", "header": the message's header, "last": ..., and what the transport adds}
-                             -> as for status; or {"failed": why the tensors did not arrive}; or {"refused": the error}
+    {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
+                             -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
+                             tensors did not arrive}; or {"refused": the error}
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
                              or {"refused": why they cannot be read}
     {"do": "close"}          -> {}

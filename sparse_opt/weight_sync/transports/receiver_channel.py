@@ -98,7 +98,7 @@ class ReceiverChannel(ABC):
             self._has_mask |= message.kind == "mask"
             self._needs_state &= message.kind != "state"
             status = self._status()
-            self._control.reply(status)
+            self._control.reply(status | self._verification() if command["verify"] else status)
             if self.weights.version is not None and not status["state"]:
                 return self.weights.version
 
