@@ -114,7 +114,8 @@ def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
-def one_patch_of_triton() -> Iterator[None]:
+def quick_triton_interpreter() -> Iterator[None]:
+    """See interpreted.py."""
     from interpreted import quick_interpreter
 
     with quick_interpreter():
