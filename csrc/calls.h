@@ -125,6 +125,30 @@ struct MoveCall {
   }
 };
 
+struct ReplaceCall {
+  std::vector<void*> dense;
+  ReplaceArguments args;
+
+  ReplaceCall(TensorList dense_list, const TensorView& before, const TensorView& after, const TensorView& indices,
+              Ints starts, Ints ends, int64_t run_length, const OptionalTensor& index_bases) {
+    dense = list_data("dense", dense_list, indices.device);
+    args.segments = checked_segments("dense", dense_list, dense, indices, starts, ends, run_length, index_bases);
+    if (!dense_list.empty()) args.dense_dtype = dtype_of("dense[0]", dense_list[0]);
+    args.before_dtype = checked_dtype("before", before, dense_list, indices, run_length);
+    args.after_dtype = checked_dtype("after", after, dense_list, indices, run_length);
+    args.before = before.data;
+    args.after = after.data;
+  }
+
+ private:
+  static DType checked_dtype(const char* name, const TensorView& tensor, TensorList dense_list,
+                             const TensorView& indices, int64_t run_length) {
+    check_flat(name, tensor, checked_slots(indices, run_length), indices.device);
+    if (!dense_list.empty() && tensor.dtype != ScalarType::Float) check_dtype(name, tensor, dense_list[0].dtype);
+    return dtype_of(name, tensor);
+  }
+};
+
 // The partial sums of the segments, one after the other.
 struct SumCall {
   std::vector<void*> no_tensors;

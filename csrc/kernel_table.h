@@ -18,7 +18,7 @@ enum RuleNumber : int { SPARSE_OPT_FOR_EACH_RULE(SPARSE_OPT_NUMBER) kRuleCount }
 // All functions run on the current stream of the arguments' device, `device` of its type.
 struct KernelTable {
   // Changes with the layout of the arguments or of this table.
-  static constexpr int64_t kVersion = 2;
+  static constexpr int64_t kVersion = 3;
 
   int64_t version = kVersion;
   int64_t sizes = argument_sizes();
@@ -28,6 +28,7 @@ struct KernelTable {
     void (*gather)(const GatherArguments& args, int device) = nullptr;
     void (*tiles)(const TileArguments& args, int device) = nullptr;
     void (*swap)(const MoveArguments& args, int device) = nullptr;
+    void (*replace)(const ReplaceArguments& args, int device) = nullptr;
   } cpu, cuda;
 
   // Gathers some tensors of a list; numbers[i] is the number of the call's tensor i in the list, and its partial sums

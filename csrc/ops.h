@@ -37,6 +37,13 @@ void indexed_swap_(TensorList dense, const TensorView& compact, const TensorView
   OnDevice::swap(call.args, indices.device.index);
 }
 
+template <typename OnDevice>
+void indexed_replace_(TensorList dense, const TensorView& before, const TensorView& after, const TensorView& indices,
+                      Ints starts, Ints ends, int64_t run_length, const OptionalTensor& index_bases) {
+  const ReplaceCall call(dense, before, after, indices, starts, ends, run_length, index_bases);
+  OnDevice::replace(call.args, indices.device.index);
+}
+
 // Of delta logs: compact = dense[indices], bit for bit.
 template <typename OnDevice>
 void indexed_take_(TensorList dense, const TensorView& compact, const TensorView& indices, Ints starts, Ints ends) {
@@ -118,6 +125,7 @@ void implement_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("masked_grad_gather_", boxed<&masked_grad_gather_<OnDevice>>);
   m.impl("tile_weight_grad_", boxed<&tile_weight_grad_<OnDevice>>);
   m.impl("indexed_swap_", boxed<&indexed_swap_<OnDevice>>);
+  m.impl("indexed_replace_", boxed<&indexed_replace_<OnDevice>>);
   m.impl("indexed_take_", boxed<&indexed_take_<OnDevice>>);
   m.impl("delta_encode", boxed<&delta_encode<OnDevice>>);
   m.impl("delta_apply_", boxed<&delta_apply_<OnDevice>>);
@@ -135,6 +143,7 @@ KernelTable::OfDevice table_of() {
   table.gather = &OnDevice::gather;
   table.tiles = &OnDevice::tiles;
   table.swap = &OnDevice::swap;
+  table.replace = &OnDevice::replace;
   return table;
 }
 

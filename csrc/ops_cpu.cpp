@@ -34,6 +34,7 @@ struct Cpu {
   static void gather(const GatherArguments& args, int) { cpu::masked_grad_gather(args, parallel_for); }
   static void tiles(const TileArguments& args, int) { cpu::tile_weight_grad(args, parallel_for); }
   static void swap(const MoveArguments& args, int) { cpu::indexed_swap(args, parallel_for); }
+  static void replace(const ReplaceArguments& args, int) { cpu::indexed_replace(args, parallel_for); }
   static void take(const MoveArguments& args, int) { cpu::indexed_take(args, parallel_for); }
   static void apply(const MoveArguments& args, int) { cpu::delta_apply(args, parallel_for); }
 

@@ -57,6 +57,7 @@ struct Cuda {
   // Freed on return; the allocator keeps the order of the stream.
   static Tensor float_scratch(int64_t n, int device) { return empty({n}, ScalarType::Float, gpu(device)); }
   static void swap(const MoveArguments& args, int device) { cuda::indexed_swap(args, OnStream(device)); }
+  static void replace(const ReplaceArguments& args, int device) { cuda::indexed_replace(args, OnStream(device)); }
   static void take(const MoveArguments& args, int device) { cuda::indexed_take(args, OnStream(device)); }
   static void apply(const MoveArguments& args, int device) { cuda::delta_apply(args, OnStream(device)); }
 

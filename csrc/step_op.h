@@ -23,7 +23,8 @@ struct StepInputs {
   TensorView lr, steps;
   OptionalTensor grad;
   std::optional<TensorList> dense_grads;
-  OptionalTensor master;
+  OptionalTensor master, weights;
+  bool params_hold_master;
   typename Rule::Options options;
   OptionalTensor clip_coef, grad_scale, found_inf;
   bool stochastic_rounding;
@@ -44,6 +45,8 @@ struct StepInputs {
     visit("grad", grad);
     visit("dense_grads", dense_grads);
     visit("master", master);
+    visit("weights", weights);
+    visit("params_hold_master", params_hold_master);
     options.for_each([&](const char* name, auto& option) { visit(name, option); });
     visit("clip_coef", clip_coef);
     visit("grad_scale", grad_scale);
@@ -76,6 +79,7 @@ struct StepCall {
     args.steps = float_data("steps", in.steps, count, device);
     set_gradient(in, nnz);
     args.master = optional_float_data("master", in.master, nnz, device);
+    set_weights(in, nnz);
     args.clip_coef = optional_float_data("clip_coef", in.clip_coef, 1, device);
     args.grad_scale = optional_float_data("grad_scale", in.grad_scale, 1, device);
     args.found_inf = optional_float_data("found_inf", in.found_inf, 1, device);
@@ -100,6 +104,16 @@ struct StepCall {
       dtype = state->dtype;
       if (used) args.states[i] = state->data;
     }
+  }
+
+  void set_weights(const StepInputs<Rule>& in, int64_t nnz) {
+    SPARSE_OPT_CHECK(!in.params_hold_master || in.master.has_value(), "params_hold_master is True, but master is None");
+    args.params_hold_master = in.params_hold_master;
+    if (!in.weights.has_value()) return;
+    SPARSE_OPT_CHECK(!in.master.has_value(), "expected at most one of master and weights, got both");
+    check_flat("weights", *in.weights, nnz, in.indices.device);
+    if (!in.params.empty()) check_dtype("weights", *in.weights, in.params[0].dtype);
+    args.weights = in.weights->data;
   }
 
   void set_gradient(const StepInputs<Rule>& in, int64_t nnz) {

@@ -31,6 +31,7 @@ OPS = (
     "masked_grad_gather_",
     "tile_weight_grad_",
     "indexed_swap_",
+    "indexed_replace_",
     "delta_encode",
     "delta_apply_",
 )

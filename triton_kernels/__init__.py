@@ -15,6 +15,7 @@ import functools
 
 from . import weight_sync
 from .delta_codec import delta_apply_, delta_encode
+from .indexed_replace import indexed_replace_
 from .indexed_swap import indexed_swap_
 from .launch import interpreted, set_tuning
 from .masked_grad_gather import masked_grad_gather_
@@ -25,6 +26,7 @@ from .tile_weight_grad import tile_weight_grad_
 __all__ = [
     "delta_apply_",
     "delta_encode",
+    "indexed_replace_",
     "indexed_swap_",
     "interpreted",
     "masked_grad_gather_",

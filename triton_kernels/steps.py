@@ -58,7 +58,7 @@ def _kernel_name(specialization: Any) -> str:
 #   written s, and the granules of the parameters again, those whose bits change; with fp32 masters 4 more of each
 # int32 indices, fp32 gradients and states, bf16 parameters at density d: 8 + 8 states + 4 hit(d) / d, where
 # hit(d) = 1 - (1 - d)^32 is the share of granules touched: AdamW 24 + 4 hit(d) / d, SGD 16 + 4 hit(d) / d. The
-# bandwidth bound is that times nnz over the copy rate. With runs, i is an index's bytes over RUN; aligned ones of 32
+# bandwidth bound is that times nnz over the copy rate. With `weights` or HOLD_MASTER no granule is read. With runs, i is an index's bytes over RUN; aligned ones of 32
 # bf16 and more are whole granules: 24 + 4 / RUN.
 @triton.jit(do_not_specialize=["param_table", "grad_table", "start", "end", "key"], repr=_kernel_name)
 def _step_kernel(
@@ -71,6 +71,7 @@ def _step_kernel(
     state1,  # [nnz] or None
     grad,  # [nnz] or None
     master,  # [nnz] or None
+    weights,  # [nnz] or None
     scalars,  # [n, WIDTH] fp32 or None
     lr,  # [1]
     steps,  # [n]
@@ -86,6 +87,7 @@ def _step_kernel(
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    HOLD_MASTER: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
 ):
@@ -97,9 +99,14 @@ def _step_kernel(
     g = _load_gradient(grad, grad_table, blocks, tensor, slots, positions, mask, GRAD)
     s0 = _load_state(state0, slots, mask, BLOCK)
     s1 = _load_state(state1, slots, mask, BLOCK)
-    held = tl.load(param_at, mask=mask, other=0.0)
+    if weights is not None:
+        held = tl.load(weights + slots, mask=mask, other=0.0, eviction_policy="evict_first")
+    elif not HOLD_MASTER:
+        held = tl.load(param_at, mask=mask, other=0.0)
     if master is not None:
         p = tl.load(master + slots, mask=mask, other=0.0, eviction_policy="evict_first")
+        if HOLD_MASTER:
+            held = round_nearest(p, PARAM)
     else:
         p = widen(held)
 
@@ -123,6 +130,8 @@ def _step_kernel(
         _store_nearest(state1, slots, mask, s1)
     if master is not None:
         tl.store(master + slots, p, mask=mask, eviction_policy="evict_first")
+    if weights is not None:
+        tl.store(weights + slots, stored, mask=mask, eviction_policy="evict_first")
     # Stores to scattered elements are the most expensive part of a step, and few of them change a bit.
     tl.store(param_at, stored, mask=mask & differs(stored, held))
 
@@ -137,6 +146,8 @@ def step(
     grad: Tensor | None = None,
     dense_grads: Sequence[Tensor] | None = None,
     master: Tensor | None = None,
+    weights: Tensor | None = None,
+    params_hold_master: bool = False,
     clip_coef: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -173,6 +184,7 @@ def step(
             state1,
             grad,
             master,
+            weights,
             scalars,
             lr,
             steps,
@@ -188,6 +200,7 @@ def step(
             PARAM=element_dtype(params),
             GRAD=None if dense_grads is None else element_dtype(dense_grads),
             STOCHASTIC=stochastic_rounding,
+            HOLD_MASTER=params_hold_master,
             BLOCK=slots,
             RUN=run_length,
             **SLOT_OPTIONS,

@@ -44,6 +44,8 @@ struct StepArguments {
   const void* grad = nullptr;          // [nnz]
   void* const* dense_grads = nullptr;  // [count], the list in host memory
   float* master = nullptr;             // [nnz]
+  void* weights = nullptr;             // [nnz] of param_dtype: a copy of the parameters' active elements; no master then
+  bool params_hold_master = false;     // the parameters' active elements are the rounded masters
   const float* lr = nullptr;           // [1]
   float* steps = nullptr;              // [count], 1 in the first step
   bool count_steps = false;            // add 1 to `steps` first, unless found_inf
@@ -106,6 +108,17 @@ struct MoveArguments {
   Segments segments;
   void* compact = nullptr;  // [nnz]
   int element_size = 0;     // 1, 2, 4 or 8
+};
+
+// Writes `after`, rounded to dense_dtype, to dense[indices] where its bits differ from those of `before`, which dense
+// holds. Each of the two is [nnz] of dense_dtype or fp32.
+struct ReplaceArguments {
+  Segments segments;
+  DType dense_dtype = DType::kFloat32;
+  DType before_dtype = DType::kFloat32;
+  DType after_dtype = DType::kFloat32;
+  const void* before = nullptr;
+  const void* after = nullptr;
 };
 
 // Elements of a block, all of one tensor. A CPU marks and counts the changes of each block, then writes them at

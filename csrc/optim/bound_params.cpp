@@ -84,6 +84,12 @@ void BoundParams::swap(const at::Tensor& compact) const {
   bump_versions();
 }
 
+void BoundParams::replace(const at::Tensor& before, const at::Tensor& after) const {
+  check_numels();
+  direct::indexed_replace_(params_, before, after, indices_, starts_, ends_, run_length_, index_bases_);
+  bump_versions();
+}
+
 void BoundParams::gather(const at::Tensor& out, const std::optional<std::vector<at::Tensor>>& dense,
                          const std::optional<at::Tensor>& scale, bool accumulate,
                          const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf) const {

@@ -46,6 +46,8 @@ class BoundParams {
 
   // indexed_swap_ on the list; versions are incremented as by step().
   void swap(const at::Tensor& compact) const;
+  // indexed_replace_, likewise.
+  void replace(const at::Tensor& before, const at::Tensor& after) const;
 
   // masked_grad_gather_ of `dense`, tensors of the sizes of the list; of the list itself without them.
   void gather(const at::Tensor& out, const std::optional<std::vector<at::Tensor>>& dense,

@@ -122,6 +122,22 @@ void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::
   of(indices).gather(call.args, indices.device().index());
 }
 
+void indexed_replace_(at::TensorList dense, const at::Tensor& before, const at::Tensor& after, const at::Tensor& indices,
+                      at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length,
+                      const OptionalAtTensor& index_bases) {
+  if (is_dispatched()) {
+    using Signature = void(Lists, const at::Tensor&, const at::Tensor&, const at::Tensor&, Numbers, Numbers, int64_t,
+                           const OptionalAtTensor&);
+    static const auto op = dispatched<Signature>("sparse_opt_native::indexed_replace_");
+    return op.call(dense, before, after, indices, starts, ends, run_length, index_bases);
+  }
+  RECORD_FUNCTION("sparse_opt_native::indexed_replace_", c10::ArrayRef<const c10::IValue>());
+  const std::vector<TensorView> list = views_of(dense);
+  const ReplaceCall call(list, view_of(before), view_of(after), view_of(indices), view_of(starts), view_of(ends),
+                         run_length, view_of(index_bases));
+  of(indices).replace(call.args, indices.device().index());
+}
+
 void indexed_swap_(at::TensorList dense, const at::Tensor& compact, const at::Tensor& indices, at::IntArrayRef starts,
                    at::IntArrayRef ends, int64_t run_length, const OptionalAtTensor& index_bases) {
   if (is_dispatched()) {

@@ -24,6 +24,9 @@ void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::
                          at::IntArrayRef ends, const std::optional<at::Tensor>& scale, bool accumulate,
                          const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf,
                          int64_t run_length, const std::optional<at::Tensor>& index_bases);
+void indexed_replace_(at::TensorList dense, const at::Tensor& before, const at::Tensor& after, const at::Tensor& indices,
+                      at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length,
+                      const std::optional<at::Tensor>& index_bases);
 void indexed_swap_(at::TensorList dense, const at::Tensor& compact, const at::Tensor& indices, at::IntArrayRef starts,
                    at::IntArrayRef ends, int64_t run_length, const std::optional<at::Tensor>& index_bases);
 void gather_partly_(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,

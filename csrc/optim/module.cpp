@@ -135,6 +135,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take_grads", &BoundParams::take_grads, Unlocked())
       .def("release_grads", &BoundParams::release_grads, Unlocked())
       .def("swap", &BoundParams::swap, "compact"_a, Unlocked())
+      .def("replace", &BoundParams::replace, "before"_a, "after"_a, Unlocked())
       .def("gather", &BoundParams::gather, "out"_a, "dense"_a, "scale"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a,
            Unlocked())
       .def("step", &step, "op"_a);

@@ -48,6 +48,7 @@ __all__ = [
     "can_narrow",
     "delta_apply_",
     "delta_encode",
+    "indexed_replace_",
     "indexed_swap_",
     "masked_grad_gather_",
     "narrow_indices",
@@ -190,6 +191,38 @@ def indexed_swap_(
     """
     _ops.indexed_swap_(
         dense, compact, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend
+    )
+
+
+@torch.no_grad()
+def indexed_replace_(
+    dense: Sequence[Tensor],
+    before: Tensor,
+    after: Tensor,
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    run_length: int = 1,
+    index_bases: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Set dense[indices] to `after`, where it holds `before`; nothing is read from `dense`.
+
+    Only elements whose bits differ between the two are written, so that a call takes little more than the time to read
+    the compact buffers if most are equal. Where `dense` does not hold `before`, other elements keep what they hold.
+
+    Args:
+        dense: n tensors, bf16, fp16 or fp32.
+        before, after: [nnz] of the dtype of `dense`, or fp32, such as master weights, of which `dense` holds the
+            values rounded to its dtype.
+        indices, starts, ends, run_length, index_bases: as in `indexed_adamw_`.
+
+    Raises:
+        ValueError, BackendUnavailable: as in `indexed_adamw_`.
+    """
+    _ops.indexed_replace_(
+        dense, before, after, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend
     )
 
 

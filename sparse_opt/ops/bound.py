@@ -17,8 +17,8 @@ from .step_ops import STEP_OPS
 class BoundOps:
     """The ops on a fixed list of tensors and their active elements; `bind` makes it.
 
-    The methods are the step ops (`indexed_adamw_` and the others of `STEP_OPS`), `indexed_swap_` and
-    `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are bound,
+    The methods are the step ops (`indexed_adamw_` and the others of `STEP_OPS`), `indexed_swap_`,
+    `indexed_replace_` and `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are bound,
     and the same results.
 
     Attributes:
@@ -54,6 +54,15 @@ class BoundOps:
             self._call("indexed_swap_", self.tensors, compact, *self._segments)
             _increment_versions(self.tensors)
         _increment_versions([compact])
+
+    @torch.no_grad()
+    def indexed_replace_(self, before: Tensor, after: Tensor) -> None:
+        """`ops.indexed_replace_`: set the active elements, which are `before`, to `after`, [nnz] each."""
+        if self._native is not None:
+            self._native.replace(before, after)
+        else:
+            self._call("indexed_replace_", self.tensors, before, after, *self._segments)
+            _increment_versions(self.tensors)
 
     @torch.no_grad()
     def masked_grad_gather_(
@@ -96,7 +105,7 @@ class BoundOps:
             options = {name: value for name, value in arguments.items() if name not in own}
             self._call(op, self.tensors, *self._segments, *(arguments[name] for name in own), **options)
             _increment_versions(self.tensors)
-        written = (*STEP_OPS[op].states, "master")
+        written = (*STEP_OPS[op].states, "master", "weights")
         _increment_versions([t for t in map(arguments.get, written) if t is not None])
 
     def _call(self, op: str, *args: Any, **kwargs: Any) -> None:

@@ -170,6 +170,12 @@ def step(  # type: ignore[no-untyped-def]
     _gradient(op.name, params, indices, run_length, kw["grad"], kw["dense_grads"])
     if kw["master"] is not None:
         _compact(op.name, "master", kw["master"], (torch.float32,), indices, run_length)
+    elif kw["params_hold_master"]:
+        _fail(op.name, "params_hold_master is True, but master is None")
+    if kw["weights"] is not None:
+        if kw["master"] is not None:
+            _fail(op.name, "both of master and weights given, expected at most one")
+        _like_dense(op.name, "weights", kw["weights"], params, indices, run_length)
     for name in ("clip_coef", "grad_scale", "found_inf"):
         _scalar(op.name, name, kw[name], device)
     if not 0 <= kw["seed"] < 2**63:
@@ -253,6 +259,17 @@ def indexed_swap_(dense, compact, indices, starts, ends, *, run_length, index_ba
     _segments(op, "dense", dense, indices, starts, ends, run_length, index_bases)
     _movable(op, "dense", dense, indices.device)
     _like_dense(op, "compact", compact, dense, indices, run_length)
+
+
+def indexed_replace_(  # type: ignore[no-untyped-def]
+    dense, before, after, indices, starts, ends, *, run_length, index_bases
+) -> None:
+    op = "indexed_replace_"
+    _segments(op, "dense", dense, indices, starts, ends, run_length, index_bases)
+    _dense(op, "dense", dense, indices.device, FLOAT_DTYPES)
+    dtypes = (*dict.fromkeys([dense[0].dtype, torch.float32]),) if dense else FLOAT_DTYPES
+    _compact(op, "before", before, dtypes, indices, run_length)
+    _compact(op, "after", after, dtypes, indices, run_length)
 
 
 def bind(tensors, indices, starts, ends, run_length, index_bases) -> None:  # type: ignore[no-untyped-def]

@@ -79,6 +79,8 @@ def _step(
     grad: Tensor | None,
     dense_grads: Sequence[Tensor] | None,
     master: Tensor | None,
+    weights: Tensor | None,
+    params_hold_master: bool,
     clip_coef: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -97,7 +99,12 @@ def _step(
     for i, where, param, positions in _segments(params, indices, starts, ends, run_length, index_bases):
         step = int(steps[i].item())
         g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
-        p = param[positions].float() if master is None else master[where]
+        if master is not None:
+            p = master[where]
+            held = p.to(param.dtype) if params_hold_master else param[positions]
+        else:
+            held = param[positions] if weights is None else weights[where]
+            p = held.float()
         old = [None if state is None else state[where].float() for state in states]
 
         p, *new = op.update(p, g, *old, lr=lr, step=step, **options)
@@ -108,7 +115,12 @@ def _step(
                 _store(state, where, value, random)
         if master is not None:
             master[where] = p
-        _store(param, positions, p, words[0] if master is None else None)
+        stored = held.clone()
+        _store(stored, slice(None), p, words[0] if master is None else None)
+        changed = as_bits(stored) != as_bits(held)
+        param[positions[changed]] = stored[changed]
+        if weights is not None:
+            weights[where] = stored
 
 
 def masked_grad_gather_(
@@ -190,6 +202,23 @@ def indexed_swap_(
         held = bits[positions]
         bits[positions] = compact_bits[where]
         compact_bits[where] = held
+
+
+def indexed_replace_(
+    dense: Sequence[Tensor],
+    before: Tensor,
+    after: Tensor,
+    indices: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    *,
+    run_length: int = 1,
+    index_bases: Tensor | None = None,
+) -> None:
+    for _, where, tensor, positions in _segments(dense, indices, starts, ends, run_length, index_bases):
+        bits, new = as_bits(tensor), as_bits(after[where].to(tensor.dtype))
+        changed = new != as_bits(before[where].to(tensor.dtype))
+        bits[positions[changed]] = new[changed]
 
 
 def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

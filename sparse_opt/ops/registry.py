@@ -25,7 +25,8 @@ def _step_arguments(op: StepOp) -> str:
     options = (f"{type(value).__name__} {name}={value}" for name, value in op.options.items())
     return (
         f"(Tensor(a!)[] params, {_SEGMENTS}, {', '.join(states)}, Tensor lr, Tensor steps, *, "
-        f"Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None, {', '.join(options)}, "
+        f"Tensor? grad=None, Tensor[]? dense_grads=None, Tensor(z!)? master=None, Tensor(y!)? weights=None, "
+        f"bool params_hold_master=False, {', '.join(options)}, "
         "Tensor? clip_coef=None, Tensor? grad_scale=None, Tensor? found_inf=None, "
         f"bool stochastic_rounding=False, int seed=0, {_RUNS}"
     )
@@ -45,6 +46,7 @@ SCHEMAS = {
         "()",
     ),
     "indexed_swap_": (f"(Tensor(a!)[] dense, Tensor(b!) compact, {_SEGMENTS}, *, {_RUNS}", "()"),
+    "indexed_replace_": (f"(Tensor(a!)[] dense, Tensor before, Tensor after, {_SEGMENTS}, *, {_RUNS}", "()"),
     "delta_encode": ("(Tensor[] old, Tensor[] new, *", "(Tensor indices, Tensor values, Tensor counts)"),
     "delta_apply_": ("(Tensor(a!)[] dense, Tensor indices, Tensor values, SymInt[] starts, SymInt[] ends, *", "()"),
 }
@@ -68,6 +70,8 @@ def _device(name: str, args: tuple[Any, ...]) -> torch.device:
     if name == "delta_encode":
         return args[1][0].device
     if name == "tile_weight_grad_":
+        return args[3].device
+    if name == "indexed_replace_":
         return args[3].device
     return args[2].device if name in ("masked_grad_gather_", "indexed_swap_") else args[1].device
 

@@ -16,7 +16,7 @@ from .step_ops import STEP_OPS
 _ops = getattr(torch.ops, PUBLIC)
 
 _DOCSTRING = """\
-{summary}: updates `params`, {states} and `master` in place.
+{summary}: updates `params`, {states}, `master` and `weights` in place.
 
 Follows {reference}. Arithmetic is fp32 for every storage dtype. Nothing is read back from the device, so a call can be
 captured in a CUDA graph (except with backend `reference`).
@@ -31,6 +31,9 @@ Args:
     grad: [nnz] bf16, fp16 or fp32, the compact gradient. Pass exactly one of `grad` and `dense_grads`.
     dense_grads: n tensors shaped like `params`, read at the indices.
     master: [nnz] fp32 master weights; the update is applied to them, and `params` receives the rounded result.
+    weights: [nnz], of the dtype of `params`: a copy of their active elements, which is read in their place. The step
+        writes both, `params` where a bit changes. Not with `master`.
+    params_hold_master: the active elements of `params` are those of `master`, rounded, and need not be read.
 {option_arguments}
     clip_coef: one fp32 element by which the gradient is multiplied.
     grad_scale: one fp32 element by which the gradient is divided before clipping, as set by `torch.amp.GradScaler`.
@@ -51,7 +54,7 @@ Raises:
 
 
 class StepFunction(Protocol):
-    """What all step ops have in common; the op's states, `lr` and `steps` follow `ends`, its options `master`."""
+    """What all step ops have in common; the op's states, `lr` and `steps` follow `ends`, its options `params_hold_master`."""
 
     def __call__(
         self,
@@ -63,6 +66,8 @@ class StepFunction(Protocol):
         grad: Tensor | None = None,
         dense_grads: Sequence[Tensor] | None = None,
         master: Tensor | None = None,
+        weights: Tensor | None = None,
+        params_hold_master: bool = False,
         clip_coef: Tensor | None = None,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
@@ -84,7 +89,7 @@ def _signature(name: str) -> inspect.Signature:
                 parameters.append(inspect.Parameter(own, common.POSITIONAL_OR_KEYWORD, annotation=annotation))
         elif common.kind is not common.VAR_KEYWORD:
             parameters.append(common)
-        if common.name == "master":
+        if common.name == "params_hold_master":
             for own, default in op.options.items():
                 annotation = type(default).__name__
                 parameters.append(common.replace(name=own, default=default, annotation=annotation))

@@ -40,6 +40,10 @@ class SparseAdamW(SparseOptimizer):
         seed: seed of the stochastic rounding.
         freeze_inactive: call `requires_grad_(False)` on parameters with no active element; `close()` undoes it.
         keep_base_weights: keep a copy of the current active weights, for `base_weights()`.
+        compact_weights: keep another copy of the active weights up to date, so that the step and `base_weights()` read
+            none of them from the model, and write only those that change; masters serve as the copy where there are
+            any. Writes to the weights by other code are noticed by their version counters, and cost a pass; writes
+            through `.data` are not, and must be followed by `refresh_master_weights()`. Not with `fully_shard`.
         amp_scaling: make compact gradients visible to `torch.amp.GradScaler`, through a parameter of one element that
             is appended to the first group. grads='dense' does not need it.
         model: the module that the parameters belong to, if `params` is not the module itself. Needed for

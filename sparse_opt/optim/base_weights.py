@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from .. import backends
 from .buckets import Bucket, compact
+from .compact_weights import CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
 from .ranks.sharding import Shard
 from .segments import LocalSegments, fits_uint16, index_dtype, longest_run, pack_indices
@@ -31,25 +32,52 @@ class BaseWeights(LocalSegments):
 
     values: Tensor  # [nnz], the parameters' dtype
     backend: InitVar[str | None]
+    current: CompactWeights | None = None  # of the same active elements
 
     def __post_init__(self, backend: str | None) -> None:
         super().__post_init__()
         target = (self.params, self.indices, self.starts, self.ends)
         self._bound = backends.bind("indexed_swap_", *target, **self.layout(), backend=backend)
-        self._op = backends.function("indexed_swap_", self.device, backend)
+        op = "indexed_swap_" if self.current is None else "indexed_replace_"
+        self._op = backends.function(op, self.device, backend)
 
     @classmethod
     def of(cls, bucket: Bucket, backend: str | None) -> BaseWeights:
-        return cls(**bucket.shared(), values=compact(bucket), backend=backend)
+        return cls(**bucket.shared(), values=compact(bucket), backend=backend, current=bucket.weights)
 
-    def swap_(self) -> None:
-        """Exchange the model's weights with the base, bit for bit."""
+    def enter_(self) -> None:
+        """Put the base into the model, bit for bit."""
+        self._check_sizes()
+        if self.current is None:
+            self._swap()
+        else:
+            self._replace(self.current.values, self.values)
+
+    def leave_(self) -> None:
+        """Undo `enter_`, bit for bit."""
+        self._check_sizes()
+        if self.current is None:
+            self._swap()
+        else:
+            self._replace(self.values, self.current.values)
+
+    def _check_sizes(self) -> None:
         if [p.numel() for p in self.params] != self.numels:
             raise RuntimeError("a parameter has another size than when its mask was bound")
+
+    def _swap(self) -> None:
+        """Exchange the model's weights with `values`."""
         if self._bound is not None:
             self._bound.swap(self.values)
         else:
             self._op(self.params, self.values, self.indices, self.starts, self.ends, **self.layout())
+
+    def _replace(self, before: Tensor, after: Tensor) -> None:
+        """Write `after` to the model, which holds `before`. `values` stay the base."""
+        if self._bound is not None:
+            self._bound.replace(before, after)
+        else:
+            self._op(self.params, before, after, self.indices, self.starts, self.ends, **self.layout())
 
     def parts(self) -> Iterator[tuple[Shard, tuple[Tensor, Tensor]]]:
         """Yield (shard, (positions in its local tensor, values)) for each shard."""
@@ -84,10 +112,14 @@ def rebuild(buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], bac
         ends = list(itertools.accumulate(part.numel() for part in values))
         starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
         where = pack_indices(indices, starts, ends, narrow)
+        current = None
         if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
             where = bucket.indices, bucket.index_bases  # share one copy
+            if (starts, ends, shards) == (bucket.starts, bucket.ends, bucket.shards):
+                current = bucket.weights
         local = [shard.local for shard in shards]
-        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, torch.cat(values), backend))
+        base = torch.cat(values)
+        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, base, backend, current))
     return bases
 
 
@@ -143,8 +175,8 @@ class InBaseWeights(UninterruptedContext):
         undo(self._reshard)
         with torch.no_grad():
             for base in bases:
-                base.swap_()
-                undo(base.swap_)
+                base.enter_()
+                undo(base.leave_)
         self._reshard()
         _set_versions(params, (next(_ELSEWHERE),) * len(params))
         torch.clear_autocast_cache()  # it holds casts of the previous weights

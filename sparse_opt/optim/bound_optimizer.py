@@ -16,6 +16,7 @@ from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
 from . import base_weights, binding, options, state_entries
 from .buckets import Bucket, compact
+from .compact_weights import CompactWeights
 from .gradients import tile_linears
 from .gradients.collector import GradientCollector
 from .gradients.gradient_buffer import GradientBuffer
@@ -64,6 +65,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         seed: int = 0,
         freeze_inactive: bool = True,
         keep_base_weights: bool = True,
+        compact_weights: bool = False,
         amp_scaling: bool = False,
         model: nn.Module | None = None,
         tile_backward: bool | None = None,
@@ -88,6 +90,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
         self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
         self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights
+        self.compact_weights = compact_weights
         self.amp_scaling, self.tile_backward, self.backend = amp_scaling, tile_backward, backend
         self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
         self._buckets: list[Bucket] = []
@@ -225,6 +228,10 @@ class BoundOptimizer(torch.optim.Optimizer):
                 bucket.state[name] = torch.zeros(bucket.nnz, dtype=self.state_dtype, device=bucket.device)
             if self.master_weights and bucket.params[0].dtype != torch.float32:
                 bucket.state["master"] = compact(bucket, torch.float32)
+            if self.compact_weights:
+                if bucket.is_sharded:
+                    raise ValueError(f"compact_weights=True, but {bucket.names[0]!r} is sharded by fully_shard")
+                bucket.weights = CompactWeights(bucket)
             n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
             values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
             steppers.append(
@@ -367,12 +374,14 @@ class BoundOptimizer(torch.optim.Optimizer):
         """Update the master weights of active weights that were changed outside of the optimizer.
 
         Call it after such a change; otherwise the next step restores the old values. Master weights of unchanged
-        weights keep their fp32 precision.
+        weights keep their fp32 precision. The copy of `compact_weights` is updated, too.
         """
         for bucket in self._buckets:
             if "master" in bucket.state:
                 master, weights = bucket.state["master"], compact(bucket)
                 master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
+            if bucket.weights is not None:
+                bucket.weights.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

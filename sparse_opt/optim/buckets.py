@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from ..ops.checks import FLOAT_DTYPES
 from .gradients.gradient_buffer import GradientBuffer
 from .segments import LocalSegments, Segments
+
+if TYPE_CHECKING:
+    from .compact_weights import CompactWeights
 
 
 @dataclass(eq=False)
@@ -31,6 +34,7 @@ class Bucket(LocalSegments):
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
     state: dict[str, Tensor] = field(default_factory=dict)  # name -> [nnz]
+    weights: CompactWeights | None = None  # None: the model's weights are read where they are
     filled_lr: float | None = None
     gradient: GradientBuffer = field(init=False)
 

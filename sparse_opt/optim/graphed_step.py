@@ -94,6 +94,7 @@ class GraphedStep:
         if shapes is None:
             shapes = self._shapes[key] = _Shapes([torch.empty_like(tensor, device=self._device) for tensor in inputs])
         self._require_no_gradients("before")
+        self.optimizer.sync_weights()  # a replay takes over no writes by other code
         for buffer, tensor in zip(shapes.inputs, inputs, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         if shapes.graph is not None:

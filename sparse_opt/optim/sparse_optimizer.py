@@ -194,7 +194,7 @@ class SparseOptimizer(BoundOptimizer):
         for step in steps:
             if step is not None:
                 step.check()
-        # Nothing has been written so far.
+        # Nothing has been written so far, except weights that differed from their masters.
         for step in steps:
             if step is not None:
                 step.apply()
@@ -216,6 +216,8 @@ class SparseOptimizer(BoundOptimizer):
         self, stepper: Stepper, grad_scale: Tensor | None, found_inf: Tensor | None, clip_coef: Tensor | None
     ) -> BucketStep | None:
         bucket, buffer = stepper.bucket, stepper.bucket.gradient
+        if bucket.weights is not None:
+            bucket.weights.sync()
         gathered = self.grads == "compact" or clip_coef is not None
         buffer.finish()
         op = STEP_OPS[self._op]
@@ -230,6 +232,8 @@ class SparseOptimizer(BoundOptimizer):
             "lr": bucket.refresh_lr(),
             "grad": bucket.local_grad() if gathered else None,
             "master": bucket.state.get("master"),
+            "weights": None if bucket.weights is None else bucket.weights.copy,
+            "params_hold_master": bucket.weights is not None and bucket.weights.copy is None,
             "stochastic_rounding": self.stochastic_rounding,
             "seed": bucket.group["seed"] + bucket.ordinal,
             **self._scalars(bucket.device, grad_scale, found_inf, clip_coef),
@@ -256,7 +260,17 @@ class SparseOptimizer(BoundOptimizer):
         self._require_usable("base_weights")
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
+        self.sync_weights()
         return self._bases
+
+    def sync_weights(self) -> None:
+        """With `compact_weights`, take over what other code has written to the model's weights.
+
+        `step` and `base_weights` call it; it costs a pass only after a write that the parameters' version counters show.
+        """
+        for bucket in self._buckets:
+            if bucket.weights is not None:
+                bucket.weights.sync()
 
     def base_weights(self) -> AbstractContextManager[None]:
         """Context manager inside which the model has W0, the weights it had when this optimizer was built.
@@ -350,6 +364,9 @@ class SparseOptimizer(BoundOptimizer):
         # Nothing has changed so far.
         self.zero_grad()
         saved.copy_(self._buckets)
+        for bucket in self._buckets:
+            if bucket.weights is not None:
+                bucket.weights.forget()
         for group, loaded in zip(self.param_groups, saved.options, strict=True):
             group.update(loaded)
         for bucket in self._buckets:
@@ -358,5 +375,5 @@ class SparseOptimizer(BoundOptimizer):
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of the compact buffers by purpose: state, master, indices, grad, base."""
+        """Return the bytes of the compact buffers by purpose: state, master, weights, indices, grad, base."""
         return state_entries.nbytes(self._buckets, self._bases)

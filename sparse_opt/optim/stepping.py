@@ -39,9 +39,16 @@ class BucketStep:
             raise
 
     def apply(self) -> None:
+        weights = self.bucket.weights
+        if weights is not None:
+            weights.forget()  # until both are written
         self.op()
-        if self.counted is None:
-            return
+        if self.counted is not None:
+            self._count()
+        if weights is not None:
+            weights.mark_synced()
+
+    def _count(self) -> None:
         if self.which is None:
             self.bucket.steps.copy_(self.counted)
         else:

@@ -103,6 +103,13 @@ class Case:
         runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length].long()
         return torch.cat([torch.arange(n, n + self.run_length) for n in [0, *runs.tolist()]])[self.run_length :]
 
+    def taken(self) -> Tensor:
+        """The active elements of the parameters as a compact buffer, with zeros outside of all segments."""
+        compact = torch.zeros(self.nnz, dtype=self.params[0].dtype, device=self.indices.device)
+        for i, (param, start, end) in enumerate(zip(self.params, self.starts, self.ends, strict=True)):
+            compact[start:end] = param.view(-1)[self.positions(i).to(param.device)]
+        return compact
+
     def clone(self) -> Case:
         def copy(value):
             if isinstance(value, Tensor):

@@ -166,6 +166,36 @@ def test_swap_moves_bits(dtype, layout, index_dtype, place):
             assert torch.equal(bits_of(a), bits_of(b)), mask
 
 
+@pytest.mark.parametrize("wide", ["", "before", "after", "both"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_replace(dtype, layout, wide, place):
+    device, backend = torch.device(place[0]), place[1]
+    for mask in ("ragged", "empty", "full"):
+        case = make(device, dtype=dtype, mask=mask, layout=layout)
+        before, after = case.master.clone(), case.master.clone()
+        after[::3] = case.exp_avg[::3]
+        if wide != "both":
+            before, after = ((t if wide == name else t.to(dtype)) for name, t in (("before", before), ("after", after)))
+        for i, param in enumerate(case.params):
+            segment, positions = slice(case.starts[i], case.ends[i]), case.positions(i).to(device)
+            param.view(-1)[positions] = before[segment].to(dtype)
+        expected, got, inverse = case.clone(), case.clone(), (after, before)
+        for i, param in enumerate(expected.params):
+            segment, positions = slice(case.starts[i], case.ends[i]), case.positions(i).to(device)
+            param.view(-1)[positions] = after[segment].to(dtype)
+        segments = case.indices, case.starts, case.ends
+        ops.indexed_replace_(got.params, before, after, *segments, backend=backend, **case.layout)
+        assert_same_bits(got, expected, mask)
+        assert mask == "empty" or not all(map(torch.equal, got.params, case.params))
+        ops.indexed_replace_(got.params, *inverse, *segments, backend=backend, **case.layout)
+        assert_same_bits(got, case, mask)
+        for param in got.params:
+            param.fill_(7.0)
+        ops.indexed_replace_(got.params, before, before, *segments, backend=backend, **case.layout)
+        assert all((param == 7.0).all() for param in got.params)  # neither read nor written
+
+
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", ANY, ids=name_of)
 def test_delta_round_trip(dtype, share, place):
@@ -243,6 +273,8 @@ def test_opcheck(dtype, any_place):
         {"sum_sq": sum_sq, "found_inf": flag, "accumulate": True, **name},
     )
     check(torch.ops.sparse_opt.indexed_swap_.default, (case.params, case.grad, *segments), name)
+    replace = (case.params, case.grad, case.master, *segments)
+    check(torch.ops.sparse_opt.indexed_replace_.default, replace, name)
     check(
         torch.ops.sparse_opt.delta_apply_.default, (case.params, case.indices, case.grad, case.starts, case.ends), name
     )

@@ -13,6 +13,7 @@ from cases import (
     VARIANTS,
     assert_same_bits,
     behind_its_beginning,
+    bits_of,
     make,
     run_step,
     step_call,
@@ -73,6 +74,50 @@ def test_storage(op, dtype, layout, moments, master, rounding, compact, place):
         layout=layout,
     )
     check(op, case, place, compact=compact, master=master, stochastic_rounding=rounding, seed=2**40 + 17)
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-5])  # nearly all weights change, and few of those in 16 bits
+@pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("held", ["weights", "master"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_params_that_need_not_be_read(op, dtype, layout, held, rounding, lr, place):
+    """The bits of a step that reads them; and where nothing changes, whatever they hold stays."""
+    device, backend = torch.device(place[0]), place[1]
+    case = make(device, dtype=dtype, mask="ragged" if layout.startswith("run") else "random", layout=layout)
+    case.lr.fill_(lr)
+    options = {"stochastic_rounding": rounding, "seed": 5, "master": held == "master"}
+    if held == "master":
+        for i, param in enumerate(case.params):
+            param.view(-1)[case.positions(i).to(device)] = case.master[case.starts[i] : case.ends[i]].to(dtype)
+    expected, got = case.clone(), case.clone()
+    known = {"params_hold_master": True} if held == "master" else {"weights": got.taken()}
+    unread = got.clone()
+    for param in unread.params:
+        param.fill_(-7.0)
+    copy = {name: value.clone() if name == "weights" else value for name, value in known.items()}
+    run_step(op, unread, backend, **options, **copy)
+    for round in range(2):
+        before = [param.clone() for param in expected.params]
+        run_step(op, expected, "reference", **options)
+        run_step(op, got, backend, **options, **known)
+        if round == 0:
+            for i, (param, old, new) in enumerate(zip(unread.params, before, expected.params, strict=True)):
+                changed = bits_of(old) != bits_of(new)
+                if layout.startswith("run"):  # where one element of a vector of four changes, all may be written
+                    vectors = changed[case.positions(i).to(device)].view(-1, 4).any(1).repeat_interleave(4)
+                    may_change = changed.clone()
+                    may_change[case.positions(i).to(device)] = vectors
+                else:
+                    may_change = changed
+                assert torch.equal(bits_of(param)[changed], bits_of(new)[changed])
+                assert (param.view(-1)[~may_change] == -7.0).all()
+        for c in (expected, got):
+            c.steps += 1
+    assert_same_bits(got, expected)
+    if held == "weights":
+        assert torch.equal(bits_of(known["weights"]), bits_of(got.taken()))
 
 
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=name_of)

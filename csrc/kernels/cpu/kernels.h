@@ -17,6 +17,7 @@ void step(const StepArguments& args, const typename Rule::Options& options, Para
 void masked_grad_gather(const GatherArguments& args, ParallelFor parallel_for);
 void tile_weight_grad(const TileArguments& args, ParallelFor parallel_for);
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for);
+void indexed_replace(const ReplaceArguments& args, ParallelFor parallel_for);
 void indexed_take(const MoveArguments& args, ParallelFor parallel_for);
 void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);
 void delta_collect(const DeltaArguments& args, ParallelFor parallel_for);

@@ -32,6 +32,7 @@ void tile_weight_grad(const TileArguments& args, float* partial_sums, const int6
 int tile_weight_grad_parts(const TileArguments& args);
 
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
+void indexed_replace(const ReplaceArguments& args, cudaStream_t stream);
 void indexed_take(const MoveArguments& args, cudaStream_t stream);
 // Writes args.sampled and returns the number of its elements. Called between delta_prepare and delta_encode.
 int64_t delta_sample(const DeltaArguments& args, cudaStream_t stream);

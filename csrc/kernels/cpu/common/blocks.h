@@ -162,6 +162,24 @@ struct BlockIndices {
     });
   }
 
+  // Only the words that differ.
+  template <typename Word>
+  void scatter_changed(void* dense, const Word* before, const Word* after) const {
+    Word* to = static_cast<Word*>(dense);
+    const auto write = [&](int64_t position, int64_t k) {
+      if (before[k] != after[k]) to[position] = after[k];
+    };
+    if (run_length > 1) {
+      for_each_run([&](int64_t position, int64_t first, int64_t length) {
+        for (int64_t k = 0; k < length; ++k) write(position + k, first + k);
+      });
+    } else {
+      with_indices([&](auto* positions) {
+        for (int64_t k = 0; k < size; ++k) write(positions[k], k);
+      });
+    }
+  }
+
   template <typename Word>
   [[gnu::noinline]] void scatter_runs(Word* dense, const Word* values) const {
     for_each_run([&](int64_t position, int64_t k, int64_t length) {
@@ -238,6 +256,15 @@ void scatter_halves(DType dtype, const float* values, const uint32_t* random, co
 inline void gather_as_float(DType dtype, const void* dense, const BlockIndices& block, float* out) {
   if (dtype != DType::kFloat32) return gather_halves(dtype, dense, block, out);
   block.gather<uint32_t>(dense, out);
+}
+
+inline void scatter_changed(int element_size, const void* before, const void* after, const BlockIndices& block,
+                            void* dense) {
+  if (element_size == 4) {
+    block.scatter_changed(dense, static_cast<const uint32_t*>(before), static_cast<const uint32_t*>(after));
+  } else {
+    block.scatter_changed(dense, static_cast<const uint16_t*>(before), static_cast<const uint16_t*>(after));
+  }
 }
 
 inline void scatter_from_float(DType dtype, const float* values, const uint32_t* random, const BlockIndices& block,

@@ -13,6 +13,7 @@ void scale_gradient(const float* grad_scale, const float* clip_coef, int64_t n, 
 struct StepBlock {
   alignas(64) float p[kBlock];
   alignas(64) float g[kBlock];
+  alignas(64) uint32_t held[kBlock], stored[kBlock];  // words of the parameters' size, where the step does not read these
   alignas(64) float states[kMaxStates][kBlock] = {};
   alignas(64) uint32_t param_random[kBlock];
   alignas(64) uint32_t state_random[kMaxStates][kBlock];
@@ -27,8 +28,13 @@ struct StepBlock {
     if (args.grad_scale != nullptr || args.clip_coef != nullptr) {
       scale_gradient(args.grad_scale, args.clip_coef, block.size, g);
     }
+    const int param_size = element_size(args.param_dtype);
     if (args.master != nullptr) {
       std::memcpy(p, args.master + block.begin, block.size * sizeof(float));
+      if (args.params_hold_master) convert_from_float(args.param_dtype, p, block.size, held);
+    } else if (args.weights != nullptr) {
+      std::memcpy(held, at(args.weights, block.begin, param_size), block.size * param_size);
+      convert_to_float(args.param_dtype, held, block.size, p);
     } else {
       gather_as_float(args.param_dtype, args.segments.dense[segment], block, p);
     }
@@ -39,11 +45,26 @@ struct StepBlock {
     }
   }
 
-  void store_param(const StepArguments& args, int64_t segment, const BlockIndices& block) const {
+  void store_param(const StepArguments& args, int64_t segment, const BlockIndices& block) {
     if (args.master != nullptr) std::memcpy(args.master + block.begin, p, block.size * sizeof(float));
     const bool random = args.stochastic_rounding && args.master == nullptr;
-    scatter_from_float(args.param_dtype, p, random ? param_random : nullptr, block, args.segments.dense[segment]);
+    if (reads_param(args)) {
+      scatter_from_float(args.param_dtype, p, random ? param_random : nullptr, block, args.segments.dense[segment]);
+      return;
+    }
+    const int param_size = element_size(args.param_dtype);
+    if (random && args.param_dtype != DType::kFloat32) {
+      round_stochastically(args.param_dtype, p, param_random, block.size, stored);
+    } else {
+      convert_from_float(args.param_dtype, p, block.size, stored);
+    }
+    scatter_changed(param_size, held, stored, block, args.segments.dense[segment]);
+    if (args.weights != nullptr) {
+      std::memcpy(at(args.weights, block.begin, param_size), stored, block.size * param_size);
+    }
   }
+
+  static bool reads_param(const StepArguments& args) { return args.weights == nullptr && !args.params_hold_master; }
 
   // fp32 states are updated in place; bf16 states, and those that the call does not use, are in `states`.
   float* load_state(const StepArguments& args, size_t i, const BlockIndices& block) {
@@ -67,7 +88,7 @@ struct StepBlock {
 
 inline void prefetch_step(const StepArguments& args, int64_t segment, const BlockIndices& block) {
   if (args.dense_grads != nullptr) prefetch(args.grad_dtype, args.dense_grads[segment], block);
-  prefetch(args.param_dtype, args.segments.dense[segment], block);
+  if (StepBlock::reads_param(args)) prefetch(args.param_dtype, args.segments.dense[segment], block);
 }
 
 }  // namespace sparse_opt::cpu

@@ -19,7 +19,7 @@ namespace sparse_opt::cpu {
 
 bool runs_in_lanes(const StepArguments& args) {
   const bool in_fp32 = args.param_dtype == DType::kFloat32 && args.grad_dtype == DType::kFloat32 &&
-                       args.state_dtype == DType::kFloat32 && args.master == nullptr;
+                       args.state_dtype == DType::kFloat32 && args.master == nullptr && args.weights == nullptr;
   return has_avx512() && in_fp32 && args.segments.run_length == 1 && args.segments.index_type != IndexType::kInt64;
 }
 

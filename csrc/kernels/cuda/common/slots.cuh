@@ -63,6 +63,10 @@ struct ElementSlots {
       return value;
     }
     __device__ __forceinline__ void set(int j, T value) { memcpy(&words[j], &value, sizeof(value)); }
+    __device__ __forceinline__ void set_all(const T (&values)[kUnroll]) {
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) set(j, values[j]);
+    }
   };
 
   template <typename T>
@@ -164,6 +168,7 @@ struct RunSlots {
       memcpy(values, words, sizeof(words));
       return values[j];
     }
+    __device__ __forceinline__ void set_all(const T (&values)[kUnroll]) { memcpy(words, values, sizeof(words)); }
   };
 
   template <typename T>

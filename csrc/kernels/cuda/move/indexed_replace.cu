@@ -1,0 +1,72 @@
+// Bytes per active element: index 2 or 4, or 4 a run, and the two compact elements; and 64 written for each 64-byte
+// granule of the dense tensors in which an element changes.
+#include "../../rounding.h"
+#include "../common/slots.cuh"
+#include "../kernels.h"
+
+namespace sparse_opt::cuda {
+namespace {
+
+// The elements of one of the compact buffers. Both members are loaded before either is used.
+template <typename Layout, typename Dense>
+struct Compact {
+  typename Layout::template Held<Dense> own;
+  typename Layout::template Held<float> wide;
+
+  // The branch is the same for a whole launch.
+  __device__ __forceinline__ void load(const Layout& slots, const void* compact, bool is_wide) {
+    if (is_wide) {
+      wide = slots.load_compact(static_cast<const float*>(compact));
+    } else {
+      own = slots.load_compact(static_cast<const Dense*>(compact));
+    }
+  }
+  __device__ __forceinline__ Dense rounded(int j, bool is_wide) const {
+    return is_wide ? from_float<Dense>(wide[j]) : own[j];
+  }
+};
+
+template <typename Layout, typename Dense, int Capacity>
+__global__ void __launch_bounds__(Layout::kThreads)
+    indexed_replace_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                           const __grid_constant__ ReplaceArguments args) {
+  constexpr int kUnroll = Layout::kUnroll;
+  constexpr bool kNarrow = sizeof(Dense) < sizeof(float);
+  const bool wide_before = kNarrow && args.before_dtype == DType::kFloat32;
+  const bool wide_after = kNarrow && args.after_dtype == DType::kFloat32;
+  const BlockRange range = block_range(table, Layout::kThreads * kUnroll);
+  Layout slots;
+  slots.find(args.segments, range);
+  Compact<Layout, Dense> before, after;
+  before.load(slots, args.before, wide_before);
+  after.load(slots, args.after, wide_after);
+  Dense values[kUnroll];
+  bool changed[kUnroll];
+#pragma unroll
+  for (int j = 0; j < kUnroll; ++j) {
+    values[j] = after.rounded(j, wide_after);
+    changed[j] = slots.active(j) && !same_bits(values[j], before.rounded(j, wide_before));
+  }
+  slots.store_dense(static_cast<Dense*>(table.dense[range.segment]), values, changed);
+}
+
+}  // namespace
+
+void indexed_replace(const ReplaceArguments& args, cudaStream_t stream) {
+  const bool vectors = has_runs_of_vectors(args.segments) &&
+                       fits_vectors(args.before, element_size(args.before_dtype)) &&
+                       fits_vectors(args.after, element_size(args.after_dtype));
+  dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
+    dispatch_layout(args.segments, vectors, [&]<typename Layout>() {
+      for_each_table(args.segments, nullptr, int64_t{Layout::kThreads} * Layout::kUnroll,
+                     [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                       if (blocks == 0) return;
+                       constexpr auto kKernel = indexed_replace_kernel<Layout, Dense, Capacity>;
+                       kKernel<<<blocks, Layout::kThreads, 0, stream>>>(table, args);
+                       check_launch("indexed_replace_");
+                     });
+    });
+  });
+}
+
+}  // namespace sparse_opt::cuda
