@@ -58,8 +58,8 @@ def _kernel_name(specialization: Any) -> str:
 #   written s, and the granules of the parameters again, those whose bits change; with fp32 masters 4 more of each
 # int32 indices, fp32 gradients and states, bf16 parameters at density d: 8 + 8 states + 4 hit(d) / d, where
 # hit(d) = 1 - (1 - d)^32 is the share of granules touched: AdamW 24 + 4 hit(d) / d, SGD 16 + 4 hit(d) / d. The
-# bandwidth bound is that times nnz over the copy rate. With `weights` or HOLD_MASTER no granule is read. With runs, i is an index's bytes over RUN; aligned ones of 32
-# bf16 and more are whole granules: 24 + 4 / RUN.
+# bandwidth bound is that times nnz over the copy rate. With `weights` or HOLD_MASTER no granule is read. With runs, i
+# is an index's bytes over RUN; aligned ones of 32 bf16 and more are whole granules: 24 + 4 / RUN.
 @triton.jit(do_not_specialize=["param_table", "grad_table", "start", "end", "key"], repr=_kernel_name)
 def _step_kernel(
     param_table,  # [n] int64 addresses, or the tensor where there is one

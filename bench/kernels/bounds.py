@@ -116,23 +116,25 @@ def step_traffic(
     state_itemsize: int = 4,
     index_itemsize: int = 4,
     master_itemsize: int = 0,
+    reads_params: bool = True,
+    weights_itemsize: int = 0,
     pattern: str = "element",
     changed: float = 1.0,
 ) -> Traffic:
     """An optimizer step: parameter, states and master weight read and written, gradient and index read.
 
-    ``touched(p) + gradient + nnz * 2 * (states * state + master) + index`` bytes are copied, where gradient is
-    ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic rounding needs no memory).
-    Changed parameters are scattered writes.
+    ``touched(p) + gradient + nnz * 2 * (states * state + master + weights) + index`` bytes are copied, where gradient
+    is ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic rounding needs no memory).
+    ``touched(p)`` is 0 unless ``reads_params``. Changed parameters are scattered writes.
 
     Args:
         states: number of states per active element, 2 for AdamW.
         changed: share of active parameters whose bits change; the others need not be written.
     """
     run = _run(pattern)
-    param = touched_bytes(numel, nnz, param_itemsize, run)
+    param = touched_bytes(numel, nnz, param_itemsize, run) if reads_params else 0.0
     gradient = touched_bytes(numel, nnz, grad_itemsize, run) if dense_grads else float(nnz * grad_itemsize)
-    per_active = 2 * (states * state_itemsize + master_itemsize)
+    per_active = 2 * (states * state_itemsize + master_itemsize + weights_itemsize)
     copied = param + gradient + nnz * per_active + index_bytes(nnz, index_itemsize, pattern)
     return scattered_writes(copied, numel, changed * nnz, param_itemsize, run)
 
@@ -180,6 +182,18 @@ def swap_traffic(
     dense = touched_bytes(numel, nnz, itemsize, run)
     copied = dense + index_bytes(nnz, index_itemsize, pattern) + nnz * (1 + changed) * itemsize
     return scattered_writes(copied, numel, changed * nnz, itemsize, run)
+
+
+def replace_traffic(
+    numel: int, nnz: int, *, itemsize: int, compact_itemsizes: int, index_itemsize: int = 4, changed: float = 1.0
+) -> Traffic:
+    """indexed_replace_: ``index + nnz * (before + after)``, and changed elements scattered.
+
+    Args:
+        compact_itemsizes: bytes of an element of `before` and one of `after` together.
+    """
+    copied = nnz * (index_itemsize + compact_itemsizes)
+    return scattered_writes(float(copied), numel, changed * nnz, itemsize)
 
 
 def delta_encode_traffic(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> Traffic:
@@ -234,7 +248,7 @@ def of_step(arguments: Mapping[str, Any]) -> Traffic:
     """The traffic of any step op; its states are those of `STEP_OPS` that are among the arguments."""
     params, grads = arguments["params"], arguments.get("dense_grads")
     states = [arguments[name] for name in STATE_NAMES if arguments.get(name) is not None]
-    master = arguments.get("master")
+    master, weights = arguments.get("master"), arguments.get("weights")
     return step_traffic(
         numel_of(params),
         arguments["indices"].numel(),
@@ -245,6 +259,8 @@ def of_step(arguments: Mapping[str, Any]) -> Traffic:
         state_itemsize=states[0].element_size() if states else 0,
         index_itemsize=arguments["indices"].element_size(),
         master_itemsize=0 if master is None else master.element_size(),
+        reads_params=weights is None and not arguments.get("params_hold_master"),
+        weights_itemsize=0 if weights is None else weights.element_size(),
     )
 
 

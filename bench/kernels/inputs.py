@@ -19,6 +19,8 @@ from .cases import Active, Case
 
 # So large that a step changes the bits of nearly every active weight, as the bandwidth bounds assume.
 LR = 1.0
+# The share of elements that replace_case changes.
+REPLACED = 0.02
 TOKENS = 512  # tokens in the batch of the weight gradients
 
 
@@ -169,6 +171,23 @@ def swap_case(dense: list[Tensor], active: Active, generator: torch.Generator) -
     return Case("indexed_swap_", arguments, bounds.of_swap, written=("dense", "compact"))
 
 
+def replace_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
+    """A few elements change, as those of a model in few steps at a small learning rate."""
+    before = _values(dense, active, generator)
+    changes = torch.rand(active.nnz, device=before.device, generator=generator) < REPLACED
+    after = torch.where(changes, _values(dense, active, generator), before)
+    traffic = bounds.replace_traffic(
+        bounds.numel_of(dense),
+        active.nnz,
+        itemsize=before.element_size(),
+        compact_itemsizes=2 * before.element_size(),
+        index_itemsize=active.indices.element_size(),
+        changed=float(changes.float().mean()) if active.nnz else 0.0,
+    )
+    arguments = {"dense": dense, "before": before, "after": after, **active.arguments()}
+    return Case("indexed_replace_", arguments, lambda arguments: traffic, written=("dense",))
+
+
 def _values(dense: list[Tensor], active: Active, generator: torch.Generator) -> Tensor:
     return torch.randn(active.nnz, dtype=dense[0].dtype, device=dense[0].device, generator=generator)
 
@@ -217,6 +236,7 @@ def random_case(
         "masked_grad_gather_": lambda: on_active(gather_case),
         "tile_weight_grad_": lambda: tile_weight_grad_case(shapes.values(), dtype, density, generator),
         "indexed_swap_": lambda: on_active(lambda dense, active: swap_case(dense, active, generator)),
+        "indexed_replace_": lambda: on_active(lambda dense, active: replace_case(dense, active, generator)),
         "delta_encode": lambda: delta_encode_case(random_tensors(shapes, dtype, generator), density, generator),
         "delta_apply_": lambda: on_active(
             lambda dense, active: delta_apply_case(dense, active, _values(dense, active, generator)), narrow=False

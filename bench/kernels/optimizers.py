@@ -48,6 +48,7 @@ def sparse_adamw(
     *,
     state_dtype: torch.dtype = torch.float32,
     keep_base_weights: bool = False,
+    compact_weights: bool = False,
     lr: float = LR,
 ) -> SparseAdamW:
     """SparseAdamW over the mask, with compact fp32 gradients; bf16 moments use stochastic rounding."""
@@ -60,6 +61,7 @@ def sparse_adamw(
         state_dtype=state_dtype,
         stochastic_rounding=state_dtype != torch.float32,
         keep_base_weights=keep_base_weights,
+        compact_weights=compact_weights,
         backend=backend,
     )
     trained = {name: param for name, param in params.items() if param.requires_grad}
@@ -243,6 +245,8 @@ def step_traffic(
         grad_itemsize=param_itemsize if dense_grads else 4,
         dense_grads=dense_grads,
         state_itemsize=optimizer.state_dtype.itemsize,
+        reads_params=not optimizer.compact_weights,
+        weights_itemsize=param_itemsize if optimizer.compact_weights else 0,
         index_itemsize=index_itemsize(optimizer),
         pattern=optimizer.mask.pattern,
         changed=changed,

@@ -10,11 +10,12 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparse_opt import backends
+from sparse_opt import backends, ops
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta.codec import LEVELS
 from sparse_opt.delta.digest import StateDigest
@@ -150,7 +151,22 @@ def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
             for shapes, tokens in ((SHAPES.values(), few_tokens), (ALIGNED_SHAPES, 2101))
         ]
     case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
-    return [case.changed(stochastic_rounding=True, seed=1) if op in STEP_OPS and not sparse else case]
+    if op not in STEP_OPS:
+        return [case]
+    case = case if sparse else case.changed(stochastic_rounding=True, seed=1)
+    return [case, *cases_with_known_weights(case)]
+
+
+def cases_with_known_weights(case: Case) -> list[Case]:
+    """Copies of a step's case that do not read the parameters: with a copy of their weights, and with masters."""
+    given = case.arguments
+    weights = torch.empty(given["indices"].numel(), dtype=given["params"][0].dtype)
+    segments = (given[name] for name in ("indices", "starts", "ends"))
+    ops.masked_grad_gather_(
+        weights, given["params"], *segments, index_bases=given.get("index_bases"), backend="reference"
+    )
+    known = {"weights": {"weights": weights}, "master": {"master": weights.float(), "params_hold_master": True}}
+    return [replace(case.changed(**more), written=(*case.written, name)) for name, more in known.items()]
 
 
 def find_error(oracle: Case, backend: str, device: torch.device) -> list[str]:

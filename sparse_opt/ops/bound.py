@@ -17,9 +17,9 @@ from .step_ops import STEP_OPS
 class BoundOps:
     """The ops on a fixed list of tensors and their active elements; `bind` makes it.
 
-    The methods are the step ops (`indexed_adamw_` and the others of `STEP_OPS`), `indexed_swap_`,
-    `indexed_replace_` and `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are bound,
-    and the same results.
+    The methods are the step ops (`indexed_adamw_` and the others of `STEP_OPS`), `indexed_swap_`, `indexed_replace_`
+    and `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are
+    bound, and the same results.
 
     Attributes:
         tensors, indices, starts, ends, run_length, index_bases, backend: the arguments of `bind`.

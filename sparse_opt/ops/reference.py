@@ -101,7 +101,7 @@ def _step(
         g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
         if master is not None:
             p = master[where]
-            held = p.to(param.dtype) if params_hold_master else param[positions]
+            held = p.to(param.dtype, copy=True) if params_hold_master else param[positions]
         else:
             held = param[positions] if weights is None else weights[where]
             p = held.float()

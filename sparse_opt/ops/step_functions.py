@@ -54,7 +54,10 @@ Raises:
 
 
 class StepFunction(Protocol):
-    """What all step ops have in common; the op's states, `lr` and `steps` follow `ends`, its options `params_hold_master`."""
+    """What all step ops have in common.
+
+    The op's states, `lr` and `steps` follow `ends`, and its options `params_hold_master`.
+    """
 
     def __call__(
         self,

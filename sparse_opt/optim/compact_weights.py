@@ -1,4 +1,4 @@
-"""CompactWeights: the current active weights of a bucket in compact memory, so that no pass reads them from the model."""
+"""CompactWeights: a bucket's current active weights in compact memory, so that nothing reads them from the model."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class SparseOptimizer(BoundOptimizer):
     def sync_weights(self) -> None:
         """With `compact_weights`, take over what other code has written to the model's weights.
 
-        `step` and `base_weights` call it; it costs a pass only after a write that the parameters' version counters show.
+        `step` and `base_weights` call it. It costs a pass only after a write that the version counters show.
         """
         for bucket in self._buckets:
             if bucket.weights is not None:

@@ -66,6 +66,13 @@ BAD = {
         "STATE1 is torch.bfloat16, expected float32",
     ),
     "master dtype": (lambda c: {"master": c.master.bfloat16()}, "master is torch.bfloat16, expected float32"),
+    "weights dtype": (lambda c: {"weights": c.master.bfloat16()}, "weights is torch.bfloat16, expected float32"),
+    "weights length": (lambda c: {"weights": c.master[:-1]}, r"weights has \d+ elements, expected \d+"),
+    "weights and master": (
+        lambda c: {"weights": c.master, "master": c.master},
+        "both of master and weights given, expected at most one",
+    ),
+    "no master": (lambda c: {"params_hold_master": True}, "params_hold_master is True, but master is None"),
     "lr": (
         lambda c: {"lr": torch.tensor([1e-3, 1e-3])},
         r"lr is torch.float32 of shape \[2\], expected one float32 element",
@@ -148,6 +155,11 @@ def test_other_ops():
     segments = (c.indices, c.starts, c.ends)
     with pytest.raises(ValueError, match=r"indexed_swap_: compact is torch.bfloat16, expected float32"):
         ops.indexed_swap_(c.params, c.grad.bfloat16(), *segments)
+    with pytest.raises(ValueError, match=r"indexed_replace_: after has \d+ elements, expected \d+"):
+        ops.indexed_replace_(c.params, c.grad, c.grad[:-1], *segments)
+    halves = [p.half() for p in c.params]
+    with pytest.raises(ValueError, match=r"indexed_replace_: before is torch.bfloat16, expected float16 or float32"):
+        ops.indexed_replace_(halves, c.grad.bfloat16(), c.grad, *segments)
     with pytest.raises(ValueError, match=r"indexed_swap_: dense\[0\] is torch.complex128 of 16 bytes"):
         ops.indexed_swap_([c.params[0].to(torch.complex128)], c.grad, c.indices, c.starts[:1], c.ends[:1])
     with pytest.raises(ValueError, match=r"masked_grad_gather_: sum_sq has 2 elements, expected 6"):

@@ -126,6 +126,13 @@ def swap(case: Case, backend: str) -> list[Tensor]:
     return [*inside, outside]
 
 
+def replace(case: Case, backend: str) -> list[Tensor]:
+    before = case.taken()
+    segments = case.indices, case.starts, case.ends
+    ops.indexed_replace_(case.params, before, case.master, *segments, **case.layout, backend=backend)
+    return [p * 2 for p in case.params]
+
+
 def encode(case: Case, backend: str) -> list[Tensor]:
     old = [torch.where(g > 0.5, -p, p) for p, g in zip(case.params, case.dense_grads, strict=True)]
     indices, values, counts = ops.delta_encode(old, case.params, backend=backend)
@@ -143,6 +150,7 @@ FUNCTIONS: dict[str, Function] = {
     "masked_grad_gather_": gather,
     "tile_weight_grad_": tile_grad,
     "indexed_swap_": swap,
+    "indexed_replace_": replace,
     "delta_encode": encode,
     "delta_apply_": apply,
 }

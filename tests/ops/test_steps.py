@@ -76,6 +76,10 @@ def test_storage(op, dtype, layout, moments, master, rounding, compact, place):
     check(op, case, place, compact=compact, master=master, stochastic_rounding=rounding, seed=2**40 + 17)
 
 
+def copied(arguments):
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
 @pytest.mark.parametrize("lr", [1e-2, 1e-5])  # nearly all weights change, and few of those in 16 bits
 @pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("held", ["weights", "master"])
@@ -93,15 +97,16 @@ def test_params_that_need_not_be_read(op, dtype, layout, held, rounding, lr, pla
             param.view(-1)[case.positions(i).to(device)] = case.master[case.starts[i] : case.ends[i]].to(dtype)
     expected, got = case.clone(), case.clone()
     known = {"params_hold_master": True} if held == "master" else {"weights": got.taken()}
+    reference, known_to_reference = case.clone(), copied(known)
     unread = got.clone()
     for param in unread.params:
         param.fill_(-7.0)
-    copy = {name: value.clone() if name == "weights" else value for name, value in known.items()}
-    run_step(op, unread, backend, **options, **copy)
+    run_step(op, unread, backend, **options, **copied(known))
     for round in range(2):
         before = [param.clone() for param in expected.params]
         run_step(op, expected, "reference", **options)
         run_step(op, got, backend, **options, **known)
+        run_step(op, reference, "reference", **options, **known_to_reference)
         if round == 0:
             for i, (param, old, new) in enumerate(zip(unread.params, before, expected.params, strict=True)):
                 changed = bits_of(old) != bits_of(new)
@@ -113,9 +118,10 @@ def test_params_that_need_not_be_read(op, dtype, layout, held, rounding, lr, pla
                     may_change = changed
                 assert torch.equal(bits_of(param)[changed], bits_of(new)[changed])
                 assert (param.view(-1)[~may_change] == -7.0).all()
-        for c in (expected, got):
+        for c in (expected, got, reference):
             c.steps += 1
     assert_same_bits(got, expected)
+    assert_same_bits(reference, expected)
     if held == "weights":
         assert torch.equal(bits_of(known["weights"]), bits_of(got.taken()))
 

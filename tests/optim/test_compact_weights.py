@@ -189,7 +189,7 @@ def test_skipped_updates(kind, device):
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0, growth_interval=1)
         for factor in (1.0, float("inf"), 1.0):
             x = torch.ones(2, 64, device=device, dtype=torch.bfloat16)
-            scaler.scale((m(x).square().mean() * factor)).backward()
+            scaler.scale(m(x).square().mean() * factor).backward()
             scaler.step(optimizer)
             scaler.update()
     assert same(model, plain)

@@ -20,10 +20,12 @@ STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.ste
 BF16 = ", bf16 moments"
 SMALL = ", lr 1e-6"
 WIDE = ", int32 indices"  # for comparison with the 2-byte indices of the optimizer
+KNOWN = ", compact weights"  # which are not read from the model
 FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
 BASE_IN, BASE_OUT = "SparseAdamW.base_weights, in", "SparseAdamW.base_weights, out"
 GATHER, SWAP, OP_COMPACT = "masked_grad_gather_", "indexed_swap_", "indexed_adamw_, compact gradients"
+REPLACE = "indexed_replace_"
 BACKWARD_HOOKS, BACKWARD_PLAIN = "backward, gathering in its hooks", "backward, dense gradients kept"
 ENCODE, APPLY, TORCH_ENCODE = "delta_encode", "delta_apply_", "ne, nonzero, index"
 TILE_GRADIENT, DENSE_GRADIENT = "tile_weight_grad_, ", "torch.mm, "
@@ -257,6 +259,9 @@ def _targets() -> Iterator[Target]:
         yield _at_most_write_bound(f"{STEP_DENSE}, {pattern}", 1.15, density=0.025)
     for pattern in ("run32", "tile64"):
         yield _faster_than_fused(f"{STEP_DENSE}, {pattern}", 20.0)
+    yield _at_most_ms(STEP_COMPACT + SMALL + KNOWN, 0.6, density=0.025)
+    for swap in (BASE_IN, BASE_OUT):
+        yield _at_most_ms(swap + SMALL + KNOWN, 0.25, density=0.025)
     yield _at_most_ms(CLIP, 0.1)
     yield _at_most_ms(CLIP, 0.1, "host_ms", "ms host")
     for key, where in (("ms", "GPU"), ("wall_ms", "wall")):

@@ -48,6 +48,8 @@ from .recorder import TORCH, Recorder, Work
 
 # So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.
 NO_CLIP = 1e30
+# After so many steps a swap at SMALL_LR exchanges few weights.
+FEW_STEPS = 10
 STEP_NAMES: dict[Gradients, str] = {"dense": targets.STEP_DENSE, "compact": targets.STEP_COMPACT}
 
 
@@ -96,6 +98,8 @@ class WeightRows:
             if i == 0:
                 self.recorder.time(self._other_dense_steps(masked.mask))
             self.base_weights(masked)
+            for compact_weights in (False, True):
+                self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
             self.fine_fetches(masked, with_dense=i == 0)
         for pattern in self.patterns:
             self._pattern(pattern)
@@ -123,6 +127,11 @@ class WeightRows:
             targets.SWAP + name: inputs.swap_case(self.params, active, self.generator) for name, active in both.items()
         }
         self.recorder.time_cases(swaps, masked.density)
+        replaces = {
+            targets.REPLACE + name: inputs.replace_case(self.params, active, self.generator)
+            for name, active in both.items()
+        }
+        self.recorder.time_cases(replaces, masked.density)
 
     def _optimizers(self, masked: Masked, others: Sequence[Work]) -> None:
         """SparseAdamW as users call it, on the backend that `auto` selects."""
@@ -131,6 +140,7 @@ class WeightRows:
             works += self._step(name, masked, kind)
             works += self._step(name + targets.BF16, masked, kind, state_dtype=torch.bfloat16)
             works += self._step(name + targets.SMALL, masked, kind, lr=SMALL_LR)
+            works += self._step(name + targets.SMALL + targets.KNOWN, masked, kind, lr=SMALL_LR, compact_weights=True)
         self.recorder.time([*works, *others])
 
         optimizer = sparse_adamw(self._parameters(), self.named_grads, masked.mask, "compact")
@@ -156,11 +166,13 @@ class WeightRows:
         state_dtype: torch.dtype = torch.float32,
         backend: str | None = None,
         lr: float = LR,
+        compact_weights: bool = False,
     ) -> list[Work]:
         """The step of one SparseAdamW, if its first step is correct."""
         self._restart()
         named, mask = self._parameters(), masked.mask
-        optimizer = sparse_adamw(named, self.named_grads, mask, kind, backend, state_dtype=state_dtype, lr=lr)
+        options = {"state_dtype": state_dtype, "lr": lr, "compact_weights": compact_weights}
+        optimizer = sparse_adamw(named, self.named_grads, mask, kind, backend, **options)
         first_step = functools.partial(check_first_step, optimizer, named, self.named_grads, masked.active)
         if not self.recorder.passes(name, first_step):
             return []
@@ -173,26 +185,43 @@ class WeightRows:
             functools.partial(step_again, optimizer),
             step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed),
             backend in (None, auto),
-            (held["indices"] + held["state"]) / mask.nnz,
+            (held["indices"] + held["state"] + held["weights"]) / mask.nnz,
             changed,
         )
         return [work]
 
-    def base_weights(self, masked: Masked, fetches: str = "") -> None:
+    def base_weights(
+        self,
+        masked: Masked,
+        fetches: str = "",
+        *,
+        lr: float = LR,
+        n_steps: int = 1,
+        compact_weights: bool = False,
+    ) -> None:
+        """The swaps after `n_steps` steps at this learning rate."""
         self._restart()
         named, mask = self._parameters(), masked.mask
-        swap = BaseWeightsSwap(sparse_adamw(named, self.named_grads, mask, "dense", keep_base_weights=True))
+        options = {"keep_base_weights": True, "lr": lr, "compact_weights": compact_weights}
+        swap = BaseWeightsSwap(sparse_adamw(named, self.named_grads, mask, "dense", **options))
         if not self.recorder.passes("SparseAdamW.base_weights", functools.partial(check_base_weights, swap, named)):
             return
+        for _ in range(n_steps - 1):
+            step_again(swap.optimizer)
         changed = swapped_share(swap, named, mask.nnz)
         size = index_itemsize(swap.optimizer)
-        traffic = bounds.swap_traffic(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
+        sizes = {"itemsize": 2, "index_itemsize": size, "changed": changed}
+        if compact_weights:
+            traffic = bounds.replace_traffic(mask.numel, mask.nnz, compact_itemsizes=4, **sizes)
+        else:
+            traffic = bounds.swap_traffic(mask.numel, mask.nnz, **sizes)
+        suffix = (targets.SMALL if lr == SMALL_LR else "") + (targets.KNOWN if compact_weights else "") + fetches
         calls = {
             targets.BASE_IN: Prepared(swap.be_outside, swap.enter),
             targets.BASE_OUT: Prepared(swap.be_inside, swap.leave),
         }
         works = [
-            self._auto_work(name + fetches, targets.SWAP, masked, call, traffic)._replace(changed=changed)
+            self._auto_work(name + suffix, targets.SWAP, masked, call, traffic)._replace(changed=changed)
             for name, call in calls.items()
         ]
         self.recorder.time(works)

@@ -100,8 +100,8 @@ class OpRoute(Route):
     def gradient_use(self) -> GradientUse:
         if not self.weight.requires_grad:
             return "accumulated"
-        # Not kept: the node has the stream that was current when it was made, and a backward pass on another stream, such
-        # as a CUDA graph's capture, would have to wait for that one.
+        # Not kept: the node has the stream that was current when it was made, and a backward pass on another stream,
+        # such as a CUDA graph's capture, would have to wait for that one.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
             accumulator = torch.autograd.graph.get_gradient_edge(self.weight).node
         try:
