@@ -163,6 +163,14 @@ struct SumCall {
     segments.ends = ends.data();
     sums = float_data("sum_sq", sum_sq, segments.count, partial_sums.device);
   }
+
+  // `result` receives the norm and the coefficient: fp32 [2]. `finished` is int32 [1], 0.
+  static ClipArguments clip(const TensorView& result, const TensorView& finished, double max_norm, Device device) {
+    check_flat("finished", finished, 1, device);
+    check_dtype("finished", finished, ScalarType::Int);
+    float* results = float_data("clip", result, 2, device);
+    return {static_cast<float>(max_norm), results, results + 1, static_cast<uint32_t*>(finished.data)};
+  }
 };
 
 }  // namespace sparse_opt

@@ -38,6 +38,8 @@ struct KernelTable {
   void (*tiles_partly)(const TileArguments& args, float* partial_sums, const int64_t* first_partials,
                        int device) = nullptr;
   void (*sum_partials)(const Segments& segments, const float* partial_sums, float* sum_sq, int device) = nullptr;
+  void (*sum_partials_and_clip)(const Segments& segments, const float* partial_sums, float* sum_sq,
+                                const ClipArguments& clip, int device) = nullptr;
   // Whether a CUDA stream is being captured in a graph.
   bool (*is_capturing)(void* stream) = nullptr;
 

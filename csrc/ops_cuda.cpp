@@ -49,6 +49,10 @@ struct Cuda {
   static void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, int device) {
     cuda::sum_partials(segments, partial_sums, sum_sq, OnStream(device));
   }
+  static void sum_partials_and_clip(const Segments& segments, const float* partial_sums, float* sum_sq,
+                                    const ClipArguments& clip, int device) {
+    cuda::sum_partials_and_clip(segments, partial_sums, sum_sq, clip, OnStream(device));
+  }
   static std::vector<const void*> at_each(float* floats, Ints offsets) {
     std::vector<const void*> pointers;
     for (const int64_t offset : offsets) pointers.push_back(floats + offset);
@@ -230,6 +234,14 @@ void add_partial_sums_(const TensorView& sum_sq, const TensorView& partial_sums,
   Cuda::sum_partials(call.segments, partial_sums.as<const float>(), call.sums, partial_sums.device.index);
 }
 
+void add_partial_sums_and_clip_(const TensorView& sum_sq, const TensorView& partial_sums, Ints starts, Ints ends,
+                                const TensorView& clip, const TensorView& finished, double max_norm) {
+  const SumCall call(sum_sq, partial_sums, starts, ends);
+  const ClipArguments args = SumCall::clip(clip, finished, max_norm, partial_sums.device);
+  Cuda::sum_partials_and_clip(call.segments, partial_sums.as<const float>(), call.sums, args,
+                              partial_sums.device.index);
+}
+
 bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status{};
   check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
@@ -243,6 +255,7 @@ void add_cuda(KernelTable& table) {
   table.gather_partly = &Cuda::gather_partly;
   table.tiles_partly = &Cuda::tiles_partly;
   table.sum_partials = &Cuda::sum_partials;
+  table.sum_partials_and_clip = &Cuda::sum_partials_and_clip;
   table.is_capturing = &is_capturing;
 }
 
@@ -254,4 +267,5 @@ STABLE_TORCH_LIBRARY_IMPL(SPARSE_OPT_NATIVE, CUDA, m) {
   m.impl("tile_weight_grad_partly_", sparse_opt::boxed<&sparse_opt::tile_weight_grad_partly_>);
   m.impl("tile_weight_grad_parts", sparse_opt::boxed<&sparse_opt::tile_weight_grad_parts>);
   m.impl("add_partial_sums_", sparse_opt::boxed<&sparse_opt::add_partial_sums_>);
+  m.impl("add_partial_sums_and_clip_", sparse_opt::boxed<&sparse_opt::add_partial_sums_and_clip_>);
 }

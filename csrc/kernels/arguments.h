@@ -44,14 +44,14 @@ struct StepArguments {
   const void* grad = nullptr;          // [nnz]
   void* const* dense_grads = nullptr;  // [count], the list in host memory
   float* master = nullptr;             // [nnz]
-  void* weights = nullptr;             // [nnz] of param_dtype: a copy of the parameters' active elements; no master then
-  bool params_hold_master = false;     // the parameters' active elements are the rounded masters
-  const float* lr = nullptr;           // [1]
-  float* steps = nullptr;              // [count], 1 in the first step
-  bool count_steps = false;            // add 1 to `steps` first, unless found_inf
-  const float* clip_coef = nullptr;    // [1]
-  const float* grad_scale = nullptr;   // [1]
-  const float* found_inf = nullptr;    // [1]
+  void* weights = nullptr;            // [nnz] of param_dtype: a copy of the parameters' active elements; no master then
+  bool params_hold_master = false;    // the parameters' active elements are the rounded masters
+  const float* lr = nullptr;          // [1]
+  float* steps = nullptr;             // [count], 1 in the first step
+  bool count_steps = false;           // add 1 to `steps` first, unless found_inf
+  const float* clip_coef = nullptr;   // [1]
+  const float* grad_scale = nullptr;  // [1]
+  const float* found_inf = nullptr;   // [1]
   bool stochastic_rounding = false;
   uint64_t seed = 0;
 };
@@ -62,6 +62,15 @@ constexpr int64_t kGatherBlock = 1024;
 inline int64_t gather_blocks(int64_t start, int64_t end) {
   return end > start ? (end - (start & ~int64_t{31}) + kGatherBlock - 1) / kGatherBlock : 0;
 }
+
+// The global norm of gradients and the factor that clips them to max_norm, at most 1, as in torch's clip_grad_norm_.
+// All on the device.
+struct ClipArguments {
+  float max_norm = 0.0f;
+  float* norm = nullptr;         // [1]
+  float* coefficient = nullptr;  // [1]
+  uint32_t* finished = nullptr;  // [1], 0 before and after a call
+};
 
 struct GatherArguments {
   Segments segments;

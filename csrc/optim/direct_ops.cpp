@@ -122,8 +122,8 @@ void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::
   of(indices).gather(call.args, indices.device().index());
 }
 
-void indexed_replace_(at::TensorList dense, const at::Tensor& before, const at::Tensor& after, const at::Tensor& indices,
-                      at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length,
+void indexed_replace_(at::TensorList dense, const at::Tensor& before, const at::Tensor& after,
+                      const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length,
                       const OptionalAtTensor& index_bases) {
   if (is_dispatched()) {
     using Signature = void(Lists, const at::Tensor&, const at::Tensor&, const at::Tensor&, Numbers, Numbers, int64_t,
@@ -222,6 +222,23 @@ void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums,
   const TensorView partials = view_of(partial_sums);
   const SumCall call(view_of(sum_sq), partials, view_of(starts), view_of(ends));
   loaded->sum_partials(call.segments, partials.as<const float>(), call.sums, partial_sums.device().index());
+}
+
+void add_partial_sums_and_clip_(const at::Tensor& sum_sq, const at::Tensor& partial_sums, at::IntArrayRef starts,
+                                at::IntArrayRef ends, const at::Tensor& clip, const at::Tensor& finished,
+                                double max_norm) {
+  if (is_dispatched()) {
+    using Signature =
+        void(const at::Tensor&, const at::Tensor&, Numbers, Numbers, const at::Tensor&, const at::Tensor&, double);
+    static const auto op = dispatched<Signature>("sparse_opt_native::add_partial_sums_and_clip_");
+    return op.call(sum_sq, partial_sums, starts, ends, clip, finished, max_norm);
+  }
+  RECORD_FUNCTION("sparse_opt_native::add_partial_sums_and_clip_", c10::ArrayRef<const c10::IValue>());
+  const TensorView partials = view_of(partial_sums);
+  const SumCall call(view_of(sum_sq), partials, view_of(starts), view_of(ends));
+  const ClipArguments args = SumCall::clip(view_of(clip), view_of(finished), max_norm, partials.device);
+  loaded->sum_partials_and_clip(call.segments, partials.as<const float>(), call.sums, args,
+                                partial_sums.device().index());
 }
 
 }  // namespace sparse_opt::direct

@@ -24,8 +24,8 @@ void masked_grad_gather_(const at::Tensor& out, at::TensorList dense, const at::
                          at::IntArrayRef ends, const std::optional<at::Tensor>& scale, bool accumulate,
                          const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf,
                          int64_t run_length, const std::optional<at::Tensor>& index_bases);
-void indexed_replace_(at::TensorList dense, const at::Tensor& before, const at::Tensor& after, const at::Tensor& indices,
-                      at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length,
+void indexed_replace_(at::TensorList dense, const at::Tensor& before, const at::Tensor& after,
+                      const at::Tensor& indices, at::IntArrayRef starts, at::IntArrayRef ends, int64_t run_length,
                       const std::optional<at::Tensor>& index_bases);
 void indexed_swap_(at::TensorList dense, const at::Tensor& compact, const at::Tensor& indices, at::IntArrayRef starts,
                    at::IntArrayRef ends, int64_t run_length, const std::optional<at::Tensor>& index_bases);
@@ -43,5 +43,8 @@ void tile_weight_grad_partly_(const at::Tensor& out, at::TensorList grad_outputs
                               const std::optional<at::Tensor>& found_inf);
 void add_partial_sums_(const at::Tensor& sum_sq, const at::Tensor& partial_sums, at::IntArrayRef starts,
                        at::IntArrayRef ends);
+void add_partial_sums_and_clip_(const at::Tensor& sum_sq, const at::Tensor& partial_sums, at::IntArrayRef starts,
+                                at::IntArrayRef ends, const at::Tensor& clip, const at::Tensor& finished,
+                                double max_norm);
 
 }  // namespace sparse_opt::direct

@@ -117,6 +117,7 @@ void GradientBuffer::allocate_partial_sums() {
   }
   partials_begin_.assign(last_pass_.size(), 0);
   partial_sums_ = at::zeros({partials}, values_.options().dtype(at::kFloat));
+  finished_ = at::zeros({1}, values_.options().dtype(at::kInt));
 }
 
 // Call it before a pass writes partial sums: a pass of another kind may have written more of them.
@@ -400,6 +401,15 @@ void GradientBuffer::sum_squares_() {
   finish();
   if (!partial_sums_.defined()) return;
   direct::add_partial_sums_(sum_sq_, partial_sums_, partials_begin_, partials_end_);
+}
+
+at::Tensor GradientBuffer::clip(double max_norm) {
+  finish();
+  SPARSE_OPT_CHECK(can_clip(), "the gradients are not on a GPU");
+  at::Tensor result = at::empty({2}, sum_sq_.options());
+  direct::add_partial_sums_and_clip_(sum_sq_, partial_sums_, partials_begin_, partials_end_, result, finished_,
+                                     max_norm);
+  return result;
 }
 
 void GradientBuffer::drop() {

@@ -55,6 +55,10 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // Add all queued gradients. Afterwards `values` may be read on the current stream.
   void finish();
   void sum_squares_();
+  // [2]: the norm of all gradients and the factor that clips them to max_norm. Only on a GPU, with a gradient of every
+  // parameter; sum_squares_() is included.
+  at::Tensor clip(double max_norm);
+  bool can_clip() const { return partial_sums_.defined(); }
   // Discard all gradients, queued ones included. Nothing is written: the next gradients overwrite the slots.
   void drop();
 
@@ -129,6 +133,7 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // On a GPU: fp32 sums of squares of the blocks of each pass, which sum_squares_ adds up. A parameter has space for
   // the pass with the most blocks; the elements that its last pass has not written are 0.
   at::Tensor partial_sums_;
+  at::Tensor finished_;                                                 // blocks of the running clip(): int32 [1]
   std::vector<int64_t> first_partial_, partials_begin_, partials_end_;  // the last two as sum_partials takes segments
   std::vector<Pass> last_pass_;
 

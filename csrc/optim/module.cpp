@@ -160,6 +160,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "i"_a, "transposed"_a, "fallback"_a)
       .def("finish", &GradientBuffer::finish, Unlocked())
       .def("sum_squares_", &GradientBuffer::sum_squares_, Unlocked())
+      .def("clip", &GradientBuffer::clip, "max_norm"_a, Unlocked())
+      .def("can_clip", &GradientBuffer::can_clip)
       .def("drop", &GradientBuffer::drop, Unlocked())
       .def("received", &GradientBuffer::received, Unlocked())
       .def("received_tiles", &GradientBuffer::received_tiles, "i"_a, Unlocked())

@@ -119,10 +119,13 @@ class SparseOptimizer(BoundOptimizer):
             for buffer in self.gradient_buffers:
                 buffer.gather_dense_grads()
         received = [self._collector.received(buffer) for buffer in self.gradient_buffers]
-        reducer = self._collector.reducer
+        reducer, grad_scale = self._collector.reducer, getattr(self, "grad_scale", None)
+        if len(received) == 1 and all(received[0]) and reducer is None and grad_scale is None:
+            clipped = None if self._collector.shown_proxies() else self.gradient_buffers[0].clip(max_norm)
+            if clipped is not None:
+                return clipped
         norm = global_norm(self.gradient_buffers, received) if reducer is None else reducer.norm()
         norm = self._collector.unscaled(norm)
-        grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             norm = norm / grad_scale.to(norm.device).squeeze()
         if not any(any(flags) for flags in received):

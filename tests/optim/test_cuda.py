@@ -113,3 +113,37 @@ def test_replays_equal_eager_steps(backend, grads, pattern):
                 optimizer.param_groups[0]["lr"].mul_(0.5)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("depth", [3, 700])  # 700: more parameters than one launch takes
+def test_norm_and_clip_coefficient_come_from_one_call(depth, autograd_library):
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(33 + i % 5, 64)) for i in range(depth)]).cuda()
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3), backend="cuda")
+    (buffer,) = optimizer.gradient_buffers
+    for step in range(3):
+        torch.stack([(param * param).sum() * (1 + step) for param in model]).sum().backward()
+        found = torch.cat([optimizer.compact_grad(param) for param in model])
+        expected = found.double().norm().float()
+        for max_norm in (float(expected) / 3, float(expected) * 3):
+            norm, coefficient = buffer.clip(max_norm)
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(coefficient, (max_norm / (norm + 1e-6)).clamp(max=1.0), rtol=2e-7, atol=0)
+        norm = optimizer.clip_grad_norm_(1.0)
+        assert torch.equal(norm, buffer.clip(1.0)[0])
+        optimizer.step()
+    (model[1] * float("nan")).sum().backward()
+    torch.stack([param.sum() for param in model]).sum().backward()
+    assert all(value.isnan() for value in buffer.clip(1.0))
+
+
+def test_clipping_is_one_launch(autograd_library):
+    model = make_model()
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1), backend="cuda")
+    for seed in range(2):
+        backward(model, seed)
+        optimizer.gradient_buffers[0].finish()
+        torch.cuda.synchronize()
+        n = launches(lambda: optimizer.clip_grad_norm_(1.0))
+        optimizer.step()
+    assert n == 1

@@ -267,7 +267,7 @@ def test_another_thread_touches_no_handler(backend):
 @pytest.mark.parametrize("fails", ["enter", "leave"])
 def test_a_swap_that_fails_half_way(backend, fails, monkeypatch):
     trained = Trained(backend)
-    swap, second = BaseWeights.swap_, []
+    swap, second = BaseWeights._swap, []
 
     def failing(base):
         if base.params[0] is trained.params["b"]:
@@ -276,7 +276,7 @@ def test_a_swap_that_fails_half_way(backend, fails, monkeypatch):
                 raise RuntimeError("no kernel")
         swap(base)
 
-    monkeypatch.setattr(BaseWeights, "swap_", failing)
+    monkeypatch.setattr(BaseWeights, "_swap", failing)
     with pytest.raises(RuntimeError, match="no kernel"), trained.optimizer.base_weights():
         pass
     if fails == "leave":  # as the error states; everything else is unchanged

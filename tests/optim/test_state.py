@@ -79,14 +79,14 @@ def test_base_weights_survive_a_swap_that_fails_half_way(device, monkeypatch):
     (model["a"].sum() + model["b"].sum()).backward()
     optimizer.step()
     now = bits(model)
-    swap = BaseWeights.swap_
+    swap = BaseWeights._swap
 
     def fail_for_second(base):
         if base.params[0] is model["b"]:
             raise RuntimeError("no")
         swap(base)
 
-    monkeypatch.setattr(BaseWeights, "swap_", fail_for_second)
+    monkeypatch.setattr(BaseWeights, "_swap", fail_for_second)
     with pytest.raises(RuntimeError, match="no"), optimizer.base_weights():
         pass
     assert same(bits(model), now)

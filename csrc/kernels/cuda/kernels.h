@@ -21,6 +21,9 @@ void step(const StepArguments& args, const typename Rule::Options& options, type
 void masked_grad_gather(const GatherArguments& args, const void* const* partial_sums, const int64_t* numbers,
                         cudaStream_t stream);
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
+// The same, and in the same launch the norm of all of them.
+void sum_partials_and_clip(const Segments& segments, const float* partial_sums, float* sum_sq,
+                           const ClipArguments& clip, cudaStream_t stream);
 
 // `partial_sums` is fp32 or null: one sum for each tile, those of matrix i from first_partials[i] on. If that list (in
 // host memory) is null they are one matrix after the other, which args.sum_sq requires.

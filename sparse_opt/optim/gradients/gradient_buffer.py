@@ -130,6 +130,13 @@ class GradientBuffer(Segments, ABC):
         """Return the sum of squares of the gradient of each parameter, 0 for those not in `received`: [n] fp32."""
         return self.sum_sq if all(received) else self.sum_sq.where(to_device(received, torch.bool, self.device), 0.0)
 
+    def clip(self, max_norm: float) -> tuple[Tensor, Tensor] | None:
+        """Return (norm, factor that clips to max_norm), of one fp32 element each, if one call can compute them.
+
+        Every parameter must have received a gradient.
+        """
+        return None
+
     @abstractmethod
     def drop(self) -> None:
         """Discard the compact gradient, and all queued ones. Nothing is written."""
@@ -310,6 +317,12 @@ class NativeGradientBuffer(GradientBuffer):
     def sums_of_squares(self, received: list[bool]) -> Tensor:
         self._native.sum_squares_()
         return super().sums_of_squares(received)
+
+    def clip(self, max_norm: float) -> tuple[Tensor, Tensor] | None:
+        if not self._native.can_clip():
+            return None
+        norm, coefficient = self._native.clip(max_norm).unbind()
+        return norm, coefficient
 
     def drop(self) -> None:
         self._native.drop()

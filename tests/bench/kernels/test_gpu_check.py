@@ -103,7 +103,7 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
     rows = report["kernels"]["rows"]
     timed = {(row["work"], row["density"]) for row in rows if row["backend"] == "cpu"}
     steps = {f"{op}, {kind} gradients" for op in STEP_OPS for kind in ("dense", "compact")}
-    on_indices = {*steps, "masked_grad_gather_", "indexed_swap_"}
+    on_indices = {*steps, "masked_grad_gather_", "indexed_swap_", "indexed_replace_"}
     on_weights = {
         *on_indices,
         *(f"{op}, int32 indices" for op in on_indices),
@@ -116,6 +116,13 @@ def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, n
         "SparseAdamW.base_weights, out",
         "SparseAdamW.step, dense gradients, lr 1e-6",
         "SparseAdamW.step, compact gradients, lr 1e-6",
+        "SparseAdamW.step, dense gradients, lr 1e-6, compact weights",
+        "SparseAdamW.step, compact gradients, lr 1e-6, compact weights",
+        *(
+            f"SparseAdamW.base_weights, {way}, lr 1e-6{more}"
+            for way in ("in", "out")
+            for more in ("", ", compact weights")
+        ),
     }
     on_delta = {"delta_encode", "delta_apply_"}
     expected = {(work, density) for work in on_weights for density in (0.025, 0.1)}

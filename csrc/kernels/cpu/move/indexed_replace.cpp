@@ -1,5 +1,5 @@
-// Bytes per active element: index 2 or 4 (of a run, shared) and the two compact elements; and 64 read and 64 written for
-// each 64-byte line of the dense tensors in which an element changes.
+// Bytes per active element: index 2 or 4 (of a run, shared) and the two compact elements; and 64 read and 64 written
+// for each 64-byte line of the dense tensors in which an element changes.
 #include <cstring>
 
 #include "../common/blocks.h"
@@ -25,11 +25,13 @@ void indexed_replace(const ReplaceArguments& args, ParallelFor parallel_for) {
     alignas(64) uint32_t before_words[kBlock], after_words[kBlock];
     work.for_each_stretch(first, last, [&](const Chunk& chunk) {
       // Nothing is prefetched: which lines are written is known only after the comparison.
-      for_each_block(args.segments, chunk, 1, [](const BlockIndices&) {}, [&](const BlockIndices& block) {
-        const void* before = rounded(args, args.before, args.before_dtype, block, before_words);
-        const void* after = rounded(args, args.after, args.after_dtype, block, after_words);
-        scatter_changed(element_size(args.dense_dtype), before, after, block, args.segments.dense[chunk.segment]);
-      });
+      for_each_block(
+          args.segments, chunk, 1, [](const BlockIndices&) {},
+          [&](const BlockIndices& block) {
+            const void* before = rounded(args, args.before, args.before_dtype, block, before_words);
+            const void* after = rounded(args, args.after, args.after_dtype, block, after_words);
+            scatter_changed(element_size(args.dense_dtype), before, after, block, args.segments.dense[chunk.segment]);
+          });
     });
   });
 }

@@ -10,7 +10,8 @@
 namespace sparse_opt::cpu {
 
 // Whether a call is computed in lanes: everything in fp32 (the processor neither gathers nor scatters 16-bit words), no
-// separate masters or weights, single elements at positions of 16 or 32 bits, and a processor and a compiler that have AVX-512.
+// separate masters or weights, single elements at positions of 16 or 32 bits, and a processor and a compiler that have
+// AVX-512.
 bool runs_in_lanes(const StepArguments& args);
 
 // The step on one chunk of a call that runs in lanes.

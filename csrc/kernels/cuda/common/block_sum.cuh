@@ -4,7 +4,8 @@
 
 namespace sparse_opt::cuda {
 
-// Returns the sum over a block of so many threads in thread 0. Every thread must call it, once.
+// Returns the sum over a block of so many threads in thread 0. Every thread must call it; between two calls there must
+// be a barrier.
 template <int Threads, typename T>
 __device__ __forceinline__ T block_sum_in_first_thread(T value) {
   __shared__ T warp_sums[Threads / 32];

@@ -54,10 +54,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The last of `blocks` blocks to call this adds up the sums of squares, in their order: [blocks].
+__device__ __forceinline__ void clip_in_last_block(const ClipArguments& clip, const float* sum_sq, uint32_t blocks) {
+  __shared__ bool is_last;
+  __threadfence();  // this block's sum, before its number is counted
+  if (threadIdx.x == 0) is_last = atomicAdd(clip.finished, 1u) == blocks - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  double sum = 0.0;
+  for (uint32_t i = threadIdx.x; i < blocks; i += kThreads) sum += static_cast<double>(__ldcg(sum_sq + i));
+  const double total = block_sum_in_first_thread<kThreads>(sum);
+  if (threadIdx.x != 0) return;
+  const float norm = sqrtf(static_cast<float>(total));
+  const float coefficient = (1.0f / (norm + 1e-6f)) * clip.max_norm;
+  *clip.norm = norm;
+  *clip.coefficient = coefficient > 1.0f ? 1.0f : coefficient;  // a NaN stays
+  *clip.finished = 0;
+}
+
 // One block for each segment. The sum of an empty one is 0.
 template <int Capacity>
-__global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                                const float* partial_sums, float* sum_sq) {
+__global__ void __launch_bounds__(kThreads)
+    sum_partials_kernel(const __grid_constant__ SegmentTable<Capacity> table, const float* partial_sums, float* sum_sq,
+                        const __grid_constant__ ClipArguments clip, uint32_t blocks) {
   const float* partials = partial_sums + table.block_offset;
   double sum = 0.0;
   for (int block = table.first_block[blockIdx.x] + threadIdx.x; block < table.first_block[blockIdx.x + 1];
@@ -66,6 +86,7 @@ __global__ void __launch_bounds__(kThreads) sum_partials_kernel(const __grid_con
   }
   const double total = block_sum_in_first_thread<kThreads>(sum);
   if (threadIdx.x == 0) sum_sq[table.segment_offset + blockIdx.x] = static_cast<float>(total);
+  if (clip.finished != nullptr) clip_in_last_block(clip, sum_sq, blocks);
 }
 
 template <typename Layout, typename Dense, typename Out>
@@ -97,9 +118,15 @@ void masked_grad_gather(const GatherArguments& args, const void* const* partial_
 }
 
 void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream) {
+  sum_partials_and_clip(segments, partial_sums, sum_sq, {}, stream);
+}
+
+void sum_partials_and_clip(const Segments& segments, const float* partial_sums, float* sum_sq,
+                           const ClipArguments& clip, cudaStream_t stream) {
   static_assert(kSlots == kGatherBlock, "callers allocate one partial sum for each kGatherBlock slots");
   for_each_table(segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
-    sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, sum_sq);
+    sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, sum_sq, clip,
+                                                              static_cast<uint32_t>(segments.count));
     check_launch("masked_grad_gather_");
   });
 }
