@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends
-from .buckets import Bucket, compact
+from .buckets import Bucket
 from .compact_weights import CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
 from .ranks.sharding import Shard
-from .segments import LocalSegments, fits_uint16, index_dtype, longest_run, pack_indices
+from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_run, pack_indices
 from .signals import UninterruptedContext
 
 # Inside `base_weights()` the parameters have version counters of their own, so that a backward pass outside

@@ -15,7 +15,7 @@ from ..masks.mask_set import MaskSet
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
 from . import base_weights, binding, options, state_entries
-from .buckets import Bucket, compact
+from .buckets import Bucket
 from .compact_weights import CompactWeights
 from .gradients import tile_linears
 from .gradients.collector import GradientCollector
@@ -24,6 +24,7 @@ from .gradients.reduction import GradientReducer
 from .gradients.tile_backward import Route
 from .ranks import checks, sharding
 from .ranks.group import group_of
+from .segments import compact
 from .stepping import Stepper
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             if self.compact_weights:
                 if bucket.is_sharded:
                     raise ValueError(f"compact_weights=True, but {bucket.names[0]!r} is sharded by fully_shard")
-                bucket.weights = CompactWeights(bucket)
+                bucket.weights = CompactWeights(bucket, bucket.state.get("master"))
             n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
             values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
             steppers.append(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops.checks import FLOAT_DTYPES
+from .compact_weights import CompactWeights
 from .gradients.gradient_buffer import GradientBuffer
 from .segments import LocalSegments, Segments
-
-if TYPE_CHECKING:
-    from .compact_weights import CompactWeights
 
 
 @dataclass(eq=False)
@@ -99,9 +97,3 @@ class Bucket(LocalSegments):
         """Return views of parameter i's part of the flat buffers, under the names of torch's optimizers."""
         views = {name: flat[self.segment(i)] for name, flat in self.state.items()}
         return {"step": self.steps[i], **views}
-
-
-def compact(bucket: Bucket, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the parameters' values at the active elements: [nnz] in `dtype`, by default the parameters' own."""
-    parts = [p.detach().view(-1)[bucket.positions(i).long()] for i, p in enumerate(bucket.params)]
-    return torch.cat(parts).to(dtype or bucket.params[0].dtype)

@@ -1,33 +1,30 @@
-"""CompactWeights: a bucket's current active weights in compact memory, so that nothing reads them from the model."""
+"""CompactWeights: the current active weights in compact memory, so that nothing reads them from the model."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .buckets import Bucket, compact
+from .segments import Segments, compact
 
 
 class CompactWeights:
-    """What the parameters of a bucket hold at the active elements: a copy, or the bucket's fp32 masters, rounded.
+    """What some parameters hold at their active elements: a copy, or the rounded fp32 masters.
 
     Writes by other code are noticed by the parameters' version counters, before the next use: then the copy is taken
     again, and masters are written to the parameters, as the next step would do. Writes through `.data`, and those
     in C++ or CUDA that leave the counters as they are, are not noticed.
 
     Attributes:
-        copy: [nnz] of the parameters' dtype; None if the bucket has masters.
+        copy: [nnz] of the parameters' dtype; None if there are masters.
+        values: `copy`, or the masters: [nnz] fp32.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._versions: list[int] | None = None  # of the parameters when this was last true; None: unknown
-        self.copy = None if "master" in bucket.state else compact(bucket)
-
-    @property
-    def values(self) -> Tensor:
-        """The weights: [nnz] of the parameters' dtype, or fp32 masters."""
-        return self._bucket.state["master"] if self.copy is None else self.copy
+    def __init__(self, segments: Segments, master: Tensor | None) -> None:
+        self._segments = segments
+        self._versions: list[int] | None = None  # of the parameters when the two last agreed; None: unknown
+        self.values = compact(segments) if master is None else master
+        self.copy = self.values if master is None else None
 
     @property
     def nbytes(self) -> int:
@@ -36,21 +33,22 @@ class CompactWeights:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Make this and the parameters agree, after a write by other code."""
+        """Make the values and the parameters agree, after a write by other code."""
+        segments = self._segments
         if self._versions == self._current_versions():
             return
-        bucket = self._bucket
-        bucket.check_params()
+        if [param.numel() for param in segments.params] != segments.numels:
+            return  # the op that is called next raises an error
         if self.copy is not None:
-            self.copy.copy_(compact(bucket))
+            self.copy.copy_(compact(segments))
         else:
-            for i, param in enumerate(bucket.params):
-                rounded = bucket.state["master"][bucket.segment(i)].to(param.dtype)
-                param.view(-1)[bucket.positions(i).long()] = rounded
+            for i, param in enumerate(segments.params):
+                rounded = self.values[segments.segment(i)].to(param.dtype)
+                param.view(-1)[segments.positions(i).long()] = rounded
         self.mark_synced()
 
     def mark_synced(self) -> None:
-        """Record that this and the parameters agree."""
+        """Record that the values and the parameters agree."""
         self._versions = self._current_versions()
 
     def forget(self) -> None:
@@ -58,4 +56,4 @@ class CompactWeights:
         self._versions = None
 
     def _current_versions(self) -> list[int]:
-        return [param._version for param in self._bucket.params]
+        return [param._version for param in self._segments.params]

@@ -86,6 +86,12 @@ class LocalSegments(Segments):
         return self.positions(i) + first if first else self.positions(i)
 
 
+def compact(segments: Segments, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the parameters' values at the active elements: [nnz] in `dtype`, by default the parameters' own."""
+    parts = [p.detach().view(-1)[segments.positions(i).long()] for i, p in enumerate(segments.params)]
+    return torch.cat(parts).to(dtype or segments.params[0].dtype)
+
+
 def fits_uint16(param: Tensor, positions: Tensor, run_length: int) -> bool:
     """Whether the indices of sorted `positions` in the flattened parameter fit two bytes each."""
     return run_length == 1 and index_dtype(param) == torch.int32 and can_narrow(positions)
