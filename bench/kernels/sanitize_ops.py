@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,7 +166,10 @@ def cases_with_known_weights(case: Case) -> list[Case]:
     ops.masked_grad_gather_(
         weights, given["params"], *segments, index_bases=given.get("index_bases"), backend="reference"
     )
-    known = {"weights": {"weights": weights}, "master": {"master": weights.float(), "params_hold_master": True}}
+    known: dict[str, dict[str, Any]] = {
+        "weights": {"weights": weights},
+        "master": {"master": weights.float(), "params_hold_master": True},
+    }
     return [replace(case.changed(**more), written=(*case.written, name)) for name, more in known.items()]
 
 

@@ -44,15 +44,15 @@ class BucketStep:
             weights.forget()  # until both are written
         self.op()
         if self.counted is not None:
-            self._count()
+            self._count(self.counted)
         if weights is not None:
             weights.mark_synced()
 
-    def _count(self) -> None:
+    def _count(self, counted: Tensor) -> None:
         if self.which is None:
-            self.bucket.steps.copy_(self.counted)
+            self.bucket.steps.copy_(counted)
         else:
-            self.bucket.steps[self.which] = self.counted
+            self.bucket.steps[self.which] = counted
         torch.autograd.graph.increment_version(self.params)
 
 

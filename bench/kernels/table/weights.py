@@ -171,8 +171,16 @@ class WeightRows:
         """The step of one SparseAdamW, if its first step is correct."""
         self._restart()
         named, mask = self._parameters(), masked.mask
-        options = {"state_dtype": state_dtype, "lr": lr, "compact_weights": compact_weights}
-        optimizer = sparse_adamw(named, self.named_grads, mask, kind, backend, **options)
+        optimizer = sparse_adamw(
+            named,
+            self.named_grads,
+            mask,
+            kind,
+            backend,
+            state_dtype=state_dtype,
+            lr=lr,
+            compact_weights=compact_weights,
+        )
         first_step = functools.partial(check_first_step, optimizer, named, self.named_grads, masked.active)
         if not self.recorder.passes(name, first_step):
             return []
@@ -202,19 +210,22 @@ class WeightRows:
         """The swaps after `n_steps` steps at this learning rate."""
         self._restart()
         named, mask = self._parameters(), masked.mask
-        options = {"keep_base_weights": True, "lr": lr, "compact_weights": compact_weights}
-        swap = BaseWeightsSwap(sparse_adamw(named, self.named_grads, mask, "dense", **options))
+        optimizer = sparse_adamw(
+            named, self.named_grads, mask, "dense", keep_base_weights=True, lr=lr, compact_weights=compact_weights
+        )
+        swap = BaseWeightsSwap(optimizer)
         if not self.recorder.passes("SparseAdamW.base_weights", functools.partial(check_base_weights, swap, named)):
             return
         for _ in range(n_steps - 1):
             step_again(swap.optimizer)
         changed = swapped_share(swap, named, mask.nnz)
         size = index_itemsize(swap.optimizer)
-        sizes = {"itemsize": 2, "index_itemsize": size, "changed": changed}
         if compact_weights:
-            traffic = bounds.replace_traffic(mask.numel, mask.nnz, compact_itemsizes=4, **sizes)
+            traffic = bounds.replace_traffic(
+                mask.numel, mask.nnz, itemsize=2, compact_itemsizes=4, index_itemsize=size, changed=changed
+            )
         else:
-            traffic = bounds.swap_traffic(mask.numel, mask.nnz, **sizes)
+            traffic = bounds.swap_traffic(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
         suffix = (targets.SMALL if lr == SMALL_LR else "") + (targets.KNOWN if compact_weights else "") + fetches
         calls = {
             targets.BASE_IN: Prepared(swap.be_outside, swap.enter),
