@@ -378,5 +378,5 @@ class SparseOptimizer(BoundOptimizer):
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of the compact buffers by purpose: state, master, weights, indices, grad, base."""
+        """Return the bytes of the compact buffers by purpose: state, master, compact_weights, indices, grad, base."""
         return state_entries.nbytes(self._buckets, self._bases)

@@ -26,13 +26,13 @@ def entries(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[Tensor, dic
 
 
 def nbytes(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[str, int]:
-    """Return the bytes of the compact buffers by purpose: state, master, weights, indices, grad, base."""
-    total = dict.fromkeys(("state", "master", "weights", "indices", "grad", "base"), 0)
+    """Return the bytes of the compact buffers by purpose: state, master, compact_weights, indices, grad, base."""
+    total = dict.fromkeys(("state", "master", "compact_weights", "indices", "grad", "base"), 0)
     for bucket in buckets:
         for name, flat in bucket.state.items():
             total["master" if name == "master" else "state"] += flat.nbytes
         if bucket.weights is not None:
-            total["weights"] += bucket.weights.nbytes
+            total["compact_weights"] += bucket.weights.nbytes
         total["indices"] += bucket.index_bytes + (bucket.unsharded.index_bytes if bucket.is_sharded else 0)
         total["grad"] += bucket.gradient.values.nbytes
         if bucket.is_sharded:

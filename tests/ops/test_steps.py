@@ -80,17 +80,16 @@ def copied(arguments):
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
-@pytest.mark.parametrize("lr", [1e-2, 1e-5])  # nearly all weights change, and few of those in 16 bits
-@pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("held", ["weights", "master"])
+# Masters are not rounded stochastically, and the states are fp32.
+@pytest.mark.parametrize(("held", "rounding"), [("weights", False), ("weights", True), ("master", False)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("op", STEP_OPS)
-def test_params_that_need_not_be_read(op, dtype, layout, held, rounding, lr, place):
+def test_params_that_need_not_be_read(op, dtype, layout, held, rounding, place):
     """The bits of a step that reads them; and where nothing changes, whatever they hold stays."""
     device, backend = torch.device(place[0]), place[1]
     case = make(device, dtype=dtype, mask="ragged" if layout.startswith("run") else "random", layout=layout)
-    case.lr.fill_(lr)
+    case.lr.fill_(1e-5)  # changes nearly all weights in fp32, and few of those in 16 bits
     options = {"stochastic_rounding": rounding, "seed": 5, "master": held == "master"}
     if held == "master":
         for i, param in enumerate(case.params):

@@ -368,7 +368,7 @@ def test_memory_is_counted_by_active_elements(device):
     assert optimizer.nbytes() == {
         "state": 8 * nnz,
         "master": 4 * nnz,
-        "weights": 0,
+        "compact_weights": 0,
         "indices": 2 * nnz + 4 * (nnz // 256 + len(mask)),  # see test_narrow.py
         "grad": 4 * nnz,
         "base": 2 * nnz,

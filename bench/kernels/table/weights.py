@@ -193,7 +193,7 @@ class WeightRows:
             functools.partial(step_again, optimizer),
             step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed),
             backend in (None, auto),
-            (held["indices"] + held["state"] + held["weights"]) / mask.nnz,
+            (held["indices"] + held["state"] + held["compact_weights"]) / mask.nnz,
             changed,
         )
         return [work]
