@@ -100,7 +100,7 @@ class Study:
     def ended(self, job: Run | Chore, result: Any, failure: str | None, pool: Pool | None = None) -> None:
         """Write the result of a job, or report why there is none.
 
-        A job that ran out of memory beside others is not a failure: it is done again, with one job less at once.
+        A job that ran out of memory next to others is not a failure: it is done again, with one job less at once.
         """
         if failure is not None and pool is not None and pool.size > 1 and any(sign in failure for sign in _NO_MEMORY):
             pool.size -= 1

@@ -209,8 +209,8 @@ def indexed_replace_(
 ) -> None:
     """Set dense[indices] to `after`, where it holds `before`; nothing is read from `dense`.
 
-    Only elements whose bits differ between the two are written, so that a call takes little more than the time to read
-    the compact buffers if most are equal. Where `dense` does not hold `before`, other elements keep what they hold.
+    Only elements whose bits differ between the two are written, so that a call moves little more than the compact
+    buffers through memory if most are equal. Where `dense` does not hold `before`, other elements keep what they hold.
 
     Args:
         dense: n tensors, bf16, fp16 or fp32.

@@ -13,8 +13,8 @@ void scale_gradient(const float* grad_scale, const float* clip_coef, int64_t n, 
 struct StepBlock {
   alignas(64) float p[kBlock];
   alignas(64) float g[kBlock];
-  alignas(64) uint32_t held[kBlock],
-      stored[kBlock];  // words of the parameters' size, where the step does not read these
+  // Words of the parameters' size, before and after the step, where it does not read the parameters.
+  alignas(64) uint32_t held[kBlock], stored[kBlock];
   alignas(64) float states[kMaxStates][kBlock] = {};
   alignas(64) uint32_t param_random[kBlock];
   alignas(64) uint32_t state_random[kMaxStates][kBlock];

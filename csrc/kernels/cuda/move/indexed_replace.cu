@@ -7,7 +7,7 @@
 namespace sparse_opt::cuda {
 namespace {
 
-// The elements of one of the compact buffers. Both members are loaded before either is used.
+// The elements of one of the compact buffers, in one of the members. No instruction waits for them before rounded().
 template <typename Layout, typename Dense>
 struct Compact {
   typename Layout::template Held<Dense> own;
