@@ -120,11 +120,15 @@ class SparseOptimizer(BoundOptimizer):
                 buffer.gather_dense_grads()
         received = [self._collector.received(buffer) for buffer in self.gradient_buffers]
         reducer, grad_scale = self._collector.reducer, getattr(self, "grad_scale", None)
-        if len(received) == 1 and all(received[0]) and reducer is None and grad_scale is None:
-            clipped = None if self._collector.shown_proxies() else self.gradient_buffers[0].clip(max_norm)
-            if clipped is not None:
-                return clipped
-        norm = global_norm(self.gradient_buffers, received) if reducer is None else reducer.norm()
+        clipped = None
+        if len(received) == 1 and all(received[0]) and reducer is None:
+            clipped = self.gradient_buffers[0].clip(max_norm)
+        if clipped is not None and grad_scale is None and not self._collector.shown_proxies():
+            return clipped
+        if clipped is not None:
+            norm = clipped[0]  # of the scaled gradients
+        else:
+            norm = global_norm(self.gradient_buffers, received) if reducer is None else reducer.norm()
         norm = self._collector.unscaled(norm)
         if grad_scale is not None:
             norm = norm / grad_scale.to(norm.device).squeeze()

@@ -263,7 +263,7 @@ def _targets() -> Iterator[Target]:
     for swap in (BASE_IN, BASE_OUT):
         yield _at_most_ms(swap + SMALL + KNOWN, 0.25, density=0.025)
     yield _at_most_ms(CLIP, 0.1)
-    yield _at_most_ms(CLIP, 0.1, "host_ms", "ms host")
+    yield _at_most_ms(CLIP, 0.05, "host_ms", "ms host")
     for key, where in (("ms", "GPU"), ("wall_ms", "wall")):
         yield Target(BACKWARD_HOOKS, f"x the plain backward, {where}", _times_as_long(BACKWARD_PLAIN, key), 1.03)
     yield _at_most_bound(SWAP, 1.15)

@@ -186,11 +186,13 @@ class WeightRows:
             return []
         held, changed = optimizer.nbytes(), changed_share(optimizer, named, mask.nnz)
         auto = self.recorder.auto(ADAMW)
+        # The optimizers of all rows write the same weights in turns. Taking over what others have written is not timed.
+        step = functools.partial(step_again, optimizer)
         work = Work(
             name,
             backend or auto,
             masked.density,
-            functools.partial(step_again, optimizer),
+            Prepared(optimizer.sync_weights, step) if compact_weights else step,
             step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed),
             backend in (None, auto),
             (held["indices"] + held["state"] + held["compact_weights"]) / mask.nnz,

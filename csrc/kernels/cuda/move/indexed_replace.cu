@@ -53,11 +53,10 @@ __global__ void __launch_bounds__(Layout::kThreads)
 }  // namespace
 
 void indexed_replace(const ReplaceArguments& args, cudaStream_t stream) {
-  const bool vectors = has_runs_of_vectors(args.segments) &&
-                       fits_vectors(args.before, element_size(args.before_dtype)) &&
-                       fits_vectors(args.after, element_size(args.after_dtype));
+  const bool fits = fits_vectors(args.before, element_size(args.before_dtype)) &&
+                    fits_vectors(args.after, element_size(args.after_dtype));
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
-    dispatch_layout(args.segments, vectors, [&]<typename Layout>() {
+    const auto launch = [&]<typename Layout>() {
       for_each_table(args.segments, nullptr, int64_t{Layout::kThreads} * Layout::kUnroll,
                      [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                        if (blocks == 0) return;
@@ -65,7 +64,12 @@ void indexed_replace(const ReplaceArguments& args, cudaStream_t stream) {
                        kKernel<<<blocks, Layout::kThreads, 0, stream>>>(table, args);
                        check_launch("indexed_replace_");
                      });
-    });
+    };
+    if (fits && has_element_vectors(args.segments)) {
+      launch.template operator()<ElementVectors<uint16_t>>();
+    } else {
+      dispatch_layout(args.segments, fits && has_runs_of_vectors(args.segments), launch);
+    }
   });
 }
 
