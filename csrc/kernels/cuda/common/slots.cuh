@@ -1,7 +1,7 @@
 // The slots of a thread, their positions in the dense tensor, and loads and stores of both. ElementSlots, for masks of
-// single elements: kUnroll slots, every kThreads-th of a block. ElementVectors, for such masks if nothing is read from
-// the dense tensor: kUnroll consecutive slots. RunSlots, for masks of runs: kUnroll consecutive slots, moved as one
-// vector in the dense tensor, too.
+// single elements: kUnroll slots, every kThreads-th of a block. RunSlots, for masks of runs: kUnroll consecutive slots,
+// moved as one vector. ElementVectors, for kernels that only read compact buffers of single elements, and write few
+// dense elements: kUnroll consecutive slots, loaded as one vector.
 #pragma once
 
 #include <algorithm>
@@ -134,13 +134,29 @@ inline bool fits_vectors(const void* buffer, int size) {
   return (reinterpret_cast<uintptr_t>(buffer) & (kUnroll * size - 1)) == 0;
 }
 
-// kUnroll consecutive slots, whose elements in compact buffers are one vector.
-struct VectorSlots {
+// Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: the slots of a thread
+// are all in one run, or all outside of the segment. Compact buffers must satisfy fits_vectors(); dense tensors may
+// have any alignment.
+struct RunSlots {
   static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0;
+  static constexpr int kBlocks = 6;
 
   int64_t first;  // slot j is first + j
+  int64_t position;
+  bool in_range;
 
   __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
+  __device__ __forceinline__ bool active(int) const { return in_range; }
+
+  __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
+    first = range.origin + static_cast<int64_t>(threadIdx.x) * kUnroll;
+    in_range = first >= range.begin && first < range.end;
+    if (!in_range) return;
+    const int64_t run = first >> (__ffs(segments.run_length) - 1);
+    const int64_t start = segments.index_type == IndexType::kInt64 ? static_cast<const int64_t*>(segments.indices)[run]
+                                                                   : static_cast<const int32_t*>(segments.indices)[run];
+    position = start + (first & (segments.run_length - 1));
+  }
 
   // The loaded elements, packed as in memory, so that no instruction waits for them before they are used; 0 outside of
   // the range.
@@ -159,118 +175,6 @@ struct VectorSlots {
   template <typename T>
   using Vector = typename VectorOf<kUnroll * sizeof(T)>::Type;
 
-  template <typename T>
-  __device__ __forceinline__ Held<T> load_vector(const T* compact) const {
-    Held<T> held;
-    const Vector<T> vector = __ldcs(reinterpret_cast<const Vector<T>*>(compact + first));
-    memcpy(held.words, &vector, sizeof(vector));
-    return held;
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void store_vector(T* compact, const T (&values)[kUnroll]) const {
-    Vector<T> vector;
-    memcpy(&vector, values, sizeof(vector));
-    __stcs(reinterpret_cast<Vector<T>*>(compact + first), vector);
-  }
-};
-
-// Compact buffers and the indices must satisfy fits_vectors(). A segment may begin and end inside a vector: there its
-// elements are moved one by one. Compared with ElementSlots, compact elements take a quarter of the instructions, but
-// neighbours in a dense tensor are in different ones.
-template <typename Index>
-struct ElementVectors : VectorSlots {
-  static constexpr int kBlocks = 4;
-
-  uint32_t in_range;  // bit j: slot j
-  PositionOf<Index> position[kUnroll];
-
-  __device__ __forceinline__ bool active(int j) const { return (in_range >> j & 1) != 0; }
-  __device__ __forceinline__ bool all_active() const { return in_range == (1u << kUnroll) - 1; }
-
-  __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
-    first = range.origin + static_cast<int64_t>(threadIdx.x) * kUnroll;
-    in_range = 0;
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) in_range |= uint32_t{slot(j) >= range.begin && slot(j) < range.end} << j;
-    if (in_range == 0) return;
-    const Held<Index> offsets = load_compact(static_cast<const Index*>(segments.indices));
-    PositionOf<Index> base = 0;
-    if constexpr (std::is_same_v<Index, uint16_t>) {  // the slots are in one frame
-      base = __ldg(segments.index_bases + first / kIndexFrame + range.number);
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) position[j] = base + offsets[j];
-  }
-
-  template <typename T>
-  __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
-    if (all_active()) return load_vector(compact);
-    T values[kUnroll] = {};
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active(j)) values[j] = load_once(compact + slot(j));
-    }
-    Held<T> held;
-    held.set_all(values);
-    return held;
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
-    if (all_active()) {
-      store_vector(compact, values);
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active(j)) store_once(compact + slot(j), values[j]);
-    }
-  }
-
-  template <typename T>
-  __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
-    T values[kUnroll] = {};
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active(j)) values[j] = dense[position[j]];
-    }
-    Held<T> held;
-    held.set_all(values);
-    return held;
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
-                                              const bool (&changed)[kUnroll]) const {
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (changed[j]) dense[position[j]] = values[j];
-    }
-  }
-};
-
-// Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: the slots of a thread
-// are all in one run, or all outside of the segment. Compact buffers must satisfy fits_vectors(); dense tensors may
-// have any alignment.
-struct RunSlots : VectorSlots {
-  static constexpr int kBlocks = 6;
-
-  int64_t position;
-  bool in_range;
-
-  __device__ __forceinline__ bool active(int) const { return in_range; }
-
-  __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
-    first = range.origin + static_cast<int64_t>(threadIdx.x) * kUnroll;
-    in_range = first >= range.begin && first < range.end;
-    if (!in_range) return;
-    const int64_t run = first >> (__ffs(segments.run_length) - 1);
-    const int64_t start = segments.index_type == IndexType::kInt64 ? static_cast<const int64_t*>(segments.indices)[run]
-                                                                   : static_cast<const int32_t*>(segments.indices)[run];
-    position = start + (first & (segments.run_length - 1));
-  }
-
   // The same for nearly all threads.
   template <typename T>
   __device__ __forceinline__ static bool is_vector(const T* at) {
@@ -279,12 +183,20 @@ struct RunSlots : VectorSlots {
 
   template <typename T>
   __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
-    return in_range ? load_vector(compact) : Held<T>{};
+    Held<T> held;
+    if (in_range) {
+      const Vector<T> vector = __ldcs(reinterpret_cast<const Vector<T>*>(compact + first));
+      memcpy(held.words, &vector, sizeof(vector));
+    }
+    return held;
   }
 
   template <typename T>
   __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
-    if (in_range) store_vector(compact, values);
+    if (!in_range) return;
+    Vector<T> vector;
+    memcpy(&vector, values, sizeof(vector));
+    __stcs(reinterpret_cast<Vector<T>*>(compact + first), vector);
   }
 
   template <typename T>
@@ -324,7 +236,66 @@ struct RunSlots : VectorSlots {
   }
 };
 
-// Whether single elements can be moved as ElementVectors, if the compact buffers can.
+// The indices and compact buffers must satisfy fits_vectors(). A segment may begin and end inside a vector: there its
+// elements are loaded one by one. Compact elements take a quarter of ElementSlots' instructions, but neighbours in a
+// dense tensor are in different ones.
+template <typename Index>
+struct ElementVectors {
+  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll;
+  template <typename T>
+  using Held = RunSlots::Held<T>;
+
+  int64_t first;      // slot j is first + j
+  uint32_t in_range;  // bit j: slot j
+  PositionOf<Index> position[kUnroll];
+
+  __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
+  __device__ __forceinline__ bool active(int j) const { return (in_range >> j & 1) != 0; }
+
+  __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
+    first = range.origin + static_cast<int64_t>(threadIdx.x) * kUnroll;
+    in_range = 0;
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) in_range |= uint32_t{slot(j) >= range.begin && slot(j) < range.end} << j;
+    if (in_range == 0) return;
+    const Held<Index> offsets = load_compact(static_cast<const Index*>(segments.indices));
+    PositionOf<Index> base = 0;
+    if constexpr (std::is_same_v<Index, uint16_t>) {  // the slots are in one frame
+      base = __ldg(segments.index_bases + first / kIndexFrame + range.number);
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) position[j] = base + offsets[j];
+  }
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
+    Held<T> held;
+    if (in_range == (1u << kUnroll) - 1) {
+      using Vector = RunSlots::Vector<T>;
+      const Vector vector = __ldcs(reinterpret_cast<const Vector*>(compact + first));
+      memcpy(held.words, &vector, sizeof(vector));
+      return held;
+    }
+    T values[kUnroll] = {};
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (active(j)) values[j] = load_once(compact + slot(j));
+    }
+    held.set_all(values);
+    return held;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
+                                              const bool (&changed)[kUnroll]) const {
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (changed[j]) dense[position[j]] = values[j];
+    }
+  }
+};
+
+// Whether single elements can be loaded as ElementVectors, if the compact buffers can.
 inline bool has_element_vectors(const Segments& segments) {
   return segments.run_length == 1 && segments.index_type == IndexType::kOffset16 &&
          fits_vectors(segments.indices, sizeof(uint16_t));

@@ -69,17 +69,8 @@ struct StepSlots : Layout {
           rounds_up_or_down ? stochastic_round<Param>(values[j], random[j].param) : from_float<Param>(values[j]);
       changed[j] = this->active(j) && !same_bits(stored[j], param[j]);
     }
-    if (args.weights != nullptr) store_copy(static_cast<Param*>(args.weights), stored, changed);
+    if (args.weights != nullptr) this->store_compact(static_cast<Param*>(args.weights), stored);
     this->store_dense(static_cast<Param*>(dense), stored, changed);
-  }
-
-  // All of this thread's elements if one changed.
-  __device__ __forceinline__ void store_copy(Param* copy, const Param (&values)[kUnroll],
-                                             const bool (&changed)[kUnroll]) const {
-    bool any = false;
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) any = any || changed[j];
-    if (any) this->store_compact(copy, values);
   }
 
   __device__ __forceinline__ void load_state(int i, const void* compact) {
@@ -212,17 +203,13 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 }
 
 // Whether the compact buffers of a step can be moved as vectors.
-inline bool fits_vectors(const StepArguments& args) {
+inline bool moves_vectors(const StepArguments& args) {
   const int state_size = element_size(args.state_dtype);
-  return fits_vectors(args.master, sizeof(float)) && fits_vectors(args.weights, element_size(args.param_dtype)) &&
+  return has_runs_of_vectors(args.segments) && fits_vectors(args.master, sizeof(float)) &&
+         fits_vectors(args.weights, element_size(args.param_dtype)) &&
          fits_vectors(args.grad, element_size(args.grad_dtype)) &&
          std::all_of(std::begin(args.states), std::end(args.states),
                      [&](const void* state) { return fits_vectors(state, state_size); });
-}
-
-// Whether a step reads nothing from dense tensors.
-inline bool reads_compact_alone(const StepArguments& args) {
-  return args.grad != nullptr && (args.weights != nullptr || args.params_hold_master);
 }
 
 // call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
@@ -232,14 +219,12 @@ template <typename Call>
 void dispatch_step_layout(const StepArguments& args, Call call) {
   const bool scattered = args.dense_grads != nullptr && is_scattered(args.segments, element_size(args.param_dtype),
                                                                      current_tuning().scattered_step_bytes);
-  if (reads_compact_alone(args) && has_element_vectors(args.segments) && fits_vectors(args)) {
-    call.template operator()<ElementVectors<uint16_t>>();
-  } else if (scattered && args.segments.index_type == IndexType::kOffset16) {
+  if (scattered && args.segments.index_type == IndexType::kOffset16) {
     call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
   } else if (scattered && args.segments.index_type == IndexType::kInt32) {
     call.template operator()<ElementSlots<int32_t, 640, 1, 2>>();
   } else {
-    dispatch_layout<128, 3>(args.segments, has_runs_of_vectors(args.segments) && fits_vectors(args), call);
+    dispatch_layout<128, 3>(args.segments, moves_vectors(args), call);
   }
 }
 
