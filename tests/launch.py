@@ -124,6 +124,7 @@ def run_command(
     environment: Mapping[str, str],
     *,
     script: Path | None = None,
+    module: str | None = None,
     launched: bool = False,
     cwd: Path | None = None,
     killed: tuple[int, Callable[[], bool]] | None = None,
@@ -133,6 +134,7 @@ def run_command(
 
     Args:
         script: run instead of `sparse-opt`.
+        module: the same, as of `python -m`.
         launched: whether one process has the variables of torchrun, too.
         killed: (rank, when): this rank is killed as soon as `when()` is true.
 
@@ -147,7 +149,7 @@ def run_command(
         for rank in range(n):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
             variables = {**shared, **(ranks if launched or n > 1 else {}), "OMP_NUM_THREADS": "1"}
-            arguments = (folder, rank, script, list(words), variables, cwd or Path.cwd())
+            arguments = (folder, rank, script, module, list(words), variables, cwd or Path.cwd())
             process = _SERVER.Process(target=_run_command, args=arguments, daemon=True)
             processes.append(process)
             processes[-1].start()
@@ -180,6 +182,26 @@ def run_script(
     return run_command(1, words, environment, script=script, **options)
 
 
+def run_module(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run `python -m MODULE WORD ...`, or the processes of `python -m torch.distributed.run ... -m MODULE WORD ...`.
+
+    Prints their output on stderr, and returns the exit code. torchrun itself does not run, only its parser of options.
+    """
+    assert list(command[:2]) == [sys.executable, "-m"], command
+    if command[2] != "torch.distributed.run":
+        done = run_command(1, command[3:], environment, module=command[2])
+    else:
+        from torch.distributed.run import parse_args
+
+        args = parse_args(list(command[3:]))
+        assert args.standalone and args.module, command
+        words, variables = args.training_script_args, {**environment, "TORCHELASTIC_RUN_ID": "forked"}
+        n = int(args.nproc_per_node)
+        done = run_command(n, words, variables, module=args.training_script, launched=True)
+    print(done.stdout, done.stderr, sep="", end="", file=sys.__stderr__, flush=True)
+    return done.returncode
+
+
 def _begin(variables: Mapping[str, str]) -> None:
     """What a forked process does first."""
     gc.freeze()  # a collection does not visit, and so copy, the pages of the server's objects
@@ -192,7 +214,13 @@ def _begin(variables: Mapping[str, str]) -> None:
 
 
 def _run_command(
-    folder: str, rank: int, script: Path | None, words: list[str], variables: dict[str, str], cwd: Path
+    folder: str,
+    rank: int,
+    script: Path | None,
+    module: str | None,
+    words: list[str],
+    variables: dict[str, str],
+    cwd: Path,
 ) -> None:
     _begin(variables)
     os.chdir(cwd)
@@ -203,7 +231,11 @@ def _run_command(
     from sparse_opt.cli.main import main
 
     try:
-        if script is None:
+        if module is not None:
+            sys.argv = [module, *words]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        elif script is None:
             code = main(words)
         else:
             sys.argv = [str(script), *words]

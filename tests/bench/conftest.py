@@ -9,21 +9,25 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from launch import run_module
 
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """``run_here(module, unless=)``: run the `python -m module` commands of a benchmark in this process.
 
-    Starting Python and importing transformers takes longer than the work. Other commands, and those for which
-    ``unless(command)`` is true, are started as usual.
+    Starting Python and importing transformers takes longer than the work. Those for which ``unless(command)`` is true
+    run in a process of their own, and several ranks of torchrun in as many, which are forked; see launch.py. Other
+    commands are started as usual.
     """
     start_process = subprocess.run
 
     def arrange(module: ModuleType, unless: Callable[[Sequence[str]], bool] = lambda command: False) -> None:
         def run(command: Sequence[str], **kwargs: Any) -> Any:
-            if list(command[:3]) != [sys.executable, "-m", module.__name__] or unless(command):
+            if module.__name__ not in command:
                 return start_process(command, **kwargs)
+            if command[2] != module.__name__ or unless(command):
+                return subprocess.CompletedProcess(command, run_module(command, kwargs["env"]))
             return subprocess.CompletedProcess(command, module.main(command[3:]))
 
         monkeypatch.setattr(subprocess, "run", run)

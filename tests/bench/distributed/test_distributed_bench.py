@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch, run_command
+from launch import launch, run_command, run_module
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 from sparse_opt import MaskSet
+from sparse_opt.bench.distributed import main as distributed_main
 from sparse_opt.bench.distributed import report as reports
 from sparse_opt.bench.distributed import results, targets
 from sparse_opt.bench.distributed.collectives import CollectiveCounter
@@ -30,8 +33,26 @@ SPARSE = ["local_element_fp32", "replicate_element_fp32", "replicate_tile64_bf16
 DENSE = ["ddp", "fsdp2"]
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """torchrun's processes are forked, see launch.py. test_distributed_limit.py starts a real torchrun."""
+
+    class Torchrun:
+        def __init__(self, command, env, stdout):
+            self.code = run_module(command, env)
+
+        def wait(self, timeout):
+            return self.code
+
+        def poll(self):
+            return self.code
+
+    started = SimpleNamespace(Popen=Torchrun, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(distributed_main, "subprocess", started)
+
+
 @pytest.mark.slow
-def test_a_small_run(tmp_path, capfd):
+def test_a_small_run(tmp_path, capfd, forked_ranks):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
     output, picture = tmp_path / "distributed.json", tmp_path / "distributed.png"
     output.write_text("an earlier run, which the first rows replace")

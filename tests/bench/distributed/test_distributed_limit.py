@@ -18,9 +18,11 @@ def test_rows_without_a_time_are_named_and_resumed(tmp_path, capfd):
     words = ["bench", "distributed", "--small", "--sequence_length", "8", "--n_rounds", "2", "--output", str(output)]
     element, tile = "local_element_fp32", "local_tile64_fp32"
 
-    code = main([*words, "--gpus", "1", "--variants", element])
+    # The processes of a torchrun end by themselves, without an error.
+    of_torchrun = {**os.environ, "TORCHELASTIC_RUN_ID": "started-by-the-user"}
+    done = run_command(1, [*words, "--variants", element], of_torchrun, launched=True)
     report = json.loads(output.read_text())
-    assert (code, report["completed"], report["missing"]) == (0, True, []), capfd.readouterr().err
+    assert (done.returncode, report["completed"], report["missing"]) == (0, True, []), done.stderr
     measured = report["rows"]
 
     both = [*words, "--gpus", "1", "--variants", f"{element},{tile}", "--resume"]
@@ -31,14 +33,14 @@ def test_rows_without_a_time_are_named_and_resumed(tmp_path, capfd):
     line = f"1 x default: not measured: {tile}; the same command with --resume measures them"
     assert line in capfd.readouterr().err
 
-    # The processes of a torchrun end by themselves, without an error.
     of_two = [*words, "--variants", f"{element},{tile}", "--resume", "--limit_s", "0.001"]
-    done = run_command(2, of_two, {**os.environ, "TORCHELASTIC_RUN_ID": "started-by-the-user"})
+    done = run_command(2, of_two, of_torchrun)
     assert done.returncode == 1
     assert f"2 x default: not measured: {element}, {tile};" in done.stderr
     report = json.loads(output.read_text())
     assert not report["completed"] and [row["variant"] for row in report["missing"]] == [element, tile]
 
+    # In a torchrun that this starts.
     assert main(both) == 0, capfd.readouterr().err
     report = json.loads(output.read_text())
     assert report["completed"] and report["missing"] == []

@@ -10,12 +10,14 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 from sparse_opt.bench.weight_sync import report as reports
+from sparse_opt.bench.weight_sync import world
 from sparse_opt.bench.weight_sync.report import VARIANTS
 from sparse_opt.cli.main import main
 
 
 @pytest.mark.slow
-def test_a_small_run(tmp_path, capfd):
+def test_a_small_run(tmp_path, capfd, run_here):
+    run_here(world)
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
     output, picture = tmp_path / "weight_sync.json", tmp_path / "weight_sync.png"
     words = ["--small", "--n_rounds", "3", "--output", str(output), "--plot", str(picture), "--learning_rate", "1e-4"]
