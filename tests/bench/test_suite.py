@@ -76,7 +76,7 @@ def test_results_carry_bytes_rates_and_the_machine(tmp_path):
         assert found["stats"]["rounds"] == 2
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def needs_extension():
     if "cpu" not in backends.available("cpu"):
         pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
@@ -92,33 +92,40 @@ def test_a_wrong_result_is_not_timed(tmp_path, needs_extension):
     assert not path.is_file() or json.loads(path.read_text() or '{"benchmarks": []}')["benchmarks"] == []
 
 
-def test_a_slower_op_fails_the_comparison(tmp_path, needs_extension):
+# A hundred times the median: far above what a busy machine does to it, far below the sleep.
+COMPARISON = "--benchmark-compare-fail=median:10000%"
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory, needs_extension):
+    """The results file of some cases, and the words that run them."""
+    path = tmp_path_factory.mktemp("baseline") / "baseline.json"
+    cases = ["-k", "test_op and indexed_swap_ and bf16 and 0.1", "--bench_numel", "20000", "--bench_rounds", "5"]
+    assert run_suite(*cases, "--benchmark-json", str(path)).returncode == 0
+    return path, cases
+
+
+def test_a_slower_op_fails_the_comparison(tmp_path, baseline):
+    path, cases = baseline
     (tmp_path / "spoiled.py").write_text(SPOILED.format(kind="slow", action="time.sleep(0.1)"))
-    path = tmp_path / "baseline.json"
-    assert run_suite(*ONE_CASE, "--benchmark-json", str(path)).returncode == 0
-    # A hundred times the median: far above what a busy machine does to it, far below the sleep.
-    compared = [*ONE_CASE, f"--benchmark-compare={path}", "--benchmark-compare-fail=median:10000%"]
-    same = run_suite(*compared)
-    assert same.returncode == 0, same.stdout
-    assert "Comparing against benchmarks from:" in same.stdout + same.stderr
-    slow = run_suite("-p", "spoiled", *compared, plugins=tmp_path)
+    slow = run_suite("-p", "spoiled", *cases, f"--benchmark-compare={path}", COMPARISON, plugins=tmp_path)
     assert slow.returncode != 0
     assert "Performance has regressed" in slow.stdout + slow.stderr
 
 
-def test_a_case_that_the_compared_run_lacks_is_new(tmp_path):
-    path = tmp_path / "baseline.json"
-    cases = ["-k", "test_op and reference and indexed_swap_ and bf16", "--bench_numel", "20000", "--bench_rounds", "5"]
-    assert run_suite(*cases, "--benchmark-json", str(path)).returncode == 0
+def test_a_case_that_the_compared_run_lacks_is_new_and_others_are_as_fast(tmp_path, baseline):
+    path, cases = baseline
     report = json.loads(path.read_text())
     new = report["benchmarks"].pop()
+    assert report["benchmarks"]
+    path = tmp_path / "baseline.json"
     path.write_text(json.dumps(report))
-    compared = run_suite(*cases, f"--benchmark-compare={path}", "--benchmark-compare-fail=median:10000%")
+    compared = run_suite(*cases, f"--benchmark-compare={path}", COMPARISON)
     assert compared.returncode == 0, compared.stdout
-    lines = [
-        line for line in (compared.stdout + compared.stderr).splitlines() if "New, not in the compared run" in line
-    ]
-    assert [line.rpartition(" ")[2] for line in lines] == [new["fullname"]]
+    lines = (compared.stdout + compared.stderr).splitlines()
+    assert any(line.startswith("Comparing against benchmarks from:") for line in lines)
+    found = [line.rpartition(" ")[2] for line in lines if "New, not in the compared run" in line]
+    assert found == [new["fullname"]]
 
 
 def test_every_case_of_the_committed_run_exists(needs_extension, collection):

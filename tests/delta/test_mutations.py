@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import run_script
 
 MUTATIONS = 3_000
 
@@ -15,13 +14,7 @@ MUTATIONS = 3_000
 @pytest.mark.slow
 def test_thousands_of_broken_files(tmp_path: Path) -> None:
     driver = Path(__file__).with_name("mutation_driver.py")
-    done = subprocess.run(
-        [sys.executable, driver, tmp_path, str(MUTATIONS), "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_script(driver, [str(tmp_path), str(MUTATIONS), "1"], timeout=300)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)["outcomes"]
     assert sum(sum(kinds.values()) for kinds in outcomes.values()) == MUTATIONS

@@ -139,10 +139,11 @@ def reshard(rank: int, folder: str) -> None:
     for mesh in meshes.values():
         for n in meshes if rank < mesh.size() else ():
             _, optimizer = sharded(mesh)
-            loaded = {"optimizer": optimizer.state_dict()}
-            dcp.load(loaded, checkpoint_id=f"{folder}/{False}{n}", process_group=mesh.get_group())
-            optimizer.load_state_dict(loaded["optimizer"])
-            require_state(optimizer, states[False], rank == 0)
+            if n == mesh.size() % len(meshes) + 1:  # of each number of ranks by torch's own function on another
+                loaded = {"optimizer": optimizer.state_dict()}
+                dcp.load(loaded, checkpoint_id=f"{folder}/{False}{n}", process_group=mesh.get_group())
+                optimizer.load_state_dict(loaded["optimizer"])
+                require_state(optimizer, states[False], rank == 0)
             load_optimizer(optimizer, f"{folder}/{True}{n}")
             require_state(optimizer, states[True], rank == 0)
     dist.barrier()
