@@ -39,7 +39,7 @@ CUDA_WHEEL = $(WHEEL) SPARSE_OPT_CUDA=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH
 wheel: $(VENV)/.python $(RELEASE)/.installed ## a wheel with CPU kernels for every supported torch, in dist
 	rm -rf build/wheel dist/*abi3*.whl
 	@$(WHEEL) $(STEP) "building the wheel" $(BIN)/python setup.py --quiet build --build-base build/wheel --build-temp "$(OBJECTS)" \
-	  bdist_wheel --skip-build --dist-dir build/wheel/dist
+	  egg_info --egg-base build/wheel bdist_wheel --skip-build --dist-dir build/wheel/dist
 	PATH="$(AUDIT):$$PATH" auditwheel repair --exclude libtorch_cpu.so --wheel-dir dist build/wheel/dist/*.whl
 	$(AUDIT)/abi3audit --strict dist/*abi3*.whl
 
@@ -184,8 +184,7 @@ $(VERL)/.installed: pyproject.toml setup.py
 test-learning: $(VENV)/.test build ## every loop learns, three seeds each: minutes of training
 	SPARSE_OPT_LEARNING=1 OMP_NUM_THREADS=1 $(PYTEST) tests/trainers/test_learning.py
 
-test-browser: $(VENV)/.test build ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
-	$(INSTALL) --quiet PySide6-WebEngine
+test-browser: $(VENV)/.browser build ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
 	$(PYTEST) tests/analysis -k browser
 
 # mypy finds packages by folder, so the package is copied as it is installed. mypy's cache is deleted with the copy, because
@@ -237,3 +236,6 @@ $(VENV)/.lint: EXTRAS = train,lint
 $(VENV)/.train $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing the packages for $*" \
 	  $(INSTALL) --no-build-isolation --editable '.[$(or $(EXTRAS),$*)]'
+
+$(VENV)/.browser: $(VENV)/.test
+	@$(STEP) --stamp $@ "installing a browser engine" $(INSTALL) PySide6-WebEngine
