@@ -29,15 +29,20 @@ import pytest
 import torch
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "pytest",
-        "datasets",
-        "torch.distributed.fsdp",
-        "transformers.models.llama.modeling_llama",
-        "sparse_opt.trainers.sft",
-    ]
-)
+_PRELOADED = [
+    "pytest",
+    "datasets",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "sparse_opt.trainers.sft",
+]
+_SERVER.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Let the server import these modules too, if it has not started: of a test's file, when it is collected."""
+    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
+    _SERVER.set_forkserver_preload(_PRELOADED)
 
 # The parameter `backend` of tests that run on two ranks, or on more with gloo.
 BACKENDS = pytest.mark.parametrize(

@@ -19,12 +19,15 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from launch import device, launch
+from launch import device, launch, preload
 from torch.distributed.tensor import DTensor
 from trainer_lab import Lab, make_tokenizer, rows_of
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.integrations import SparseArguments
+
+# TRL's modules are imported when they are used.
+preload("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 STEPS = 8
