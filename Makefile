@@ -131,8 +131,10 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 OF_BACKEND := not distributed and not documented and not interrupts and not damaged and not reference \
   and not SparseSGD and not SparseLion
 
+# Other torch defaults are tried with the reference in test-others.
 test-reference: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/logprobs/test_logprobs_tiles.py -k "$(OF_BACKEND)"
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/logprobs/test_logprobs_tiles.py \
+	  -k "$(OF_BACKEND) and not test_torch_defaults"
 
 # Of the defaults of torch, the default device alone.
 test-triton: $(VENV)/.test build

@@ -44,6 +44,7 @@ def preload(*modules: str) -> None:
     _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
     _SERVER.set_forkserver_preload(_PRELOADED)
 
+
 # The parameter `backend` of tests that run on two ranks, or on more with gloo.
 BACKENDS = pytest.mark.parametrize(
     "backend",

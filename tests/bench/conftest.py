@@ -24,11 +24,11 @@ def run_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
     def arrange(module: ModuleType, unless: Callable[[Sequence[str]], bool] = lambda command: False) -> None:
         def run(command: Sequence[str], **kwargs: Any) -> Any:
-            if module.__name__ not in command:
-                return start_process(command, **kwargs)
-            if command[2] != module.__name__ or unless(command):
+            if list(command[:3]) == [sys.executable, "-m", module.__name__] and not unless(command):
+                return subprocess.CompletedProcess(command, module.main(command[3:]))
+            if module.__name__ in command:
                 return subprocess.CompletedProcess(command, run_module(command, kwargs["env"]))
-            return subprocess.CompletedProcess(command, module.main(command[3:]))
+            return start_process(command, **kwargs)
 
         monkeypatch.setattr(subprocess, "run", run)
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))

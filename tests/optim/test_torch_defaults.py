@@ -6,10 +6,12 @@ work fails.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,12 +54,19 @@ def backend(request: pytest.FixtureRequest) -> str | None:
 Results = dict[str, Tensor]
 
 
-def assert_same_under(setting: tuple[str | None, str | None], work: Callable[[], Results]) -> None:
-    """`work` has the same bits under these defaults. What it makes itself names its device and dtype."""
+@functools.cache
+def under_usual_defaults(work: Callable[..., Results], *args: Any, **options: Any) -> Results:
     with defaults(None, None):
-        expected = work()
+        return work(*args, **options)
+
+
+def assert_same_under(
+    setting: tuple[str | None, str | None], work: Callable[..., Results], *args: Any, **options: Any
+) -> None:
+    """`work` has the same bits under these defaults. What it makes itself names its device and dtype."""
+    expected = under_usual_defaults(work, *args, **options)
     with defaults(*setting):
-        found = work()
+        found = work(*args, **options)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].device == tensor.device, name
@@ -142,7 +151,7 @@ OPTIONS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_training(setting, pattern, dtype, options, backend):
     device = torch.device("cpu")
-    assert_same_under(SETTINGS[setting], lambda: training(device, backend, pattern, dtype, **OPTIONS[options]))
+    assert_same_under(SETTINGS[setting], training, device, backend, pattern, dtype, **OPTIONS[options])
 
 
 def scaled(device: torch.device, backend: str | None, unscale: bool) -> Results:
@@ -169,7 +178,7 @@ def scaled(device: torch.device, backend: str | None, unscale: bool) -> Results:
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_grad_scaler(setting, unscale, backend):
-    assert_same_under(SETTINGS[setting], lambda: scaled(torch.device("cpu"), backend, unscale))
+    assert_same_under(SETTINGS[setting], scaled, torch.device("cpu"), backend, unscale)
 
 
 def tiles(device: torch.device, backend: str | None, checkpointed: bool) -> Results:
@@ -191,7 +200,7 @@ def tiles(device: torch.device, backend: str | None, checkpointed: bool) -> Resu
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tile_backward(setting, checkpointed, backend):
-    assert_same_under(SETTINGS[setting], lambda: tiles(torch.device("cpu"), backend, checkpointed))
+    assert_same_under(SETTINGS[setting], tiles, torch.device("cpu"), backend, checkpointed)
 
 
 def masks(folder: Path, device: torch.device) -> Results:
@@ -231,7 +240,7 @@ def masks(folder: Path, device: torch.device) -> Results:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_masks(setting, tmp_path):
-    assert_same_under(SETTINGS[setting], lambda: masks(tmp_path, torch.device("cpu")))
+    assert_same_under(SETTINGS[setting], masks, tmp_path, torch.device("cpu"))
 
 
 def selection(device: torch.device, pattern: str, pool: str) -> Results:
@@ -244,7 +253,7 @@ def selection(device: torch.device, pattern: str, pool: str) -> Results:
 @pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_selection(setting, pattern, pool):
-    assert_same_under(SETTINGS[setting], lambda: selection(torch.device("cpu"), pattern, pool))
+    assert_same_under(SETTINGS[setting], selection, torch.device("cpu"), pattern, pool)
 
 
 GPU_SETTINGS = {"cuda": (None, "cuda"), "float64-cuda": ("float64", "cuda")}
