@@ -142,9 +142,11 @@ test-triton: $(VENV)/.test build
 	  -k "$(OF_BACKEND) and (not test_runs or many_steps) and not (test_torch_defaults and (float16 or float64))"
 
 # Without the tests that compile kernels, in processes without the interpreter; test-others runs them. Every storage of
-# weights, moments and gradients is tried with two of the four layouts; tests of masks have all.
+# weights, moments, gradients and indices is tried with two of the four layouts; tests of masks have all.
+FOR_EACH_STORAGE := test_storage or test_params_that_need_not_be_read or test_gradient_and_index_dtypes
 test-triton-ops: $(VENV)/.test build
-	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops tests/weight_sync -k "triton and not (test_storage and (element or run64))" \
+	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops tests/weight_sync \
+	  -k "triton and not (($(FOR_EACH_STORAGE)) and (element or run64))" \
 	  --ignore=tests/ops/test_triton_compile.py --ignore=tests/ops/test_triton_hip.py
 
 # The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.

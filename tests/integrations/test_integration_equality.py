@@ -126,12 +126,12 @@ class OnlyActive(TrainerCallback):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_weight_active_equals_theirs(lab, curve, case):
-    """With compact gradients, and with dense ones."""
+    """With compact gradients. With dense ones only the Trainer and DPO: no trainer has code of its own for them."""
     kind, changes = CASES[case]
     mask = lab.random_mask(1.0)
     makers = [
         lambda grads=grads: lab(kind, mask=mask, sparse=SparseArguments(grads=grads), **changes)
-        for grads in ("compact", "dense")
+        for grads in (("compact", "dense") if kind in ("Trainer", "DPO") else ("compact",))
     ]
     theirs, trained = run_all(lambda: lab(kind, **changes), makers, kind == "GRPO")
     for ours in trained:
