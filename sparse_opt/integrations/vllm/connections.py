@@ -18,6 +18,8 @@ from ...errors import WeightSyncError
 Pause = Literal["keep", "wait", "abort"]
 # The timeout of requests to a server that has not answered another one, in seconds.
 _PATIENCE = 10.0
+# Ends the error of an engine of several workers that have all refused an update.
+KEPT_BY_ALL = "all workers have kept their weights"
 
 
 class ServerLost(WeightSyncError):
@@ -54,9 +56,9 @@ class Connection(ABC):
             messages: None is what the sender of the transport sends in a round.
 
         Raises:
-            WeightSyncError: with the engine's message. An engine of one worker has the weights that it had, and
-                generates on. The workers of an engine of several may have different weights: a server remains paused
-                until an update succeeds.
+            WeightSyncError: with the engine's message. An engine whose workers have all refused the update has the
+                weights that it had, and generates on. Otherwise the workers of an engine of several may have different
+                weights: a server remains paused until an update succeeds.
         """
         self.begin()
         self.complete(messages, version)
@@ -89,7 +91,8 @@ class Connection(ABC):
         with suppress(WeightSyncError):
             self._finish(None)
         text = str(error)
-        actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, self._resume_or_hold]
+        kept = KEPT_BY_ALL in text
+        actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, lambda: self._resume_or_hold(kept)]
         for action in actions if sent else [] if self._may_differ else [self._resume]:
             try:
                 text += action() or ""
@@ -99,10 +102,13 @@ class Connection(ABC):
                     text += f"; then {second}"
         return WeightSyncError(text)
 
-    def _resume_or_hold(self) -> str:
-        """Resume an engine of one worker; keep another one paused, and return what the error says of it."""
+    def _resume_or_hold(self, kept: bool) -> str:
+        """Resume an engine whose workers have `kept` their weights, and one of a single worker.
+
+        Another one is kept paused, and what the error says of it is returned.
+        """
         self._may_differ = True
-        if (count := self.world_size()) == 1:
+        if (count := self.world_size()) == 1 or kept:
             self._may_differ = False
             self._resume()
             return ""

@@ -5,6 +5,10 @@ vLLM creates one engine in each worker. When a mask message arrives, the tensors
 checked before anything is written. If it is refused, `update_weights` raises, which also ends vLLM's update
 session; the weights and the version stay, and generation can go on. All work is done in `update_weights`, because an
 exception in `finish_weight_update` would leave vLLM's session open.
+
+Of several workers the last alone raises, for all of them. vLLM reads their answers in the order of ranks, up to the
+first error; those behind it would stay in their queues, and be taken for the answers to the next call. The other
+workers stay in vLLM's session until the `finish_weight_update` with which a failed update ends.
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ from __future__ import annotations
 import base64
 import binascii
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,6 +37,7 @@ from ...weight_sync.layout import DTYPES, Layout
 from ...weight_sync.transports import TRANSPORTS, FolderReceiver, open_receiver
 from ...weight_sync.transports.receiver_channel import ReceiverChannel
 from ..loader_trace import trace_destinations
+from .connections import KEPT_BY_ALL
 from .packed_layers import PackedLayers
 
 
@@ -82,6 +89,9 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
             ValueError: the transport is unknown, or is "folder" for an engine of several workers, which could read
                 different numbers of steps.
         """
+        self._on_all_workers(lambda: self._connect(init_info))
+
+    def _connect(self, init_info: SparseInitInfo) -> None:
         self._disconnect()
         self._timeout = init_info.timeout
         transport, address = init_info.transport, init_info.address
@@ -112,12 +122,38 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
             WeightSyncError: a message is damaged, out of order or foreign, or a weight of the mask cannot be updated
                 in this model. The weights and the version have not changed.
         """
+        self._on_all_workers(lambda: self._receive(update_info))
+
+    def _receive(self, update_info: SparseUpdateInfo) -> None:
         if update_info.message is not None:
             self._weights.receive(_decoded(update_info.message))
         elif self._channel is None:
             raise WeightSyncError("an update came without a message, and the engine is connected to no sender")
         elif self._channel.receive(self._timeout) is None:
             raise WeightSyncError("the sender has closed its channel")
+
+    def _on_all_workers(self, work: Callable[[], None]) -> None:
+        """Do this worker's part of some work; where there are several, the last raises the errors of all."""
+        if self.parallel_config.world_size == 1:
+            work()
+            return
+        outcome: str | None = None
+        refused = False
+        try:
+            work()
+        except Exception as error:  # of any kind: the other workers wait for the outcome of this one
+            outcome, refused = f"{type(error).__name__}: {error}", isinstance(error, WeightSyncError)
+        outcomes = [(outcome, refused)]
+        for group in (get_tp_group(), get_pp_group()):
+            parts: list[Any] = [None] * group.world_size
+            dist.all_gather_object(parts, outcomes, group=group.cpu_group)
+            outcomes = [of_worker for part in parts for of_worker in part]
+        errors = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+        if errors and get_tp_group().is_last_rank and get_pp_group().is_last_rank:
+            kept = all(refused for _, refused in outcomes)
+            texts = "; ".join(dict.fromkeys(errors.values()))
+            whose = KEPT_BY_ALL if kept else f"failed on workers {', '.join(map(str, errors))} of {len(outcomes)}"
+            raise WeightSyncError(f"{texts}; {whose}")
 
     def shutdown(self) -> None:
         """Release the connection. The weights stay as they are."""

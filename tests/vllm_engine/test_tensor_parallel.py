@@ -1,0 +1,88 @@
+"""Sparse updates of an engine with two tensor-parallel workers, in processes of their own over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from vllm import LLM
+from vllm.config import WeightTransferConfig
+from vllm_updates import DamagedSender, Trainer, save, tokens_of
+
+from sparse_opt.errors import WeightSyncError
+from sparse_opt.integrations.vllm import VLLMWeightSync
+from sparse_opt.weight_sync import WeightSender
+
+RANKS, UPDATES = 2, 6
+REFUSED, FAILED = 3, 5  # versions
+
+
+@contextmanager
+def engine(folder: Path) -> Iterator[LLM]:
+    llm = LLM(
+        str(folder),
+        enforce_eager=True,
+        max_model_len=512,
+        dtype="bfloat16",
+        tensor_parallel_size=RANKS,
+        distributed_executor_backend="mp",
+        weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeypatch):
+    """Tokens are compared with those of as many workers: another number of them adds up in another order."""
+
+    def break_second(worker):
+        def fail(update_info):
+            raise MemoryError("none left")
+
+        if worker.rank == 1:
+            worker.weight_transfer_engine._receive = fail
+
+    def mend_second(worker):
+        if worker.rank == 1:
+            del worker.weight_transfer_engine._receive
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of the two functions
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise each worker needs a NUMA node
+    trainer = Trainer()
+    folder = save(tmp_path / "first", trainer.model)
+    sender = WeightSender(trainer.model, trainer.mask)
+    found = {}
+    with engine(folder) as llm:
+        sync = VLLMWeightSync(sender, llm)
+        assert sync.connect() == 0
+        found[0] = tokens_of(llm)
+        for version in range(1, UPDATES + 1):
+            trainer.step()
+            if version == REFUSED:  # by both workers, which stay at the version before
+                with pytest.raises(
+                    WeightSyncError, match="values sent have digest.*all workers have kept their weights"
+                ):
+                    VLLMWeightSync(DamagedSender(sender), llm).update()
+                assert tokens_of(llm) == found[version - 1]
+                continue
+            if version == FAILED:  # on the second worker alone; the next update brings both to its version
+                llm.collective_rpc(break_second)
+                with pytest.raises(
+                    WeightSyncError, match="MemoryError: none left; failed on workers 1 of 2.*may differ"
+                ):
+                    sync.update()
+                llm.collective_rpc(mend_second)
+                continue
+            assert sync.update() == version
+            found[version] = tokens_of(llm)
+        assert llm.get_weight_version() == str(UPDATES)
+    assert all(found[a] != found[b] for a in found for b in found if a < b)
+    with engine(save(tmp_path / "last", trainer.model)) as fresh:
+        assert tokens_of(fresh) == found[UPDATES]
