@@ -32,6 +32,7 @@ class Worker:
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = {name: weight.clone() for name, weight in weights.items()}
         self.workers = 1
+        self.agreed = 0  # workers that say together that they have refused an update
         self.fails: str | None = None  # the route that answers with an error
         self.ends_in = ""  # the route in which the server is killed
         self.hangs = False  # does not answer for a second
@@ -50,8 +51,10 @@ class Worker:
         message = content["update_info"]["message"]
         try:
             self.receiver.receive(base64.b64decode(message) if isinstance(message, str) else message)
-        except WeightSyncError:
+        except WeightSyncError as error:
             self.active = False
+            if self.agreed:
+                raise WeightSyncError(f"{error}; {connections.kept_by_all(self.agreed)}") from error
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -264,6 +267,22 @@ def test_a_server_whose_workers_may_differ_stays_paused(weights, sender, servers
     assert sync.update() == 3
     assert server.calls.count("update_weights") == 2 and server.calls[-1] == "resume"  # mask and state
     assert torch.equal(server.weights["w"], weights["w"])
+
+
+@pytest.mark.parametrize(("workers", "resumes"), [(2, True), (4, False)], ids=["all", "one replica of two"])
+def test_a_server_whose_workers_have_all_refused_is_resumed(weights, sender, servers, workers, resumes):
+    (server,) = servers(1)
+    server.workers, server.agreed = workers, 2
+    sync = VLLMWeightSync(sender, server.address)
+    sync.connect()
+    step(weights, sender)
+    server.receiver = WeightReceiver(server.weights)
+    with pytest.raises(WeightSyncError, match="all 2 workers have kept their weights") as refusal:
+        sync.update()
+    assert ("may differ" in str(refusal.value)) != resumes
+    assert (server.calls[-1] == "resume") == resumes
+    assert sync.update() == 2
+    assert server.calls[-1] == "resume" and torch.equal(server.weights["w"], weights["w"])
 
 
 def test_a_server_without_pauses_is_paused_if_its_workers_may_differ(weights, sender, servers):

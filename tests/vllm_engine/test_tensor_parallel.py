@@ -67,7 +67,7 @@ def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeyp
             trainer.step()
             if version == REFUSED:  # by both workers, which stay at the version before
                 with pytest.raises(
-                    WeightSyncError, match="values sent have digest.*all workers have kept their weights"
+                    WeightSyncError, match="values sent have digest.*all 2 workers have kept their weights"
                 ):
                     VLLMWeightSync(DamagedSender(sender), llm).update()
                 assert tokens_of(llm) == found[version - 1]

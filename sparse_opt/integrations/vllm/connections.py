@@ -18,8 +18,11 @@ from ...errors import WeightSyncError
 Pause = Literal["keep", "wait", "abort"]
 # The timeout of requests to a server that has not answered another one, in seconds.
 _PATIENCE = 10.0
-# Ends the error of an engine of several workers that have all refused an update.
-KEPT_BY_ALL = "all workers have kept their weights"
+
+
+def kept_by_all(count: int) -> str:
+    """Return the end of the error with which so many workers of an engine have all refused an update."""
+    return f"all {count} workers have kept their weights"
 
 
 class ServerLost(WeightSyncError):
@@ -91,8 +94,7 @@ class Connection(ABC):
         with suppress(WeightSyncError):
             self._finish(None)
         text = str(error)
-        kept = KEPT_BY_ALL in text
-        actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, lambda: self._resume_or_hold(kept)]
+        actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, lambda: self._resume_or_hold(str(error))]
         for action in actions if sent else [] if self._may_differ else [self._resume]:
             try:
                 text += action() or ""
@@ -102,13 +104,14 @@ class Connection(ABC):
                     text += f"; then {second}"
         return WeightSyncError(text)
 
-    def _resume_or_hold(self, kept: bool) -> str:
-        """Resume an engine whose workers have `kept` their weights, and one of a single worker.
+    def _resume_or_hold(self, error: str) -> str:
+        """Resume an engine of one worker, and one whose workers have all refused the update that has this error.
 
-        Another one is kept paused, and what the error says of it is returned.
+        Another one is kept paused, and what the error is to say of it is returned. The workers of data parallelism
+        count too, and are not in the agreement of those of one replica.
         """
         self._may_differ = True
-        if (count := self.world_size()) == 1 or kept:
+        if (count := self.world_size()) == 1 or kept_by_all(count) in error:
             self._may_differ = False
             self._resume()
             return ""

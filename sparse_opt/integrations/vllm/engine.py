@@ -37,7 +37,7 @@ from ...weight_sync.layout import DTYPES, Layout
 from ...weight_sync.transports import TRANSPORTS, FolderReceiver, open_receiver
 from ...weight_sync.transports.receiver_channel import ReceiverChannel
 from ..loader_trace import trace_destinations
-from .connections import KEPT_BY_ALL
+from .connections import kept_by_all
 from .packed_layers import PackedLayers
 
 
@@ -87,7 +87,7 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         Raises:
             WeightSyncError: no sender responds at the address.
             ValueError: the transport is unknown, or is "folder" for an engine of several workers, which could read
-                different numbers of steps.
+                different numbers of steps. Several workers raise a WeightSyncError in its place.
         """
         self._on_all_workers(lambda: self._connect(init_info))
 
@@ -133,7 +133,12 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
             raise WeightSyncError("the sender has closed its channel")
 
     def _on_all_workers(self, work: Callable[[], None]) -> None:
-        """Do this worker's part of some work; where there are several, the last raises the errors of all."""
+        """Do this worker's part of some work.
+
+        Raises:
+            WeightSyncError: the work of one of several workers has failed; on the last worker alone, with the errors of
+                all. A single worker raises its own error.
+        """
         if self.parallel_config.world_size == 1:
             work()
             return
@@ -150,9 +155,9 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
             outcomes = [of_worker for part in parts for of_worker in part]
         errors = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
         if errors and get_tp_group().is_last_rank and get_pp_group().is_last_rank:
+            n, texts = len(outcomes), "; ".join(dict.fromkeys(errors.values()))
             kept = all(refused for _, refused in outcomes)
-            texts = "; ".join(dict.fromkeys(errors.values()))
-            whose = KEPT_BY_ALL if kept else f"failed on workers {', '.join(map(str, errors))} of {len(outcomes)}"
+            whose = kept_by_all(n) if kept else f"failed on workers {', '.join(map(str, errors))} of {n}"
             raise WeightSyncError(f"{texts}; {whose}")
 
     def shutdown(self) -> None:
