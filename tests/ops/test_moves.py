@@ -196,6 +196,24 @@ def test_replace(dtype, layout, wide, place):
         assert all((param == 7.0).all() for param in got.params)  # neither read nor written
 
 
+@pytest.mark.parametrize("which", ["", "before", "after", "indices"])
+def test_replace_by_buffers_that_no_vector_fits(which, place):
+    """Segments that begin and end anywhere, with one buffer that is not aligned."""
+    device, backend = torch.device(place[0]), place[1]
+    shapes = [(n,) for n in (1, 2, 3, 5, 1023, 1024, 1026, 4097)]
+    case = make(device, dtype=torch.bfloat16, mask="full", shapes=shapes, layout="narrow")
+    buffers = {"before": case.taken(), "after": case.exp_avg.to(torch.bfloat16), "indices": case.indices}
+    expected, got = case.clone(), case.clone()
+    for i, param in enumerate(expected.params):
+        segment = slice(case.starts[i], case.ends[i])
+        param.view(-1)[case.positions(i).to(device)] = buffers["after"][segment]
+    if which:
+        buffers[which] = behind_its_beginning(buffers[which])
+    ops.indexed_replace_(got.params, *buffers.values(), case.starts, case.ends, backend=backend, **case.layout)
+    assert_same_bits(got, expected)
+    assert not all(map(torch.equal, got.params, case.params))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", ANY, ids=name_of)
 def test_delta_round_trip(dtype, share, place):

@@ -189,23 +189,6 @@ def test_runs_in_buffers_that_no_vector_fits(op, which, compact, place):
     assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("which", ["", "grad", "weights", "indices"])
-@pytest.mark.parametrize("op", STEP_OPS)
-def test_known_weights_in_buffers_that_no_vector_fits(op, which, place):
-    """Segments that begin and end anywhere, with one buffer that is not aligned."""
-    device, backend = place
-    shapes = [(n,) for n in (1, 2, 3, 5, 1023, 1024, 1026, 4097)]
-    case = make(torch.device(device), dtype=torch.bfloat16, mask="full", shapes=shapes, layout="narrow")
-    expected, got = case.clone(), case.clone()
-    weights = behind_its_beginning(got.taken()) if which == "weights" else got.taken()
-    if which not in ("", "weights"):
-        setattr(got, which, behind_its_beginning(getattr(got, which)))
-    run_step(op, expected, "reference", compact=True)
-    run_step(op, got, backend, compact=True, weights=weights)
-    assert_same_bits(got, expected)
-    assert torch.equal(bits_of(weights), bits_of(got.taken()))
-
-
 @pytest.mark.parametrize("layout", ["run2", "run8", "run128", "run2048"])
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, layout, place):
