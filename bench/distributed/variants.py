@@ -126,6 +126,7 @@ def make_training(
     checkpointing: bool = False,
     compiled: bool = False,
     dpo: bool = False,
+    compact_weights: bool = False,
 ) -> Training:
     """Build the model and optimizer of a variant; a collective, except for `local`."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),)) if variant.layout == "fsdp2" else None
@@ -146,6 +147,7 @@ def make_training(
         grad_dtype=GRAD_DTYPES[variant.grad_dtype],
         keep_base_weights=dpo,
         process_group=groups.get(variant.layout),
+        compact_weights=compact_weights,
     )
     return Training(variant, model, model, optimizer, dpo)
 

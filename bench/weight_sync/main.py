@@ -49,10 +49,23 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the training steps (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
+    what.add_argument(
+        "--no_compact_weights",
+        dest="compact_weights",
+        action="store_false",
+        help="let the sender read the model, instead of the optimizer's copy of the active weights (compact_weights)",
+    )
     run = parser.add_argument_group("how")
     run.add_argument("--variants", type=comma_separated, help="rows, by commas (default: all)")
     run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
     run.add_argument("--n_rounds", type=int, default=20, help="training steps, an update after each (%(default)s)")
+    run.add_argument(
+        "--l2_fetch_granularity",
+        type=int,
+        choices=(0, 32, 64, 128),
+        default=32,
+        help="bytes, see sparse_opt.set_l2_fetch_granularity; 0 leaves it as it is (%(default)s)",
+    )
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
@@ -89,6 +102,7 @@ def problem(args: Namespace) -> str:
 def run(args: Namespace, report: Report) -> None:
     """Run two processes for each network, and fill the report with their rows."""
     names = ("shape", "density", "learning_rate", "sequence_length", "n_rounds", "seed", "device")
+    names += ("compact_weights", "l2_fetch_granularity")
     settings = {name: getattr(args, name) for name in names}
     report |= {"settings": settings, "rows": [], "failed": []}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_weight_sync_") as folder:

@@ -101,10 +101,12 @@ def held_bytes(row: Row) -> int:
 def heading(report: Report) -> str:
     """What is measured, in one line."""
     settings = report["settings"]
+    optimizer = f"SparseAdamW{' with compact_weights' if settings.get('compact_weights') else ''}"
+    fetches = settings.get("l2_fetch_granularity")
     return (
         f"Llama of the shape {settings['shape']}, random bf16 weights, {settings['density']:.1%} of the matrices' "
-        f"elements active; an update after each step of SparseAdamW at lr {settings['learning_rate']:g}, from one GPU "
-        "to another"
+        f"elements active; an update after each step of {optimizer} at lr {settings['learning_rate']:g}, from one GPU "
+        "to another" + (f"; fetches of {fetches} bytes into the L2" if fetches else "")
     )
 
 

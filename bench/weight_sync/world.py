@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import (
     CudaIpcReceiver,
@@ -70,6 +70,8 @@ class World:
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
             torch.cuda.set_device(self.device)
+            if job["l2_fetch_granularity"]:
+                set_l2_fetch_granularity(job["l2_fetch_granularity"], self.device)
         dist.init_process_group("nccl" if self.on_gpu else "gloo")
         self.config = model_config(job["shape"], job["sequence_length"])
         self.ids = pair(job["seed"], job["sequence_length"], self.config.vocab_size, self.device)
@@ -95,6 +97,7 @@ class World:
                 self.device,
                 lr=self.job["learning_rate"],
                 seed=self.job["seed"],
+                compact_weights=self.job["compact_weights"],
             )
         rows = []
         for variant in variants:

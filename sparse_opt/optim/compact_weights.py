@@ -31,6 +31,10 @@ class CompactWeights:
         """The bytes of the copy; masters are counted as state."""
         return 0 if self.copy is None else self.copy.nbytes
 
+    def rounded(self) -> Tensor:
+        """Return what the parameters hold since the last `sync` or step: the copy itself, or the masters, rounded."""
+        return self.copy if self.copy is not None else self.values.to(self._segments.params[0].dtype)
+
     @torch.no_grad()
     def sync(self) -> None:
         """Make the values and the parameters agree, after a write by other code."""

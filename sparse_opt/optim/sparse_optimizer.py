@@ -279,6 +279,23 @@ class SparseOptimizer(BoundOptimizer):
             if bucket.weights is not None:
                 bucket.weights.sync()
 
+    def active_weights(self) -> list[tuple[list[str], Tensor]] | None:
+        """With `compact_weights`, return the current active weights without reading the model; None otherwise.
+
+        Returns:
+            pairs of names of parameters and a tensor [nnz] of their dtype: their active elements, one parameter after
+            the other, each in the order of the flattened parameter. The tensor may be the optimizer's own: copy it
+            before the next step.
+
+        Raises:
+            RuntimeError: the model holds its base weights, or the optimizer is closed.
+        """
+        self._require_usable("active_weights")
+        if not self.compact_weights:
+            return None
+        self.sync_weights()
+        return [(bucket.names, bucket.weights.rounded()) for bucket in self._buckets if bucket.weights is not None]
+
     def base_weights(self) -> AbstractContextManager[None]:
         """Context manager inside which the model has W0, the weights it had when this optimizer was built.
 

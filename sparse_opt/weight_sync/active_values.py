@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -55,6 +55,10 @@ class WeightsOf:
         self.backend = choose(self.device, backend)
         self._addresses: dict[str, int] = {}
         self._indices: tuple[Index, ...] = ()
+        # Of `active_weights`: names, their numbers in the order of the layout by group, and elements by tensor.
+        self._held_names: list[str] = []
+        self._held_order: list[list[int]] = []
+        self._held_sizes: list[list[int]] = []
 
     @torch.no_grad()
     def take(self) -> dict[str, Tensor]:
@@ -65,6 +69,9 @@ class WeightsOf:
             ValueError: a weight is not a plain tensor.
         """
         require_current(self._source, self.mask)
+        held = self._source.active_weights() if isinstance(self._source, SparseOptimizer) else None
+        if held is not None:
+            return self._in_order(held)
         values = self._taken()
         # The host checks whether weights have moved while the GPU reads; the indices keep the memory they read alive.
         weights = self._weights()
@@ -77,6 +84,18 @@ class WeightsOf:
 
     def _taken(self) -> dict[str, Tensor]:
         return {group.dtype: index.take() for group, index in zip(self.layout.groups, self._indices, strict=False)}
+
+    def _in_order(self, held: Sequence[tuple[Sequence[str], Tensor]]) -> dict[str, Tensor]:
+        """Return the values of `SparseOptimizer.active_weights` in the order of the layout, in new memory."""
+        names = [name for its_names, _ in held for name in its_names]
+        if names != self._held_names:
+            place = {name: i for i, name in enumerate(names)}
+            members = [[self.layout.tensors[i].name for i in group.members] for group in self.layout.groups]
+            self._held_names, self._held_order = names, [[place[name] for name in of] for of in members]
+            self._held_sizes = [[self.mask[name].numel() for name in its_names] for its_names, _ in held]
+        parts = [part for (_, values), sizes in zip(held, self._held_sizes, strict=True) for part in values.split(sizes)]
+        pairs = zip(self.layout.groups, self._held_order, strict=True)
+        return {group.dtype: torch.cat([parts[i] for i in order]) for group, order in pairs}
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights with active elements as they are now."""

@@ -66,6 +66,13 @@ def digest_sum(values: Tensor, first: int) -> Tensor:
     return total
 
 
+def from_hex(digest: str) -> int | None:
+    """Return the sum of `to_hex` as an int64; None for other text."""
+    if len(digest) != 16 or not set(digest) <= set("0123456789abcdef"):
+        return None
+    return signed(int(digest, 16))
+
+
 def to_hex(total: int) -> str:
     """Return 16 hex digits of a sum modulo 2**64."""
     return f"{total % 2**64:016x}"

@@ -12,7 +12,7 @@ from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSy
 from ..tensors import named_parameters_of
 from .backend import Backend, Changes, Index, choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
-from .digest import to_hex
+from .digest import from_hex, to_hex
 from .layout import Group, Layout
 from .message import Message
 from .positions import checked_mask
@@ -242,12 +242,13 @@ class WeightReceiver:
         # Checks of the host, while the device computes the digests.
         _refuse_others(message, mask.layout)
         self._require_in_place(mask)
+        # All values are compared on the device, which then need not wait for the host between digest and writes.
+        valid = _all_valid(message, changes, results)
+        if valid is not None:
+            _write(mask, changes, valid)
         sums = self._verify(mask, message, changes, _to_host(results))
-        for index, change in zip(mask.indices, changes, strict=True):
-            if change.values is not None:
-                index.put(change.values)
-            elif change.changes is not None:
-                change.changes.write()
+        if valid is None:
+            _write(mask, changes)
         self._version, self._digest, self._sums = message.version, message.result_digest, sums
 
     def _require_in_place(self, mask: _Mask) -> None:
@@ -322,6 +323,30 @@ def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
         elif change.changes is not None:
             sums.append(change.changes.sums(read_old=mask.is_whole))
     return sums
+
+
+def _all_valid(message: Message, changes: Sequence[_Change], results: Sequence[Tensor]) -> Tensor | None:
+    """Return [1] bool on the device: whether all values have the digest of the message and of the weights after it.
+
+    None: the message does not bring all values, or is to be refused whatever their digest.
+    """
+    expected = message.payload_digest
+    if not results or expected != message.result_digest or any(change.values is None for change in changes):
+        return None
+    number = from_hex(expected)
+    if number is None:
+        return None
+    total = results[0] if len(results) == 1 else torch.stack(list(results)).sum()
+    return total.view(1) == number
+
+
+def _write(mask: _Mask, changes: Sequence[_Change], valid: Tensor | None = None) -> None:
+    """Write what a message carries; its values only if `valid` is not a False [1] on the device."""
+    for index, change in zip(mask.indices, changes, strict=True):
+        if change.values is not None:
+            index.put(change.values, valid)
+        elif change.changes is not None:
+            change.changes.write()
 
 
 def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:

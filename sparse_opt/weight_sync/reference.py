@@ -122,8 +122,10 @@ class ReferenceIndex:
                 _bits(out)[block.begin : block.end][inside] = _memory(part)[offsets]
         return out
 
-    def put(self, values: Tensor) -> None:
-        """Write the active values [nnz] to all destinations."""
+    def put(self, values: Tensor, valid: Tensor | None = None) -> None:
+        """Write the active values [nnz] to all destinations; nothing if `valid`, [1] bool on their device, is False."""
+        if valid is not None and not valid:
+            return
         for block in self._blocks:
             positions = block.positions()
             for part in block.tensor.destinations:

@@ -65,9 +65,9 @@ class TritonIndex:
             _kernels().take(table, out)
         return out
 
-    def put(self, values: Tensor) -> None:
+    def put(self, values: Tensor, valid: Tensor | None = None) -> None:
         for table in self._tables:
-            _kernels().put(table, values)
+            _kernels().put(table, values, valid)
 
     def changes(self, bitmap: Tensor, changed: Tensor) -> _Changes:
         return _Changes(self._tables, self._group.first, self._group.nnz, bitmap, changed)

@@ -18,7 +18,7 @@ import torch
 from samples import bits, change, clones, make_weights, same_bits
 from torch import Tensor
 
-from sparse_opt import MaskSet
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import CudaIpcReceiver, ProcessGroupReceiver, ProcessGroupSender
@@ -115,6 +115,38 @@ def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state() -> None:
         assert channel.update() == 3
         assert same_bits(weights, follower.weights)
     assert follower.ended() and follower.versions == [0, 2, 3] and not follower.errors
+
+
+def test_receivers_do_not_wait_for_an_update_that_cannot_be_made() -> None:
+    """They were asked for their states, and would wait for the message that follows longer than for the next round."""
+    model = torch.nn.Linear(20, 30)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.2), lr=0.1)
+    with sending(WeightSender(optimizer)) as channel:
+        weights = clones({name: p.detach() for name, p in model.named_parameters()})
+        receiver = ProcessGroupReceiver(WeightReceiver(weights), channel.address, timeout=PATIENCE)
+        errors: list[str] = []
+
+        def receive() -> None:
+            receiver.receive(PATIENCE)
+            try:
+                receiver.receive(2.0)
+            except WeightSyncError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=receive, daemon=True)
+        thread.start()
+        channel.wait_for_receivers(1, PATIENCE)
+        with optimizer.base_weights(), pytest.raises(WeightSyncError, match="base weights"):
+            channel.update()
+        thread.join(PATIENCE / 2)
+        assert not thread.is_alive() and errors[0].startswith("no message from the sender")
+        model(torch.ones(1, 20)).sum().backward()
+        optimizer.step()
+        thread = threading.Thread(target=receiver.receive, daemon=True)
+        thread.start()
+        assert channel.update() == 1
+        assert same_bits({name: p.detach() for name, p in model.named_parameters()}, weights)
+        receiver.close()
 
 
 def test_a_receiver_that_changes_to_another_sender_gets_its_weights() -> None:

@@ -67,14 +67,16 @@ def test_every_flipped_byte(kind):
     pair.works(update)
 
 
-def test_flipped_values_on_the_device(place):
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_flipped_values_on_the_device(place, share):
     """Transports that move tensors do not see the bytes: the digests of the values find the damage."""
     device, backend = place
     if device == "cuda":
         pytest.skip("moves the weights itself")
     pair = Pair(backend)
-    message = pair.next(0.1)
-    assert {"bfloat16.bitmap", "bfloat16.changed"} < message.tensors.keys()
+    message = pair.next(share)
+    expected = {"bfloat16.bitmap", "bfloat16.changed"} if share < 1 else {"bfloat16.values", "float32.values"}
+    assert expected <= message.tensors.keys()
     for name, tensor in message.tensors.items():
         for i in range(0, tensor.numel(), max(tensor.numel() // 4, 1)):
             damaged = clones(message.tensors)

@@ -153,6 +153,40 @@ def test_an_optimizer_is_a_source():
         sender.update()
 
 
+@pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sender_reads_compact_weights_instead_of_the_model(device, masters, pattern, monkeypatch):
+    """Layers 0 to 11, so that the order of the layout, by name, is not that of the optimizer; and two dtypes."""
+    layers = [torch.nn.Linear(96, 80, dtype=torch.bfloat16 if i % 3 else torch.float32) for i in range(12)]
+    model = torch.nn.ModuleList(layers).to(device)
+    mask = MaskSet.random(model, density=0.3, pattern=pattern)
+    optimizer = SparseAdamW(model, mask, lr=0.1, compact_weights=True, master_weights=masters)
+    copy = clones(dict(model.named_parameters()))
+    sender, receiver = WeightSender(optimizer), WeightReceiver(copy)
+    receiver.receive(sender.mask_message())
+
+    def read(*args: object) -> None:
+        raise AssertionError("the sender has read the model")
+
+    monkeypatch.setattr(type(sender._values), "_weights", read)
+    for i in range(3):
+        for layer in layers:
+            x = torch.randn(5, 96, dtype=layer.weight.dtype, device=device)
+            layer(x).square().sum().backward()
+        optimizer.step()
+        if i == 1 and not masters:  # a write by others; masters would undo it
+            with torch.no_grad():
+                layers[4].weight.mul_(2)
+        messages = [sender.update().wait(), sender.state_message()]
+        receiver.receive(messages[i == 2])
+        active = {name: mask.bool(name).to(device) for name in mask.names}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(bits(copy[name][active[name]]), bits(parameter.detach()[active[name]]))
+    with optimizer.base_weights(), pytest.raises(WeightSyncError, match="base weights"):
+        sender.update()
+
+
 def test_a_sender_follows_weights_that_have_moved():
     model = torch.nn.Linear(20, 30, dtype=torch.bfloat16)
     mask = MaskSet.random(model, density=0.2)

@@ -4,8 +4,8 @@ Every program of an `IndexTable` works on slots of one block and one tensor, one
 blocks).
 
 Bytes per active element, with b those of an element and i those of the index (2 for elements, 2 / W for runs of W, 0
-for tiles): take reads i and the 64-byte granules that have an active element, and writes b; put reads i + b and writes
-the granules.
+for tiles): take reads i and the 64-byte granules that have an active element, and writes b; put reads i + b and the
+granules, and writes those whose bits change.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ def _weight_put_kernel(
     bands,
     parts,
     values,  # [slots] bits
+    valid,  # [1] uint8, or None: 0 writes nothing
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
@@ -193,10 +194,14 @@ def _weight_put_kernel(
         programs, tensors, units, bands, None, 0, False, BLOCK, RUN, TILE, WIDE
     )
     columns = tl.load(at)
+    if valid is not None:
+        mask = mask & (tl.load(valid) != 0)
     value = tl.load(values + slots, mask=mask, other=0, eviction_policy="evict_first").to(BITS, bitcast=True)
     for i in range(tl.load(at + 3), tl.load(at + 5)):
         pointers, inside = addresses_of(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
-        tl.store(pointers, value, mask=inside)
+        # Few of the values of an update differ. The write of a part of a sector would read it, too.
+        held = tl.load(pointers, mask=inside, other=0)
+        tl.store(pointers, value, mask=inside & (held != value))
 
 
 def take(table: IndexTable, out: Tensor) -> None:
@@ -207,9 +212,14 @@ def take(table: IndexTable, out: Tensor) -> None:
         )
 
 
-def put(table: IndexTable, values: Tensor) -> None:
-    """Write the values [slots] to all their destinations. One launch."""
+def put(table: IndexTable, values: Tensor, valid: Tensor | None = None) -> None:
+    """Write the values [slots] to all their destinations, or nothing if `valid`, [1] bool, is False. One launch."""
     with torch.cuda.device_of(values):
         _weight_put_kernel[table.grid](
-            *table[:5], as_integers(values), BITS=UNSIGNED[values.element_size()], **table.constants(), **OPTIONS
+            *table[:5],
+            as_integers(values),
+            None if valid is None else valid.view(torch.uint8),
+            BITS=UNSIGNED[values.element_size()],
+            **table.constants(),
+            **OPTIONS,
         )

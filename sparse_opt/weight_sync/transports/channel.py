@@ -2,14 +2,15 @@
 
 A round asks every receiver for its state. A receiver without the mask gets the mask message; one that then has other
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
-update. A subclass only moves the tensors of one message to several receivers.
+update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,7 @@ class SenderChannel(ABC):
         self._control: ControlServer | None = None
         self._background = Background(self.devices)
         self._differing: set[int] = set()  # receivers with other weights than the sender's
+        self._asked: list[int] | None = None  # receivers that were asked for their states, if a round has begun
         self._on_all_ranks(lambda: self._listen(address))
 
     @property
@@ -119,7 +121,8 @@ class SenderChannel(ABC):
                 sends a state to the other named ones.
         """
         self._background.require_idle()
-        update = self.weights.update()
+        with self._asking(receivers):
+            update = self.weights.update()
         self._on_all_ranks(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
 
@@ -185,6 +188,32 @@ class SenderChannel(ABC):
             self.weights.on_rank_0(function)
         else:
             function()
+
+    @contextlib.contextmanager
+    def _asking(self, receivers: int) -> Iterator[None]:
+        """Ask the receivers for their states, which they return while the update is made; `send` collects them.
+
+        Does nothing if `send` will wait for more receivers, or if other ranks take part in the update, which would wait
+        for this one if the receivers cannot be asked. If the update cannot be made, the receivers are notified.
+        """
+        control = None if isinstance(self.weights, DistributedWeightSender) else self._control
+        if control is not None:
+            control.discover()
+            if len(control.names) >= receivers:
+                self._asked = self._ask(control)
+        try:
+            yield
+        except BaseException:
+            if control is not None and self._asked is not None:
+                control.collect(self._asked, self.timeout)
+                control.post(self._asked, {"do": "nothing"})
+                self._asked = None
+            raise
+
+    def _ask(self, control: ControlServer) -> list[int]:
+        receivers = list(control.names)
+        control.post(receivers, {"do": "status", "transport": self.transport, "timeout": self.timeout})
+        return receivers
 
     def _listen(self, address: str) -> None:
         self._control = ControlServer(address, self.timeout)
@@ -279,10 +308,12 @@ class SenderChannel(ABC):
             raise WeightSyncError(
                 f"the update is version {update.version}, expected the last one of the sender, version {sender.version}"
             )
-        missing = self._missing(receivers, self.timeout if timeout is None else timeout)
-        control.post(control.names, {"do": "status", "transport": self.transport, "timeout": self.timeout})
+        asked, self._asked, missing = self._asked, None, None
+        if asked is None:
+            missing = self._missing(receivers, self.timeout if timeout is None else timeout)
+            asked = self._ask(control)
         problems = _Problems()
-        states = self._collect(list(control.names), problems)
+        states = self._collect(asked, problems)
         without_mask = [r for r, state in states.items() if state["mask"] != sender.mask.digest]
         if without_mask:
             states |= self._send(sender.mask_message(), without_mask, problems)

@@ -17,6 +17,7 @@ one command after the other into the receiver's inbox, and the receiver answers 
                              tensors did not arrive}; or {"refused": the error}
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
                              or {"refused": why they cannot be read}
+    {"do": "nothing"}        no reply; the message that a status has announced does not come
     {"do": "close"}          -> {}
 
 Everything is JSON; nothing is unpickled. The connection is neither encrypted nor authenticated: use it in a private
@@ -77,6 +78,7 @@ class ControlServer:
         self.names: dict[int, str] = {}
         self._known = self._left = 0
         self._sent: dict[int, int] = {}
+        self._read: list[str] = []  # keys to delete
 
     def discover(self) -> None:
         """Add the receivers that have joined since the last call to `names`, and remove those that have left."""
@@ -104,11 +106,14 @@ class ControlServer:
         """Return the replies to the command posted last; receivers that have not replied in time are missing."""
         deadline = time.monotonic() + timeout
         replies = {}
+        # The replies to the command before, while those to this one are on their way.
+        while self._read:
+            self.store.delete_key(self._read.pop())
         for number in receivers:
             key = f"reply/{number}/{self._sent[number] - 1}"
             if _appears(self.store, key, deadline):
                 replies[number] = json.loads(self.store.get(key))
-                self.store.delete_key(key)
+                self._read.append(key)
         return replies
 
     def drop(self, number: int) -> str:
@@ -148,6 +153,7 @@ class ControlClient:
         except RuntimeError as error:
             raise self._lost(error) from error
         self._taken = 0
+        self._read = ""  # key to delete
 
     def leave(self) -> None:
         """Notify the sender that this receiver takes no more commands; does nothing if the sender is lost."""
@@ -164,9 +170,12 @@ class ControlClient:
         key = f"inbox/{self.number}/{self._taken}"
         text = None
         try:
+            if self._read:  # the command before, whose reply the sender no longer waits for
+                self.store.delete_key(self._read)
+                self._read = ""
             if _appears(self.store, key, time.monotonic() + timeout):
                 text = self.store.get(key)
-                self.store.delete_key(key)
+                self._read = key
         except RuntimeError as error:
             raise self._lost(error) from error
         if text is None:

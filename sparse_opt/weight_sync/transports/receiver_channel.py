@@ -69,6 +69,9 @@ class ReceiverChannel(ABC):
                 self._control.join()
                 reserved = 0.0
                 continue
+            if command["do"] == "nothing":  # the sender could not make the update that it has asked for states for
+                reserved = 0.0
+                continue
             if command["do"] == "verify":
                 self._control.reply(self._verification())
                 continue
