@@ -93,7 +93,8 @@ class WeightsOf:
             members = [[self.layout.tensors[i].name for i in group.members] for group in self.layout.groups]
             self._held_names, self._held_order = names, [[place[name] for name in of] for of in members]
             self._held_sizes = [[self.mask[name].numel() for name in its_names] for its_names, _ in held]
-        parts = [part for (_, values), sizes in zip(held, self._held_sizes, strict=True) for part in values.split(sizes)]
+        split = [values.split(sizes) for (_, values), sizes in zip(held, self._held_sizes, strict=True)]
+        parts = [part for its_parts in split for part in its_parts]
         pairs = zip(self.layout.groups, self._held_order, strict=True)
         return {group.dtype: torch.cat([parts[i] for i in order]) for group, order in pairs}
 
