@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 pytest.importorskip("verl", reason="needs verl: make test-verl")
 
 import verl_lab  # noqa: F401  # the environment of the processes
+from launch import BACKENDS
 
 from sparse_opt import MaskSet
+from sparse_opt.bench.verl import ENVIRONMENTS
 from sparse_opt.trainers.arithmetic import make_arithmetic
 
 TEMPLATE = (
@@ -42,7 +44,7 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def train(world: Path, output: Path, processes: int, steps: int) -> str:
+def train(world: Path, output: Path, processes: int, steps: int, backend: str) -> str:
     words = [
         f"data.train_files={world}/train.parquet",
         "data.train_batch_size=8",
@@ -58,7 +60,7 @@ def train(world: Path, output: Path, processes: int, steps: int) -> str:
         "optim.lr=1e-3",
         f"+optim.override_optimizer_config.mask={world}/mask.safetensors",
         "trainer.logger=[console]",
-        "trainer.device=cpu",
+        f"trainer.device={'cuda' if backend == 'nccl' else 'cpu'}",
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=2",
         f"trainer.default_local_dir={output}",
@@ -66,20 +68,27 @@ def train(world: Path, output: Path, processes: int, steps: int) -> str:
     ]
     here = Path(__file__).parent
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}", str(here / "sft_on_cpu.py"), *words]
-    environment = {**os.environ, "PYTHONPATH": str(here), "OMP_NUM_THREADS": "1"}
+    command.append(f"--nproc_per_node={processes}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if backend == "nccl":
+        command += ["-m", "verl.trainer.sft_trainer", *words]
+        environment |= ENVIRONMENTS["cuda"]
+    else:
+        command += [str(here / "sft_on_cpu.py"), *words]
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, env=environment, cwd=output.parent, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_trains_saves_and_continues_on_another_number_of_processes(world: Path, tmp_path: Path):
+@BACKENDS
+def test_trains_saves_and_continues_on_another_number_of_processes(world: Path, tmp_path: Path, backend: str):
     def steps(printed: str) -> list[int]:
         return [int(number) for number in re.findall(r"step:(\d+) -", printed)]
 
     output = tmp_path / "checkpoints"
-    assert steps(train(world, output, 2, 2)) == [1, 2]
-    assert steps(train(world, output, 1, 4)) == [3, 4]
+    assert steps(train(world, output, 2, 2, backend)) == [1, 2]
+    assert steps(train(world, output, 1, 4, backend)) == [3, 4]
 
     start = load_file(world / "model/model.safetensors")
     mask = MaskSet.load(world / "mask.safetensors")
