@@ -43,7 +43,7 @@ for step in range(1000):
     optimizer.step()
     optimizer.zero_grad()
     optimizer.grad_norm.item()
-print("finished")
+print("trained to the end")
 """
 TIMEOUT = 20.0  # of the process group
 ENDS_WITHIN = 180.0  # a process whose collectives have failed
@@ -76,7 +76,7 @@ def end_of(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
 def check_that_torchrun_names_a_killed_rank(folder: Path, backend: str) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
     code, output = end_of(start(folder, backend, "env://", *torchrun), 60.0)
-    assert code != 0 and "finished" not in output
+    assert code != 0 and "trained to the end" not in output
     assert "rank      : 1 (local_rank: 1)" in output and "SIGKILL" in output, output
 
 
@@ -97,7 +97,7 @@ def check_that_a_rank_names_a_killed_one(folder: Path, backend: str) -> None:
     # The message comes before the group's timeout. When the process ends after it is up to NCCL's watchdog.
     named = [seconds for seconds, line in lines if "rank 1 did not respond" in line]
     assert named and named[0] < TIMEOUT, output
-    assert code not in (0, -signal.SIGKILL) and "finished" not in output, output
+    assert code not in (0, -signal.SIGKILL) and "trained to the end" not in output, output
 
 
 def test_torchrun_names_a_killed_rank(tmp_path):
