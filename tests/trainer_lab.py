@@ -101,7 +101,9 @@ class Lab:
         }
         if kind == "GRPO":
             options |= {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 4}
-        return self.CLASSES[kind][1](**{**options, **changes})
+        args = self.CLASSES[kind][1](**{**options, **changes})
+        args._n_gpu = min(args.n_gpu, 1)  # with several GPUs the Trainer would use DataParallel
+        return args
 
     def __call__(
         self,
