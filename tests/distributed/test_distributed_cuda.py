@@ -1,4 +1,4 @@
-"""Several GPUs over NCCL: a dead rank is named."""
+"""Several GPUs over NCCL: the streams of FSDP2, and a dead rank is named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import device, launch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from sparse_opt import MaskSet, SparseSGD
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,6 +103,45 @@ def check_that_a_rank_names_a_killed_one(folder: Path, backend: str) -> None:
     named = [seconds for seconds, line in lines if "rank 1 did not respond" in line]
     assert named and named[0] < TIMEOUT, output
     assert code not in (0, -signal.SIGKILL) and "trained to the end" not in output, output
+
+
+def run_the_reference_between_forward_and_backward(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).to(device())
+    mask = MaskSet.random(model, density=0.5)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = SparseSGD(model, mask, lr=10.0)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).to(device())
+
+    def gradient_norm(reference: bool) -> torch.Tensor:
+        loss = model(x).square().mean()
+        if reference:
+            with optimizer.base_weights():
+                with torch.no_grad():
+                    base.append(model(x))
+                if x.is_cuda:
+                    torch.cuda._sleep(2**30)  # the host launches the backward pass before the GPU restores the weights
+        loss.backward()
+        norm = optimizer.clip_grad_norm_(1e9)
+        optimizer.zero_grad()
+        return norm
+
+    base: list[torch.Tensor] = []
+    first = gradient_norm(True)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = gradient_norm(False)
+    assert not torch.equal(expected, first)  # the weights have changed, and their gradient
+    for _ in range(3):
+        assert torch.equal(gradient_norm(True), expected)
+    assert all(torch.equal(outputs, base[0]) for outputs in base)
+
+
+def test_a_backward_pass_under_fsdp2_gathers_the_weights_after_the_reference() -> None:
+    launch(run_the_reference_between_forward_and_backward, 2, backend="nccl")
 
 
 def test_torchrun_names_a_killed_rank(tmp_path):

@@ -130,9 +130,16 @@ def _unsharded(model: nn.Module | None) -> Iterator[tuple[Parameter, Parameter]]
 
 
 def reshard(model: nn.Module | None) -> None:
-    """Free all unsharded parameters, so that the next forward pass gathers the shards again."""
-    for module in _fsdp_modules(model):
+    """Free all unsharded parameters, so that the next pass gathers the shards again, as they are now.
+
+    The host waits for what it has launched: `fully_shard` gathers on streams of its own. They wait for the current one
+    at the beginning of a forward pass only, so that a backward pass could gather shards before a swap has written them.
+    """
+    modules = list(_fsdp_modules(model))
+    for module in modules:
         module.reshard()
+    for device in {p.device for module in modules[:1] for p in module.parameters() if p.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _fsdp_modules(model: nn.Module | None) -> Iterator[Any]:
