@@ -28,6 +28,7 @@ import torch
 
 from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.l2_fetch import GRANULARITIES
 
 from ..common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
 from ..common.report import why_unwritable
@@ -62,7 +63,7 @@ def options(parser: CommandParser) -> None:
     run.add_argument(
         "--l2_fetch_granularity",
         type=int,
-        choices=(0, 32, 64, 128),
+        choices=(0, *GRANULARITIES),
         default=32,
         help="bytes, see sparse_opt.set_l2_fetch_granularity; 0 leaves it as it is (%(default)s)",
     )
@@ -101,9 +102,8 @@ def problem(args: Namespace) -> str:
 
 def run(args: Namespace, report: Report) -> None:
     """Run two processes for each network, and fill the report with their rows."""
-    names = ("shape", "density", "learning_rate", "sequence_length", "n_rounds", "seed", "device")
-    names += ("compact_weights", "l2_fetch_granularity")
-    settings = {name: getattr(args, name) for name in names}
+    names = ("shape", "density", "learning_rate", "sequence_length", "n_rounds", "seed", "device", "compact_weights")
+    settings = {name: getattr(args, name) for name in (*names, "l2_fetch_granularity")}
     report |= {"settings": settings, "rows": [], "failed": []}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_weight_sync_") as folder:
         for network in args.networks:

@@ -55,10 +55,9 @@ class WeightsOf:
         self.backend = choose(self.device, backend)
         self._addresses: dict[str, int] = {}
         self._indices: tuple[Index, ...] = ()
-        # Of `active_weights`: names, their numbers in the order of the layout by group, and elements by tensor.
-        self._held_names: list[str] = []
-        self._held_order: list[list[int]] = []
-        self._held_sizes: list[list[int]] = []
+        # Of `active_weights`: the names of each tensor, and what to copy from each.
+        self._held_names: list[list[str]] = []
+        self._pieces: list[list[Tensor]] = []
 
     @torch.no_grad()
     def take(self) -> dict[str, Tensor]:
@@ -87,16 +86,34 @@ class WeightsOf:
 
     def _in_order(self, held: Sequence[tuple[Sequence[str], Tensor]]) -> dict[str, Tensor]:
         """Return the values of `SparseOptimizer.active_weights` in the order of the layout, in new memory."""
-        names = [name for its_names, _ in held for name in its_names]
+        names = [list(its_names) for its_names, _ in held]
         if names != self._held_names:
-            place = {name: i for i, name in enumerate(names)}
-            members = [[self.layout.tensors[i].name for i in group.members] for group in self.layout.groups]
-            self._held_names, self._held_order = names, [[place[name] for name in of] for of in members]
-            self._held_sizes = [[self.mask[name].numel() for name in its_names] for its_names, _ in held]
-        split = [values.split(sizes) for (_, values), sizes in zip(held, self._held_sizes, strict=True)]
-        parts = [part for its_parts in split for part in its_parts]
-        pairs = zip(self.layout.groups, self._held_order, strict=True)
-        return {group.dtype: torch.cat([parts[i] for i in order]) for group, order in pairs}
+            self._held_names, self._pieces = names, self._pieces_of(names)
+        taken = {}
+        for group, pieces in zip(self.layout.groups, self._pieces, strict=True):
+            out = torch.empty(group.nnz, dtype=group.torch_dtype, device=self.device)
+            for (_, values), its_pieces in zip(held, pieces, strict=True):
+                self.backend.copy_pieces(values, its_pieces, out)
+            taken[group.dtype] = out
+        return taken
+
+    def _pieces_of(self, names: Sequence[Sequence[str]]) -> list[list[Tensor]]:
+        """Return for each group of the layout and each tensor of `active_weights` what to copy from it to the group."""
+        found = []
+        for group in self.layout.groups:
+            starts = {self.layout.tensors[i].name: start for i, start in zip(group.members, group.starts, strict=False)}
+            of_group = []
+            for its_names in names:
+                pieces, first = [], 0
+                for name in its_names:
+                    count = self.mask[name].numel()
+                    if name in starts:
+                        pieces.append([first, starts[name], count])
+                    first += count
+                table = torch.tensor(pieces, dtype=torch.int64, device="cpu").view(-1, 3)
+                of_group.append(self.backend.split_pieces(table, self.device))
+            found.append(of_group)
+        return found
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights with active elements as they are now."""

@@ -44,10 +44,17 @@ class Backend(NamedTuple):
     digest_sum: Callable[[Tensor, int], Tensor]
     compare: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
     select: Callable[[Tensor, Tensor, int], Tensor]
+    split_pieces: Callable[[Tensor, torch.device], Tensor]
+    copy_pieces: Callable[[Tensor, Tensor, Tensor], None]
     build_index: IndexFactory
 
 
-REFERENCE = Backend("reference", reference.digest_sum, reference.compare, reference.select, reference.ReferenceIndex)
+def _of(name: str, module: Any, build_index: IndexFactory) -> Backend:
+    functions = module.digest_sum, module.compare, module.select, module.split_pieces, module.copy_pieces
+    return Backend(name, *functions, build_index)
+
+
+REFERENCE = _of("reference", reference, reference.ReferenceIndex)
 
 
 def choose(device: torch.device, name: str | None) -> Backend:
@@ -64,5 +71,4 @@ def choose(device: torch.device, name: str | None) -> Backend:
     if cause := backends.why_unavailable("triton", device):
         raise BackendUnavailable(f"backend 'triton' of weight_sync cannot run: {cause}")
     kernels: Any = backends.triton_module()[0]
-    module = kernels.weight_sync
-    return Backend("triton", module.digest_sum, module.compare, module.select, TritonIndex)
+    return _of("triton", kernels.weight_sync, TritonIndex)

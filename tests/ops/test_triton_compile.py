@@ -127,7 +127,7 @@ STEPS = {
 
 # name -> module, kernel, parameters
 _FILE_OF_WEIGHT_KERNEL = {
-    **dict.fromkeys(("digest", "compare", "count", "select"), "values"),
+    **dict.fromkeys(("digest", "compare", "count", "select", "pieces"), "values"),
     **dict.fromkeys(("take", "put"), "index"),
     **dict.fromkeys(("check", "write", "list", "listed_sums", "listed_write"), "changes"),
 }
@@ -191,10 +191,12 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 ("take-runs", "take", {**_WEIGHTS, "out": "*i16", "RUN": 32}),
                 ("take-4-bytes", "take", {**_WEIGHTS, "out": "*i32", "BITS": "uint32"}),
                 ("take-tiles", "take", {**_TILED_WEIGHTS, "out": "*i16"}),
-                ("put", "put", {**_WEIGHTS, "values": "*i16"}),
-                ("put-wide", "put", {**_WEIGHTS, "values": "*i16", "WIDE": True}),
-                ("put-tiles", "put", {**_TILED_WEIGHTS, "values": "*i16", "TILE": 128}),
-                ("put-tiles-wide", "put", {**_TILED_WEIGHTS, "values": "*i16", "WIDE": True}),
+                ("pieces", "pieces", {"values": "*i16", "pieces": "*i64", "out": "*i16", "BLOCK": 2048}),
+                ("put", "put", {**_WEIGHTS, "values": "*i16", "valid": "*u8"}),
+                ("put-always", "put", {**_WEIGHTS, "values": "*i16", "valid": None}),
+                ("put-wide", "put", {**_WEIGHTS, "values": "*i16", "valid": "*u8", "WIDE": True}),
+                ("put-tiles", "put", {**_TILED_WEIGHTS, "values": "*i16", "valid": "*u8", "TILE": 128}),
+                ("put-tiles-wide", "put", {**_TILED_WEIGHTS, "values": "*i16", "valid": "*u8", "WIDE": True}),
                 ("check", "check", {**_WEIGHTS, **_MARKED, "partials": "*i64", "first": "i64", "READ_OLD": True}),
                 (
                     "check-tiles",
@@ -239,7 +241,7 @@ PRODUCTS = [name for name in TILES if "-add" not in name]
 
 _WEIGHT_KERNELS = (
     *("take", "put", "check", "write", "list", "listed-sums", "listed-write"),
-    *("count", "select", "digest", "compare"),
+    *("count", "select", "digest", "compare", "pieces"),
 )
 # The oldest (backends.TRITON_MINIMUM), and those whose products are summed in tensor memory.
 OTHER_GPUS = (70, 100)
@@ -280,7 +282,7 @@ def _options(name: str, expected: dict[str, Any], table: Tuning) -> dict[str, An
         return launch.CHANGE_OPTIONS if "CHANGES" in expected else launch.ELEMENT_OPTIONS
     if name.startswith("weights"):
         tiled = expected.get("TILE", 0) > 0
-        blocks = dict.fromkeys(("digest", "compare", "select"), weight_sync.VALUES)
+        blocks = dict.fromkeys(("digest", "compare", "select", "pieces"), weight_sync.VALUES)
         assert expected["BLOCK"] == blocks.get(
             name.split("-")[1], weight_sync.TILE_BLOCK if tiled else weight_sync.BLOCK
         )

@@ -155,15 +155,15 @@ def test_an_optimizer_is_a_source():
 
 @pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
 @pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_sender_reads_compact_weights_instead_of_the_model(device, masters, pattern, monkeypatch):
+def test_a_sender_reads_compact_weights_instead_of_the_model(place, masters, pattern, monkeypatch):
     """Layers 0 to 11, so that the order of the layout, by name, is not that of the optimizer; and two dtypes."""
+    device, backend = place
     layers = [torch.nn.Linear(96, 80, dtype=torch.bfloat16 if i % 3 else torch.float32) for i in range(12)]
     model = torch.nn.ModuleList(layers).to(device)
     mask = MaskSet.random(model, density=0.3, pattern=pattern)
     optimizer = SparseAdamW(model, mask, lr=0.1, compact_weights=True, master_weights=masters)
     copy = clones(dict(model.named_parameters()))
-    sender, receiver = WeightSender(optimizer), WeightReceiver(copy)
+    sender, receiver = WeightSender(optimizer, backend=backend), WeightReceiver(copy, backend=backend)
     receiver.receive(sender.mask_message())
 
     def read(*args: object) -> None:

@@ -2,7 +2,18 @@
 
 from .changes import check, list_changes, listed_sums, listed_write, write
 from .index import IndexTable, put, take
-from .values import BLOCK, OPTIONS, TILE_BLOCK, VALUES, compare, digest_sum, ranks_of, select
+from .values import (
+    BLOCK,
+    OPTIONS,
+    TILE_BLOCK,
+    VALUES,
+    compare,
+    copy_pieces,
+    digest_sum,
+    ranks_of,
+    select,
+    split_pieces,
+)
 
 __all__ = [
     "BLOCK",
@@ -12,6 +23,7 @@ __all__ = [
     "IndexTable",
     "check",
     "compare",
+    "copy_pieces",
     "digest_sum",
     "list_changes",
     "listed_sums",
@@ -19,6 +31,7 @@ __all__ = [
     "put",
     "ranks_of",
     "select",
+    "split_pieces",
     "take",
     "write",
 ]
