@@ -125,8 +125,9 @@ class CudaIpcSender(SenderChannel):
         self._drop()
 
     def _drop(self) -> None:
-        self._buffer, self._holders = None, set()
-        torch.cuda.ipc_collect()
+        if self._buffer is not None:
+            self._buffer, self._holders = None, set()
+            torch.cuda.ipc_collect()
 
 
 class CudaIpcReceiver(ReceiverChannel):
