@@ -7,6 +7,7 @@ fp32: both are exact in either order, so nothing here needs a tolerance. With fo
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from launch import BACKENDS, device, launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -68,7 +69,7 @@ class Model(nn.Module):
 
 def make_model(**options: Any) -> Model:
     torch.manual_seed(0)
-    return Model(**options)
+    return Model(**options).to(device())
 
 
 def loss_of(forward: Forward, tokens: Tensor) -> Tensor:
@@ -77,7 +78,14 @@ def loss_of(forward: Forward, tokens: Tensor) -> Tensor:
 
 def batches_of(step: int, rank: int, n: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return list(torch.randint(VOCABULARY, (n, TOKENS), generator=generator))
+    return list(torch.randint(VOCABULARY, (n, TOKENS), generator=generator).to(device()))
+
+
+def deterministic() -> None:
+    """Make GPUs compute the same bits twice; called before the first product."""
+    if device().type == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
 
 
 def shard(model: Model, **options: Any) -> Model:
@@ -139,7 +147,7 @@ def both(case: Case, mesh: Any = None) -> tuple[Model, SparseOptimizer, Model, S
     if case.meta:
         with torch.device("meta"):
             model = Model(**case.model)
-        shard(model, **fsdp).to_empty(device="cpu")
+        shard(model, **fsdp).to_empty(device=device())
         for name, param in model.named_parameters():
             whole = distribute_tensor(alone.get_parameter(name).detach(), param.device_mesh, param.placements)
             param.detach().copy_(whole)
@@ -227,7 +235,7 @@ class Collectives(TorchDispatchMode):
 def train_case(case: Case) -> None:
     trained = both(case)
     model, optimizer, _, single = trained
-    held = torch.tensor([sum(entry["base"].numel() for entry in optimizer.state.values())])
+    held = torch.tensor([sum(entry["base"].numel() for entry in optimizer.state.values())], device=device())
     assert held < optimizer.mask.nnz
     dist.all_reduce(held)
     assert held == optimizer.mask.nnz
@@ -244,17 +252,20 @@ def train_case(case: Case) -> None:
 
 
 def train_cases(rank: int, names: list[str]) -> None:
+    deterministic()
     for name in names:
         print(name, flush=True)  # shown with a failure
         train_case(CASES[name])
 
 
+@BACKENDS
 @pytest.mark.parametrize("part", [0, 1])
-def test_many_steps_equal_one_device(part: int) -> None:
-    launch(train_cases, 2, list(CASES)[part::2])
+def test_many_steps_equal_one_device(part: int, backend: str) -> None:
+    launch(train_cases, 2, list(CASES)[part::2], backend=backend)
 
 
 def use_base_weights(rank: int) -> None:
+    deterministic()
     case = CASES["run"]
     trained = both(case)
     model, optimizer, _, single = trained
@@ -302,8 +313,9 @@ def use_base_weights(rank: int) -> None:
         loss.backward()
 
 
-def test_base_weights_and_set_mask() -> None:
-    launch(use_base_weights, 2)
+@BACKENDS
+def test_base_weights_and_set_mask(backend: str) -> None:
+    launch(use_base_weights, 2, backend=backend)
 
 
 def train_hybrid(rank: int) -> None:
@@ -344,6 +356,7 @@ def test_hybrid_sharding() -> None:
 
 def rebind_to_shards(rank: int) -> None:
     """As accelerate does: the optimizer is built for the model, which is then sharded."""
+    deterministic()
     case = CASES["tile"]
     model, alone = make_model(), make_model()
     mask = mask_of(model, case.pattern, frozen=("blocks.0.up.weight",))
@@ -364,8 +377,9 @@ def rebind_to_shards(rank: int) -> None:
     assert model.get_parameter("blocks.0.up.weight").requires_grad
 
 
-def test_rebind() -> None:
-    launch(rebind_to_shards, 2)
+@BACKENDS
+def test_rebind(backend: str) -> None:
+    launch(rebind_to_shards, 2, backend=backend)
 
 
 def refuse(rank: int) -> None:
