@@ -13,6 +13,7 @@ from ..tensors import named_parameters_of
 from .backend import Backend, Changes, Index, choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
+from .host_copy import HostCopy
 from .layout import Group, Layout
 from .message import Message
 from .positions import checked_mask
@@ -239,6 +240,7 @@ class WeightReceiver:
         pairs = zip(mask.layout.groups, mask.indices, strict=True)
         changes = [_change(message, group, index, mask.device) for group, index in pairs]
         results = _sums(mask, changes)
+        found = HostCopy(results)
         # Checks of the host, while the device computes the digests.
         _refuse_others(message, mask.layout)
         self._require_in_place(mask)
@@ -246,7 +248,7 @@ class WeightReceiver:
         valid = _all_valid(message, changes, results)
         if valid is not None:
             _write(mask, changes, valid)
-        sums = self._verify(mask, message, changes, _to_host(results))
+        sums = self._verify(mask, message, changes, found.numbers)
         if valid is None:
             _write(mask, changes)
         self._version, self._digest, self._sums = message.version, message.result_digest, sums
@@ -311,7 +313,7 @@ class WeightReceiver:
 def _sums_of_weights(mask: _Mask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
-    return _to_host([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs])
+    return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
 
 
 def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
@@ -362,13 +364,6 @@ def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
                 raise ForeignMessage(
                     f"{other!r} and {name!r} share their memory here, and are two weights in the message"
                 )
-
-
-def _to_host(sums: Sequence[Tensor]) -> list[int]:
-    """Copy int64 tensors of one device to the host at once, flattened. Waits for the device."""
-    flat = [s.view(-1) for s in sums]
-    found: list[int] = [] if not flat else (flat[0] if len(flat) == 1 else torch.cat(flat)).tolist()
-    return found
 
 
 def _change(message: Message, group: Group, index: Index, device: torch.device) -> _Change:

@@ -16,6 +16,7 @@ from .active_values import ActiveValues, Source, WeightsOf
 from .backend import Backend
 from .destinations import Parts
 from .digest import digest_sum, to_hex
+from .host_copy import HostCopy
 from .message import Message
 from .positions import units_of
 from .reference import bitmap_bytes, only_parts
@@ -70,7 +71,7 @@ class WeightSender:
         )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         sent = values.take()
-        totals = _Totals([self._digest(dtype, group) for dtype, group in sent.items()], sent, self._device)
+        totals = _Totals([self._digest(dtype, group) for dtype, group in sent.items()], sent)
         self._sent = _Sent(0, sent, totals)
 
     @property
@@ -146,7 +147,7 @@ class WeightSender:
                     bitmap, found, changed = self._backend.compare(old, values, self._first(dtype), capacity)
                     changes[dtype] = bitmap, changed
                     totals.append(found)
-            sent = _Sent(base.version + 1, new, _Totals(totals, new, self._device))
+            sent = _Sent(base.version + 1, new, _Totals(totals, new))
         self._sent = sent
         return PendingMessage(
             sent,
@@ -203,25 +204,14 @@ class _Totals:
         values: all active values by dtype.
     """
 
-    def __init__(self, totals: list[Tensor], values: Mapping[str, Tensor], device: torch.device) -> None:
-        flat = [t.view(-1) for t in totals] or [torch.empty(0, dtype=torch.int64, device="cpu")]
-        self._host = flat[0] if len(flat) == 1 else torch.cat(flat)
+    def __init__(self, totals: list[Tensor], values: Mapping[str, Tensor]) -> None:
+        self._copy = HostCopy(totals)
         self._sizes = [(t.numel(), v.numel()) for t, v in zip(totals, values.values(), strict=True)]
-        self._arrived: torch.cuda.Event | None = None
-        if self._host.is_cuda:
-            with torch.cuda.device(device):
-                pinned = torch.empty(self._host.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-                pinned.copy_(self._host, non_blocking=True)
-                self._host = pinned
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        numbers = iter(self._host.tolist())
+        numbers = iter(self._copy.numbers)
         found = []
         for totals, numel in self._sizes:
             digest = next(numbers)
