@@ -205,7 +205,6 @@ class SenderChannel(ABC):
             yield
         except BaseException:
             if control is not None and self._asked is not None:
-                control.collect(self._asked, self.timeout)
                 control.post(self._asked, {"do": "nothing"})
                 self._asked = None
             raise
