@@ -260,6 +260,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                 {param: i for i, param in enumerate(order)},
                 binding.backward_notifier,
                 self._collector.after_reduction,
+                overlap=not any(bucket.is_sharded for bucket in self._buckets),
             )
         self._collector.adopt(list(self.gradient_buffers), reducer)
         self._attach()

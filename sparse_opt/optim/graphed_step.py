@@ -96,7 +96,7 @@ class GraphedStep:
         self._require_no_gradients("before")
         self.optimizer.sync_weights()  # a replay takes over no writes by other code
         for buffer, tensor in zip(shapes.inputs, inputs, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+            buffer.copy_(tensor)  # waits for a copy from the host, whose tensor may be filled again after the call
         if shapes.graph is not None:
             shapes.graph.replay()
             return shapes.result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from ...errors import WeightSyncError
 from ...tensors import dtype_name
 from ...weight_sync.message import tensor_list
-from ...weight_sync.transports.control import first_line
+from ...weight_sync.transports.control import BUSY_SECONDS, first_line
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:
@@ -48,14 +49,15 @@ class BroadcastGroup:
     has_failed = False
 
     def __init__(self, store: dist.Store, key: str, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        self.key, self._device = key, device
+        self.key, self._device, self._timeout = key, device, timeout
         self._members = f"rank {rank} of the {size} members (the trainer is rank 0, the others are rollout workers)"
         store = dist.PrefixStore(key, store)
         if device.type == "cpu":
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         else:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=timeout)
+            # At its own timeout NCCL ends the process; `_broadcast` gives up earlier.
+            options._timeout = timedelta(seconds=10 * timeout + 60)
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def send(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
@@ -97,10 +99,22 @@ class BroadcastGroup:
     def _broadcast(self, tensor: Tensor) -> None:
         if tensor.numel():  # bytes, because no backend sends all dtypes
             try:
-                self._group.broadcast([tensor.view(-1).view(torch.uint8)]).wait()
+                self._complete(self._group.broadcast([tensor.view(-1).view(torch.uint8)]))
             except RuntimeError as error:
                 self.has_failed = True
                 raise WeightSyncError(
                     f"a broadcast of weights has failed at {self._members}: {first_line(error)}; another member has "
                     "ended or does not receive, and the next update makes a new group and sends all weights"
                 ) from error
+
+    def _complete(self, work: Any) -> None:
+        """Wait until a broadcast has ended, which `wait` does not: with NCCL it lets only the stream wait."""
+        began = time.monotonic()
+        while not work.is_completed():
+            waited = time.monotonic() - began
+            if waited > self._timeout:
+                self._group.abort()
+                raise RuntimeError(f"it has not finished within {self._timeout:g} s")
+            if waited > BUSY_SECONDS:
+                time.sleep(0.0001)
+        work.wait()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from verl.checkpoint_engine.delta_sync.sparse_gather import gather_slot_entries_to_rank0
 
+from ...errors import WeightSyncError
 from ...masks import MaskSet
 from ...weight_sync import Message, WeightSender
 from ...weight_sync.backend import choose
@@ -84,8 +85,9 @@ class RolloutWeights:
         mask = self._engine.optimizer.mask
         nbytes = 0
         pending: list[Whole] = []
+        failure: WeightSyncError | None = None
         for name, tensor in weights:
-            if group is None:
+            if group is None or failure is not None:  # the others wait for this rank to help gathering
                 continue
             values = tensor.detach()
             if self._values is None:
@@ -95,10 +97,16 @@ class RolloutWeights:
             if pending and (
                 pending[0].values.dtype != values.dtype or sum(w.values.nbytes for w in pending) >= self._bucket_size
             ):
-                nbytes += _send_bucket(group, pending, is_last=False)
+                try:
+                    nbytes += _send_bucket(group, pending, is_last=False)
+                except WeightSyncError as error:
+                    failure = error
+                    continue
                 pending = []
             pending.append(Whole(name, tuple(values.shape), values))
         self._engine.prime_delta_snapshots()
+        if failure is not None:
+            raise failure
         if group is None or self._values is None:
             return None
         self._sender = WeightSender.of_values(self._values)

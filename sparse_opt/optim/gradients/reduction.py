@@ -53,10 +53,11 @@ def split(buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max
 class GradientReducer:
     """Replaces the compact gradients of all ranks by their mean, once per backward pass outside `no_sync()`.
 
-    Every rank launches one all-reduce per piece, always in the order of the pieces: a piece as soon as its gradients
-    and those of all pieces before it are complete, the others at the end of the pass. A gradient that a rank does not
-    have counts as zero. If a step finds nothing reduced, because every pass was inside `no_sync()` or this rank had
-    none, it reduces then. All ranks receive the same bits, so what is computed from the gradients is the same too.
+    Every rank launches one all-reduce per piece, always in the order of the pieces: with `overlap` a piece as soon as
+    its gradients and those of all pieces before it are complete, the others at the end of the pass. A gradient that a
+    rank does not have counts as zero. If a step finds nothing reduced, because every pass was inside `no_sync()` or
+    this rank had none, it reduces then. All ranks receive the same bits, so what is computed from the gradients is the
+    same too.
 
     A pass after a reduction adds to the mean, and its own reduction averages the sum. The mean of values that are equal
     on all ranks is that value, so this is the mean of all passes.
@@ -65,6 +66,9 @@ class GradientReducer:
         lock: of the collector; held while the buffers change.
         position: of each parameter in the model; the same on all ranks.
         make_notifier: creates a `BackwardNotifier`.
+        overlap: launch a reduction as soon as its gradients are complete, while the backward pass goes on. False for
+            sharded parameters: `fully_shard` gathers them in the same process group, and if a rank has no gradient of
+            some, whose reduction then comes last, the ranks would call the collectives in different orders.
         on_reduced: called when a backward pass has launched its last reduction, with the lock held.
     """
 
@@ -76,8 +80,10 @@ class GradientReducer:
         position: Mapping[Tensor, int],
         make_notifier: Callable[..., BackwardNotifier],
         on_reduced: Callable[[], None],
+        *,
+        overlap: bool = True,
     ) -> None:
-        self.group = group
+        self.group, self._overlap = group, overlap
         self.reduced = False  # the buffers hold means, or will as soon as the reductions in flight have finished
         self._buffers, self._lock, self._on_reduced = buffers, lock, on_reduced
         self._pieces = split(buffers, position, MAX_PIECE_BYTES)
@@ -130,7 +136,7 @@ class GradientReducer:
                 self._pass = number
                 self._ready.clear()
             self._ready.add(piece)
-            while self._launched in self._ready:
+            while self._overlap and self._launched in self._ready:
                 self._launch_next()
 
     def _on_end(self) -> None:

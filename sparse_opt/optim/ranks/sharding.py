@@ -138,6 +138,12 @@ def reshard(model: nn.Module | None) -> None:
     modules = list(_fsdp_modules(model))
     for module in modules:
         module.reshard()
+        # reshard() leaves the root's parameters as they are while its forward pass runs, and one that raised an error
+        # counts as running: they would keep the weights of that pass. torch before 2.13 has one group per module.
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                group._to_sharded()
     for device in {p.device for module in modules[:1] for p in module.parameters() if p.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
