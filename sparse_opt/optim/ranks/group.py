@@ -103,14 +103,15 @@ def wait(work: dist.Work, group: dist.ProcessGroup, number: int) -> None:
 
 @contextmanager
 def raise_on_all(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Context in which a ValueError of one rank is raised on all ranks, so that none continues without the others.
+    """Context in which an error of one rank is raised on all ranks, as a ValueError on the others, so that none waits
+    for it or continues without it.
 
     All ranks of the group must enter and leave it. Without a group it does nothing.
     """
-    own: ValueError | None = None
+    own: Exception | None = None
     try:
         yield
-    except ValueError as error:
+    except Exception as error:  # of any type, such as running out of memory: it is raised below
         own = error
     if group is not None:
         messages: list[Any] = [None] * group.size()
