@@ -31,7 +31,8 @@ class WeightSender:
     mask it keeps the active values that it sent last, nnz elements.
 
     Args:
-        source: an optimizer, with its mask and parameters, or a module or its parameters by name, with `mask`.
+        source: an optimizer, with its mask and parameters, or a module or its parameters by name, with `mask`. Of an
+            optimizer with `compact_weights` the sender reads those, and not the model.
         mask: the active elements; None for an optimizer, whose mask is used.
         encoding: "values" sends all active values in every update, "bitmap" a bitmap and the changed values, "auto"
             whichever is smaller, for each dtype.

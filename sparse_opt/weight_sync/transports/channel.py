@@ -302,12 +302,12 @@ class SenderChannel(ABC):
         Raises:
             WeightSyncError: as `update`; or `update` is not the last one.
         """
+        asked, self._asked, missing = self._asked, None, None
         control, sender = self._connected()
         if update is not None and update.version != sender.version:
             raise WeightSyncError(
                 f"the update is version {update.version}, expected the last one of the sender, version {sender.version}"
             )
-        asked, self._asked, missing = self._asked, None, None
         if asked is None:
             missing = self._missing(receivers, self.timeout if timeout is None else timeout)
             asked = self._ask(control)
