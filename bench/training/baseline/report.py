@@ -219,6 +219,7 @@ def heading(report: dict[str, Any]) -> str:
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     notes += ", layers compiled" if settings.get("compile") else ""
     notes += ", CUDA graphs" if settings.get("cuda_graphs") else ""
+    notes += ", precomputed reference" if settings.get("precomputed_reference") else ""
     if settings.get("l2_fetch_granularity") is not None:
         notes += f", {settings['l2_fetch_granularity']}-byte fetches"
     mask = report["mask"]
