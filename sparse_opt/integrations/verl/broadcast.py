@@ -15,7 +15,8 @@ from torch import Tensor
 from ...errors import WeightSyncError
 from ...tensors import dtype_name
 from ...weight_sync.message import tensor_list
-from ...weight_sync.transports.control import BUSY_SECONDS, first_line
+from ...weight_sync.transports.control import first_line
+from ...weight_sync.transports.process_group import wait_for
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:
@@ -99,22 +100,11 @@ class BroadcastGroup:
     def _broadcast(self, tensor: Tensor) -> None:
         if tensor.numel():  # bytes, because no backend sends all dtypes
             try:
-                self._complete(self._group.broadcast([tensor.view(-1).view(torch.uint8)]))
+                work = self._group.broadcast([tensor.view(-1).view(torch.uint8)])
+                wait_for(work, self._group, time.monotonic(), self._timeout)
             except RuntimeError as error:
                 self.has_failed = True
                 raise WeightSyncError(
                     f"a broadcast of weights has failed at {self._members}: {first_line(error)}; another member has "
                     "ended or does not receive, and the next update makes a new group and sends all weights"
                 ) from error
-
-    def _complete(self, work: Any) -> None:
-        """Wait until a broadcast has ended, which `wait` does not: with NCCL it lets only the stream wait."""
-        began = time.monotonic()
-        while not work.is_completed():
-            waited = time.monotonic() - began
-            if waited > self._timeout:
-                self._group.abort()
-                raise RuntimeError(f"it has not finished within {self._timeout:g} s")
-            if waited > BUSY_SECONDS:
-                time.sleep(0.0001)
-        work.wait()

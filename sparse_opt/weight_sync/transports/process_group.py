@@ -27,6 +27,26 @@ from .receiver_channel import ReceiverChannel, empty_tensors
 Backend = Literal["gloo", "nccl"]
 
 
+def wait_for(work: Any, backend: Any, began: float, timeout: float) -> None:
+    """Wait until a broadcast has ended, which `work.wait` does not: with NCCL it lets only the stream wait.
+
+    Args:
+        backend: of the group; aborted at the timeout.
+        began: `time.monotonic()` when the waiting began.
+
+    Raises:
+        RuntimeError: it has failed, or has not ended within `timeout` seconds.
+    """
+    while not work.is_completed():
+        waited = time.monotonic() - began
+        if waited > timeout:
+            backend.abort()
+            raise RuntimeError(f"a broadcast has not finished within {timeout:g} s")
+        if waited > BUSY_SECONDS:
+            time.sleep(0.0001)
+    work.wait()
+
+
 class _Group:
     """A group for broadcasts from rank 0. Errors and timeouts are RuntimeErrors, and end the group."""
 
@@ -49,14 +69,7 @@ class _Group:
         parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         began = time.monotonic()
         for work in [self._backend.broadcast([part]) for part in parts]:
-            while not work.is_completed():
-                waited = time.monotonic() - began
-                if waited > self._timeout:
-                    self.abort()
-                    raise RuntimeError(f"a broadcast has not finished within {self._timeout:g} s")
-                if waited > BUSY_SECONDS:
-                    time.sleep(0.0001)
-            work.wait()
+            wait_for(work, self._backend, began, self._timeout)
 
     def abort(self) -> None:
         """End the group, also while a broadcast runs."""
