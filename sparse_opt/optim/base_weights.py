@@ -10,13 +10,14 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import backends
 from .buckets import Bucket
 from .compact_weights import CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
+from .ranks import sharding
 from .ranks.sharding import Shard
 from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_run, pack_indices
 from .signals import UninterruptedContext
@@ -139,7 +140,7 @@ class InBaseWeights(UninterruptedContext):
 
     Args:
         prepare: returns the weights to swap; raises if the swap is not allowed.
-        reshard: makes the next forward pass gather the local shards again; see `sharding.reshard`.
+        root: returns the model whose parameters may be sharded; see `sharding.reshard`.
         named: returns the names of the unsharded parameters, for messages.
     """
 
@@ -147,11 +148,11 @@ class InBaseWeights(UninterruptedContext):
         self,
         prepare: Callable[[], list[BaseWeights]],
         collector: GradientCollector,
-        reshard: Callable[[], None],
+        root: Callable[[], nn.Module | None],
         named: Callable[[], Iterable[tuple[str, Parameter]]],
     ) -> None:
         super().__init__()
-        self._prepare, self._collector, self._reshard, self._named = prepare, collector, reshard, named
+        self._prepare, self._collector, self._root, self._named = prepare, collector, root, named
         self._undo = ExitStack()
 
     def enter(self) -> None:
@@ -172,12 +173,14 @@ class InBaseWeights(UninterruptedContext):
         undo(_remove_hooks, refusing, refuse)
         for hooks in refusing:
             hooks[refuse] = refuse
-        undo(self._reshard)
+        root = self._root()
+        undo(sharding.gather, sharding.incomplete(root))
+        undo(sharding.reshard, root)
         with torch.no_grad():
             for base in bases:
                 base.enter_()
                 undo(base.leave_)
-        self._reshard()
+        sharding.reshard(root)
         _set_versions(params, (next(_ELSEWHERE),) * len(params))
         torch.clear_autocast_cache()  # it holds casts of the previous weights
 

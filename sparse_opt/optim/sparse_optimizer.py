@@ -14,7 +14,7 @@ from ..ops.step_ops import STEP_OPS
 from . import base_weights, options, state_entries
 from .bound_optimizer import BoundOptimizer, Params
 from .clipping import clip_coefficient, global_norm
-from .ranks import checks, sharding
+from .ranks import checks
 from .ranks.group import raise_on_all
 from .state_loading import SavedState
 from .stepping import BucketStep, Stepper
@@ -319,7 +319,7 @@ class SparseOptimizer(BoundOptimizer):
         return base_weights.InBaseWeights(
             self._bases_to_swap,
             self._collector,
-            lambda: sharding.reshard(self._root()),
+            self._root,
             lambda: ((name, self._shards[p].unsharded) for name, p in self._named()),
         )
 

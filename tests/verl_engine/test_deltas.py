@@ -29,7 +29,7 @@ def delta_run(rank: int, model: str, mask: str, engine_options: dict[str, Any]) 
         for slots, dtype, counts, positions, values, group in entries:
             assert positions.device.type == values.device.type == device().type
             assert dtype == "bfloat16" and positions.dtype == torch.int32 and counts.tolist() == [values.numel()]
-            gathered = gather_slot_entries_to_rank0(positions, values, counts, group=group)
+            gathered = gather_slot_entries_to_rank0(positions, values, counts.to(device()), group=group)
             if gathered is not None:
                 found += [(name, shape, *pair) for (name, shape), pair in zip(slots, gathered, strict=True)]
         return found

@@ -144,8 +144,32 @@ def reshard(model: nn.Module | None) -> None:
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
             if group is not None:
                 group._to_sharded()
+        # Until all modules of a unit have run, the next pass does not gather it; see `incomplete`.
+        state._modules_to_run_forward.clear()
     for device in {p.device for module in modules[:1] for p in module.parameters() if p.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
+
+
+def incomplete(model: nn.Module | None) -> list[tuple[Any, set[nn.Module]]]:
+    """Return the modules of which a pass has gathered the weights, but has not run all that are sharded with them, and
+    those that have not run.
+
+    An example is a head in a unit with the last norm, if a loss that is computed in chunks uses its weight directly.
+    torch before 2.13 gathers such a unit in the forward pass alone: the backward pass needs what that has gathered.
+    """
+    states = {id(state): (module, state) for module in _fsdp_modules(model) if (state := module._get_fsdp_state())}
+    return [
+        (module, set(state._modules_to_run_forward))
+        for module, state in states.values()
+        if state._modules_to_run_forward
+    ]
+
+
+def gather(incomplete_passes: list[tuple[Any, set[nn.Module]]]) -> None:
+    """Undo `reshard` for what `incomplete` returned before it."""
+    for module, modules in incomplete_passes:
+        module.unshard()
+        module._get_fsdp_state()._modules_to_run_forward.update(modules)
 
 
 def _fsdp_modules(model: nn.Module | None) -> Iterator[Any]:
