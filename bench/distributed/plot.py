@@ -41,7 +41,7 @@ def plot(report: Report, path: Path) -> None:
         lines.legend(fontsize=8, frameon=False, loc="lower left")
     for axes in others:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8)
+    figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8, wrap=True)
     save_png(figure, path)
 
 

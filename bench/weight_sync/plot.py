@@ -25,7 +25,7 @@ def plot(report: Report, path: Path) -> None:
     axes.set(xlabel="ms until the receiver has verified and written the new weights (logarithmic)")
     limits = [row["ms"] for row in rows]
     axes.set_xlim(0.5 * min(limits), 2 * max(limits))
-    figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8)
+    figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=8, wrap=True)
     save_png(figure, path)
 
 
