@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from ..tensors import named_parameters_of
+from .addresses import Addresses
 from .backend import Backend, Changes, Index, choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
@@ -32,7 +33,7 @@ class _Mask(NamedTuple):
     backend: Backend
     indices: tuple[Index, ...]  # one for each group of the layout
     parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
-    addresses: dict[str, int]  # of the weights that are not given as destinations
+    addresses: Addresses  # of the weights that are not given as destinations
 
     @property
     def is_whole(self) -> bool:
@@ -200,7 +201,7 @@ class WeightReceiver:
     def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
         given = self._destinations(layout) if callable(self._destinations) else self._destinations
         destinations = {name: list(parts) for name, parts in given.items()}
-        addresses: dict[str, int] = {}
+        in_weights: list[str] = []
         weights = named_parameters_of(self._weights)
         for entry in layout.tensors:
             weight = weights.get(entry.name)
@@ -210,7 +211,7 @@ class WeightReceiver:
                         f"{entry.name!r} is {list(weight.shape)} here, {list(entry.shape)} in the message"
                     )
                 destinations[entry.name] = [whole_weight(entry.name, weight)]
-                addresses[entry.name] = weight.data_ptr()
+                in_weights.append(entry.name)
         placed = place(layout, destinations)
         _refuse_shared(placed)
         tensors = [part.tensor for tensor in placed.values() for part in tensor.destinations]
@@ -228,7 +229,7 @@ class WeightReceiver:
             for name, tensor in placed.items()
             if not tensor.is_whole
         }
-        return _Mask(digest, layout, device, backend, indices, parts, addresses)
+        return _Mask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
@@ -254,10 +255,8 @@ class WeightReceiver:
         self._version, self._digest, self._sums = message.version, message.result_digest, sums
 
     def _require_in_place(self, mask: _Mask) -> None:
-        weights = named_parameters_of(self._weights)
-        for name, address in mask.addresses.items():
-            if name not in weights or weights[name].data_ptr() != address:
-                raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
+        if (name := mask.addresses.replaced()) is not None:
+            raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
 
     def _check_order(self, message: Message) -> None:
         if message.kind == "state":
