@@ -110,7 +110,7 @@ quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on 
 # tests/ops uses every available backend, and tests of several processes name theirs. The Triton kernels run under the
 # interpreter, in processes of their own.
 # The longest come first, so that the jobs of `make --jobs` end at about the same time.
-FOLDERS := trainers packaging integrations
+FOLDERS := trainers bench packaging integrations
 BACKENDS := triton-ops triton reference without-avx512 defaults
 .PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
 
