@@ -36,9 +36,9 @@ from .reference import Reference, first_step
 from .report import progress_line
 from .variants import VARIANTS, Training, Variant, default_variants, make_training
 
-# A variant is built next to others only if this many times its bf16 weights are free: DDP holds weights, gradients and
-# two moments, and a step needs activations.
-FREE_WEIGHTS = 6
+# A variant is built next to others only if this many times its bf16 weights are free. One without a mask has weights,
+# gradients and two moments, one with a mask little more than weights, and a step needs activations.
+FREE_WEIGHTS = {"dense": 6, "sparse": 3}
 MIN_ROUNDS = 5
 
 
@@ -90,7 +90,7 @@ class World:
         """Measure variants that are compared with each other, as many in turns as memory holds."""
         while missing:
             group: list[tuple[Training, dict[str, Any]]] = []
-            while missing and self._has_time(group) and (not group or self._fits_another_variant()):
+            while missing and self._has_time(group) and (not group or self._fits(missing[0])):
                 began = time.monotonic()
                 group.append(self._prepare(missing.pop(0)))
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
@@ -271,8 +271,8 @@ class World:
         left_s: float = self._broadcast(self.args.deadline - time.time())
         return left_s > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
 
-    def _fits_another_variant(self) -> bool:
-        """Whether all ranks have memory for one more variant next to those built."""
+    def _fits(self, variant: Variant) -> bool:
+        """Whether all ranks have memory for the variant next to those built."""
         if self.device.type == "cpu":
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -280,7 +280,7 @@ class World:
         usable = min(free, self.usable_bytes - reserved) + reserved - torch.cuda.memory_allocated(self.device)
         least = torch.tensor(int(usable), device=self.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        return least.item() > FREE_WEIGHTS * n_bytes_of_weights(self.config)
+        return least.item() > FREE_WEIGHTS["sparse" if variant.pattern else "dense"] * n_bytes_of_weights(self.config)
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launch import device
 from verl_launch import launch_verl
 
 pytest.importorskip("verl", reason="needs verl: make test-verl")
@@ -24,6 +25,16 @@ from sparse_opt.integrations.verl.changed_elements import ChangeReader, state_af
 from sparse_opt.weight_sync import WeightSender
 
 TRAINERS, UPDATES = 2, 4
+ON_FOUR = pytest.mark.parametrize(
+    "backend",
+    [
+        "gloo",
+        pytest.param(
+            "nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA GPUs")],
+        ),
+    ],
+)
 HEADER = 1024  # bytes at most of the JSON in an update, whose share is small in models that are not tiny
 MODULE = "sparse_opt.integrations.verl.checkpoint_engine"
 
@@ -108,6 +119,7 @@ class Rollout(torch.nn.Module):
 
         super().__init__()
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self.model.to(device().type)
         for parameter in self.model.parameters():
             parameter.data.zero_()
 
@@ -124,6 +136,8 @@ def rollout(rank: int, folder: str, options: dict[str, Any]) -> Any:
     """
     from verl.workers.rollout.sglang_rollout.delta_loader import apply_delta
 
+    if device().type == "cuda":  # the trainers have the first GPUs
+        torch.cuda.set_device(TRAINERS + rank)
     manager = Manager(folder, TRAINERS + rank, options)
     model = Rollout(options["model"])
     whole, received, flushes = [], [], []
@@ -144,17 +158,19 @@ def rollout(rank: int, folder: str, options: dict[str, Any]) -> Any:
         flushes.append(len(ends))
         manager.end()
         tensors = model.model.named_parameters(remove_duplicate=False)
-        received.append({name: tensor.detach().clone() for name, tensor in tensors})
+        received.append({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors})
     return whole, received, flushes
 
 
-def run(tmp_path: Path, model: Path, mask: Path, **given: Any) -> tuple[list[Any], list[Any]]:
+def run(
+    tmp_path: Path, model: Path, mask: Path, backend: str = "gloo", **given: Any
+) -> tuple[list[Any], list[Any]]:
     """The results of the trainers and of the rollout workers, which run at the same time in other process groups."""
     options = {"model": str(model), "mask": str(mask), "rollouts": 1, "bucket_size": 2**20, "restart": None, "lr": 1e-2}
     options |= {"stuck": None, "timeout": 60.0, **given}
     with ThreadPoolExecutor(2) as pool:
-        trainers = pool.submit(launch_verl, trainer, TRAINERS, str(tmp_path), options)
-        rollouts = pool.submit(launch_verl, rollout, options["rollouts"], str(tmp_path), options)
+        trainers = pool.submit(launch_verl, trainer, TRAINERS, str(tmp_path), options, backend=backend)
+        rollouts = pool.submit(launch_verl, rollout, options["rollouts"], str(tmp_path), options, backend=backend)
         return trainers.result(), rollouts.result()
 
 
@@ -164,13 +180,16 @@ def assert_same_bits(exported: list[Any], received: list[Any]) -> None:
         assert all(torch.equal(found[name].view(torch.int16), expected[name].view(torch.int16)) for name in expected)
 
 
+@ON_FOUR
 @pytest.mark.parametrize(("pattern", "tied"), [("element", True), ("tile64", False)], ids=["tied", "tiles"])
-def test_rollouts_have_the_weights_and_active_values_are_sent_once(pattern: str, tied: bool, tmp_path: Path):
+def test_rollouts_have_the_weights_and_active_values_are_sent_once(
+    pattern: str, tied: bool, backend: str, tmp_path: Path
+):
     from verl_lab import save_model
 
     model = save_model(tmp_path / "model", tied=tied)
     # Buckets of 64 KiB: several flushes of all weights, and of changes.
-    trained, rolled = run(tmp_path, model, save_mask(model, 0.2, pattern), rollouts=2, bucket_size=2**16)
+    trained, rolled = run(tmp_path, model, save_mask(model, 0.2, pattern), backend, rollouts=2, bucket_size=2**16)
     (metrics, exported, nnz), _ = trained
     for whole, received, flushes in rolled:
         assert whole == [True, False, False, False]
@@ -195,22 +214,24 @@ def test_few_changes_are_sent_as_a_bitmap(tmp_path: Path):
         assert update["checkpoint_engine/payload_mbytes"] * 2**20 - HEADER <= (0.125 + 2.1 * share) * nnz + 8
 
 
-def test_a_rollout_worker_that_restarts_gets_all_weights(tmp_path: Path):
+@ON_FOUR
+def test_a_rollout_worker_that_restarts_gets_all_weights(backend: str, tmp_path: Path):
     from verl_lab import save_model
 
     model = save_model(tmp_path / "model")
-    ((_, exported, _), _), rolled = run(tmp_path, model, save_mask(model, 0.2), rollouts=2, restart=1)
+    ((_, exported, _), _), rolled = run(tmp_path, model, save_mask(model, 0.2), backend, rollouts=2, restart=1)
     for whole, received, _ in rolled:
         assert whole == [True, False, False, True]
         assert_same_bits(exported, received)
 
 
-def test_an_update_after_one_that_a_rollout_worker_did_not_receive_has_all_weights(tmp_path: Path):
+@ON_FOUR
+def test_an_update_after_one_that_a_rollout_worker_did_not_receive_has_all_weights(backend: str, tmp_path: Path):
     from verl_lab import save_model
 
     model = save_model(tmp_path / "model")
     mask = save_mask(model, 0.2)
-    ((metrics, exported, _), _), rolled = run(tmp_path, model, mask, rollouts=2, stuck=1, timeout=3.0)
+    ((metrics, exported, _), _), rolled = run(tmp_path, model, mask, backend, rollouts=2, stuck=1, timeout=3.0)
     assert "a broadcast of weights has failed at rank 0 of the 3 members" in metrics[1]
     for whole, received, _ in rolled:
         assert whole == [True, False, True, False]
