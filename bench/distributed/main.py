@@ -4,6 +4,9 @@ Measures the time of a step (forward, backward, optimizer) on one pair of sequen
 and the bytes that the step's collectives reduce, counted call by call. Before a step is timed, its first update is
 compared with that of one device on the pairs of all GPUs.
 
+Steps are timed in rows of --steps_in_a_row, as in training: within a row no GPU waits for the host, and no rank for
+another one, except in collectives. All ranks begin a row at once, and its time is that of the slowest.
+
 Started by itself, it runs torchrun once for each number of GPUs and each network, and ends with the table and the
 targets. Started by torchrun, it measures with the processes of that torchrun, for example on several hosts, on one
 network; rank 0 writes the results file, the table and the plot.
@@ -82,7 +85,10 @@ def options(parser: CommandParser) -> None:
         "--networks", type=comma_separated, help="of default,sockets (both; on a CPU and under torchrun default)"
     )
     run.add_argument("--limit_gib", type=float, help="GiB of each GPU that torch's allocator may use (default: all)")
-    run.add_argument("--n_rounds", type=int, default=100, help="timed steps of each row, at most (%(default)s)")
+    run.add_argument(
+        "--steps_in_a_row", type=int, default=4, help="steps that are timed together; all wait before (%(default)s)"
+    )
+    run.add_argument("--n_rounds", type=int, default=100, help="times of each row, at most (%(default)s)")
     run.add_argument("--group_s", type=float, default=30.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
     run.add_argument("--timeout_s", type=float, default=300.0, help="of a collective (%(default)s)")
@@ -102,6 +108,7 @@ def problem(args: Namespace) -> str:
     if error := (
         (_ranks_problem(args) if dist.is_torchelastic_launched() else _gpus_problem(args, on_cpu=on_cpu))
         or out_of_range(args, "sequence_length", at_least=2)
+        or out_of_range(args, "steps_in_a_row")
         or out_of_range(args, "limit_gib", at_least=0)
         or one_of_each("networks", args.networks, ["default"] if on_cpu else list(NETWORKS))
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")

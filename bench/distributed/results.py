@@ -19,10 +19,10 @@ Row = Mapping[str, Any]
 # A file has rows of one of each.
 SETTINGS = (
     *("shape", "sequence_length", "density", "learning_rate", "seed"),
-    *("gradient_checkpointing", "compile", "dpo", "device", "limit_gib"),
+    *("gradient_checkpointing", "compile", "dpo", "device", "limit_gib", "steps_in_a_row"),
 )
 # Options that older files do not have, with the value that their rows were measured with.
-_ADDED_LATER = {"compile": False, "limit_gib": None}
+_ADDED_LATER = {"compile": False, "limit_gib": None, "steps_in_a_row": 1}
 
 
 def new_report(args: Namespace) -> Report:

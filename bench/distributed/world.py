@@ -168,7 +168,7 @@ class World:
         variants = {row["variant"]: call(training) for training, row in right}
         gc.collect()
         gc.freeze()  # a collection during a step scans the objects of that step, not the models of all variants
-        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=self._clock)
+        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=self._clock_of_row)
         gc.unfreeze()
         for training, row in group:
             row["timed_with"] = list(variants)
@@ -192,7 +192,7 @@ class World:
             self._print(progress_line(row))
 
     def _n_rounds(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
-        round_s = sum(row["step_s"] for _, row in group)
+        round_s = self.args.steps_in_a_row * sum(row["step_s"] for _, row in group)
         return max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
 
     def _clock(self, call: Callable[[], object]) -> tuple[float, float, float]:
@@ -207,6 +207,17 @@ class World:
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         ms, host_ms = times.tolist()
         return ms, host_ms, ms
+
+    def _clock_of_row(self, call: Callable[[], object]) -> tuple[float, float, float]:
+        """The same of one of several calls in a row."""
+        n = self.args.steps_in_a_row
+
+        def row() -> None:
+            for _ in range(n):
+                call()
+
+        ms, host_ms, wall_ms = self._clock(row)
+        return ms / n, host_ms / n, wall_ms / n
 
     # What variants are made of
 
@@ -267,7 +278,8 @@ class World:
         """Whether another variant can be built and the group timed before the deadline, as rank 0 sees it."""
         if self.args.deadline is None:
             return True
-        timing_s = 1.2 * sum(row["step_s"] for _, row in group) * self._n_rounds(group) if group else 0.0
+        round_s = self.args.steps_in_a_row * sum(row["step_s"] for _, row in group)
+        timing_s = 1.2 * round_s * self._n_rounds(group) if group else 0.0
         left_s: float = self._broadcast(self.args.deadline - time.time())
         return left_s > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
 

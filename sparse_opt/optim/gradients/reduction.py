@@ -16,8 +16,9 @@ from ..ranks.lost_ranks import LostRankReporter
 from .backward_notifier import BackwardNotifier
 from .gradient_buffer import GradientBuffer
 
-# As DistributedDataParallel's buckets. Smaller ones start earlier, and larger ones use the network better.
-MAX_PIECE_BYTES = 25 * 2**20
+# Smaller pieces start earlier; each costs the host about 0.2 ms. On four H100s twice as large ones as
+# DistributedDataParallel's buckets took 1.6 ms less of a step's 94 ms.
+MAX_PIECE_BYTES = 50 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
