@@ -110,11 +110,15 @@ def test_a_run_that_measures_nothing_keeps_the_results(tmp_path, capfd):
 
 def test_a_file_from_before_an_option_can_be_resumed(tmp_path):
     committed = Path(__file__).parents[3] / "bench" / "results" / "distributed.json"
-    settings = {**json.loads(committed.read_text())["settings"], "compile": False, "limit_gib": None}
-    found = results.read_report(Namespace(**settings, output=committed))
-    assert found["settings"] == settings and found["rows"]
+    report = json.loads(committed.read_text())
+    added_later = {"compile": False, "limit_gib": None, "steps_in_a_row": 1}
+    old = {name: value for name, value in report["settings"].items() if name not in added_later}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({**report, "settings": old}))
+    found = results.read_report(Namespace(**old, **added_later, output=path))
+    assert found["settings"] == {**old, **added_later} and found["rows"]
     with pytest.raises(ConfigError, match="has rows of compile False, expected True"):
-        results.read_report(Namespace(**{**settings, "compile": True}, output=committed))
+        results.read_report(Namespace(**old, **{**added_later, "compile": True}, output=path))
 
 
 def test_compiled_layers_stay_compiled(tmp_path):
