@@ -38,7 +38,7 @@ DOCUMENTS = (
     Path("docs/distributed.md"),
     Path("docs/weight_sync.md"),
 )
-SPAN = re.compile(r"(?<=^<!-- table: )([a-z_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<=^<!-- table: )([a-z0-9_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
 PYTEST_BASELINE = "pytest/*/*_cpu.json"
 # Runs of `sparse-opt bench baseline` with mode tiles.
@@ -262,6 +262,11 @@ distributed_table = _if_measured(
     lambda report: f" {distributed_report.text(report, markdown=True)}",
     "Not measured yet: `sparse-opt bench distributed` on several GPUs.",
 )
+distributed_70b_table = _if_measured(
+    "distributed_70b.json",
+    lambda report: f" {distributed_report.text(report, markdown=True)}",
+    "Not measured yet: the command with `--shape 70b` below.",
+)
 weight_sync_table = _if_measured(
     "weight_sync.json",
     lambda report: f" {weight_sync_report.text(report, markdown=True)}",
@@ -285,6 +290,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **delta_tables,
     "delta_logging": delta_logging_table,
     "distributed": distributed_table,
+    "distributed_70b": distributed_70b_table,
     "weight_sync": weight_sync_table,
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from sparse_opt.analysis.ranks import is_weight_matrix
 from sparse_opt.errors import ConfigError
+from sparse_opt.mask_finding.model_scores import ModelMethod
 from sparse_opt.masks.mask_set import MaskSet
 from sparse_opt.trainers.policy.pretrained import load_causal_lm, parameter_shapes
 from sparse_opt.trainers.run.outputs import ADAPTER_FOLDER
@@ -28,6 +29,8 @@ from .plan import ADAPTERS, EARLY, FINDING_SEED, OF_DENSE, TUNING_SEED, Run, Tra
 from .results import Results
 from .world import DATA, TEXTS_FILE, World, make_answers
 
+# Source of a mask -> how the start's weights are scored.
+METHODS: dict[str, ModelMethod] = {"magnitude": "weight_magnitude", "fisher": "fisher_gradient", "snip": "snip"}
 # Algorithm -> module of its loop, and its config class.
 LOOPS = {
     "grpo": ("sparse_opt.trainers.grpo", "GRPOConfig"),
@@ -288,10 +291,9 @@ def mask_file(world: World, run: Run) -> Path:
         step = steps[100 if trained.source == "found" else int(trained.source.removeprefix("early"))]
         return find_from_log(DeltaLog.open(log_dir), target_step=step, **options).mask.save(file)
     model = load_causal_lm(world.start, torch.float32).to(world.device)
-    method = {"magnitude": "weight_magnitude"}.get(trained.source, trained.source)
+    method = METHODS[trained.source]
     sequences = [] if method == "weight_magnitude" else _first_batch(world, run)
-    # `Trained.parse` has checked the source, which the type checker cannot see.
-    return find_from_model(model, method=method, sequences=sequences, **options).mask.save(file)  # type: ignore[arg-type]
+    return find_from_model(model, method=method, sequences=sequences, **options).mask.save(file)
 
 
 def finding_run(world: World, algorithm: str, task: str) -> Run:

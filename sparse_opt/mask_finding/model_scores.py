@@ -90,8 +90,11 @@ def calibrated_scores(
         progress: show a bar on a terminal.
 
     Raises:
-        MaskError: no sequence, or one without a completion; for wanda, no parameter that is a linear layer's weight.
+        MaskError: another method; no sequence, or one without a completion; for wanda, no parameter that is a linear
+            layer's weight.
     """
+    if method not in CALIBRATION_METHODS:
+        raise MaskError(f"method is {method!r}, expected one of {', '.join(CALIBRATION_METHODS)}")
     if not sequences:
         raise MaskError(f"found no calibration sequence, expected at least one for {method}")
     for i, sequence in enumerate(sequences):

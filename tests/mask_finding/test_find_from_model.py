@@ -151,6 +151,8 @@ def test_elements_without_gradients_are_not_kept(tiny_llama) -> None:
 def test_refusals(tiny_llama) -> None:
     model = tiny_llama()
     parameters = parameters_of(model)
+    with pytest.raises(MaskError, match="method is 'fisher', expected one of snip, fisher_gradient, wanda"):
+        calibrated_scores(model, parameters, SEQUENCES, "fisher")
     with pytest.raises(MaskError, match="found no calibration sequence, expected at least one for snip"):
         calibrated_scores(model, parameters, [], "snip")
     with pytest.raises(MaskError, match="calibration sequence 1 has 3 tokens and a prompt of 3, expected a completion"):

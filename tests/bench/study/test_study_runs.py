@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from sparse_opt.bench.study import main as study_main
-from sparse_opt.bench.study import schedule
+from sparse_opt.bench.study import runs, schedule
 from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.results import Results
 from sparse_opt.bench.study.runs import Chore, do, mask_file, mask_path, needed_by
@@ -257,6 +257,14 @@ def test_random_masks_have_their_share_of_the_whole_model(finished_folder, tiny_
     mask = MaskSet.load(mask_file(world, Run("grpo", "sums", "random:1:run16", 1e-3, 7)))
     # With the rounding of each matrix, 1 % is one run less or more for every other one.
     assert 0 <= round(0.01 * mask.numel) - mask.nnz < 16 and mask.metadata["pool"] == "global"
+
+
+def test_sources_that_score_the_start_choose_other_weights(finished, tiny_settings):
+    world = World(finished, tiny_settings, "cpu")
+    files = [mask_file(world, Run("grpo", "sums", f"{source}:10:run16", 1e-3, 7)) for source in runs.METHODS]
+    masks = [MaskSet.load(file) for file in files]
+    assert [mask.metadata["method"] for mask in masks] == list(runs.METHODS.values())
+    assert len({mask.digest for mask in masks}) == len(masks)
 
 
 def test_masks_have_as_many_values_as_lora(finished_folder, tiny_settings):
