@@ -23,30 +23,48 @@ def plot(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 7), layout="constrained")
-    tuning, scores, rates = figure.subplots(1, 3)
-    of_first = [part for part in parts if part.subject.task == choice.tasks[0] and part.subject.algorithm == "grpo"]
-    _tuning(tuning, results, of_first)
-    _scores(scores, results, of_first, before.get(choice.tasks[0]))
+    figure = Figure(figsize=(11 + 4 * len(choice.tasks), 7), layout="constrained")
+    tuning, *scores, rates = figure.subplots(1, 2 + len(choice.tasks))
+    for axes, task in zip(scores, choice.tasks, strict=True):
+        _scores(axes, results, _of_grpo(parts, task), before.get(task), task)
+    _tuning(tuning, results, _of_grpo(parts, choice.tasks[0]), choice.tasks[0])
     _rates(rates, results, parts, choice.tasks)
-    for axes in (tuning, scores, rates):
+    for axes in (tuning, *scores, rates):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
 
-def _tuning(axes: Any, results: Results, parts: Sequence[Part]) -> None:
-    for i, part in enumerate(part for part in parts if part.tuned_by == part.subject):
+def _of_grpo(parts: Sequence[Part], task: str) -> list[Part]:
+    return [part for part in parts if part.subject.task == task and part.subject.algorithm == "grpo"]
+
+
+def _tuning(axes: Any, results: Results, parts: Sequence[Part], task: str) -> None:
+    """The tuning runs: in colour those of what has runs with seeds, in grey the others."""
+    colours = iter(COLOURS)
+    for part in (part for part in parts if part.tuned_by == part.subject):
         rows = results.of(part.subject, [TUNING_SEED])
-        if rows:
-            points = [(row["learning_rate"], row["tune_accuracy"]) for row in rows]
-            style = ("o-", "s--", "^:")[i // len(COLOURS) % 3]
-            axes.plot(*zip(*points, strict=True), style, color=COLOURS[i % len(COLOURS)], label=part.subject.trained)
-    axes.set(xscale="log", xlabel="learning rate", ylabel="accuracy on the questions for tuning", title="tuning")
+        if not rows:
+            continue
+        points = list(zip(*((row["learning_rate"], row["tune_accuracy"]) for row in rows), strict=True))
+        if rows_of(results, part)[0]["seed"] == TUNING_SEED:
+            axes.plot(
+                *points, color="0.8", linewidth=1, zorder=0, label=None if "others" in _labels(axes) else "others"
+            )
+        else:
+            axes.plot(*points, "o-", color=next(colours), label=part.subject.trained)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="accuracy on the questions for tuning")
+    axes.set(title=f"tuning on {task}")
     if axes.lines:
         axes.legend(frameon=False, fontsize=8)
 
 
-def _scores(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[str, Any] | None) -> None:
+def _labels(axes: Any) -> list[str]:
+    labels: list[str] = axes.get_legend_handles_labels()[1]
+    return labels
+
+
+def _scores(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[str, Any] | None, task: str) -> None:
+    """Held-out accuracy: each seed in colour, or in grey the tuning run with the best rate; dotted: before training."""
     names: list[str] = []
     for part in parts:
         rows = rows_of(results, part)
@@ -62,7 +80,7 @@ def _scores(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[
         axes.axvline(before["accuracy"], color=COLOURS[7], linewidth=1, linestyle=":")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="accuracy on held-out questions", title="seeds (blue), or one run (grey); dotted: before")
+    axes.set(xlabel="accuracy; blue: a seed; grey: a tuning run; dotted: before", title=f"held-out questions of {task}")
 
 
 def _rates(axes: Any, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> None:
