@@ -111,18 +111,21 @@ quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on 
 # interpreter, in processes of their own.
 # The longest come first, so that the jobs of `make --jobs` end at about the same time.
 FOLDERS := trainers bench packaging integrations
+THREADED := optim delta ops
 BACKENDS := triton-ops triton reference without-avx512 defaults
-.PHONY: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%)
+PARTS := trainers others bench packaging integrations $(THREADED) $(BACKENDS)
+.PHONY: $(PARTS:%=test-%)
 
-test: test-others $(FOLDERS:%=test-%) $(BACKENDS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default and under other torch defaults, and Triton's ops
+test: $(PARTS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default and under other torch defaults, and Triton's ops
 
 test-others: $(VENV)/.test build
-	$(PYTEST) tests $(FOLDERS:%=--ignore=tests/%)
+	$(PYTEST) tests $(FOLDERS:%=--ignore=tests/%) $(THREADED:%=--ignore=tests/%)
 
-# What several threads may break is tested in test-others. On small models a second thread takes more time than it saves.
+# What several threads may break is tested in test-others and those of THREADED. On small models a second thread takes more
+# time than it saves.
 $(FOLDERS:%=test-%) test-reference test-triton test-triton-ops: export OMP_NUM_THREADS = 1
 
-$(FOLDERS:%=test-%): test-%: $(VENV)/.test build
+$(FOLDERS:%=test-%) $(THREADED:%=test-%): test-%: $(VENV)/.test build
 	$(PYTEST) tests/$*
 
 # Without what does not depend on the backend: examples of the docs, interrupts, damaged states, and tests that name the
@@ -131,7 +134,7 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/.test build
 OF_BACKEND := not distributed and not documented and not interrupts and not damaged and not reference \
   and not SparseSGD and not SparseLion
 
-# Other torch defaults are tried with the reference in test-others.
+# Other torch defaults are tried with the reference in test-optim.
 test-reference: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/logprobs/test_logprobs_tiles.py \
 	  -k "$(OF_BACKEND) and not test_torch_defaults"
@@ -141,7 +144,7 @@ test-triton: $(VENV)/.test build
 	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim \
 	  -k "$(OF_BACKEND) and (not test_runs or many_steps) and not (test_torch_defaults and (float16 or float64))"
 
-# Without the tests that compile kernels, in processes without the interpreter; test-others runs them. Every storage of
+# Without the tests that compile kernels, in processes without the interpreter; test-ops runs them. Every storage of
 # weights, moments, gradients and indices is tried with two of the four layouts; tests of masks have all.
 FOR_EACH_STORAGE := test_storage or test_params_that_need_not_be_read or test_gradient_and_index_dtypes
 test-triton-ops: $(VENV)/.test build
