@@ -168,7 +168,7 @@ class World:
         variants = {row["variant"]: call(training) for training, row in right}
         gc.collect()
         gc.freeze()  # a collection during a step scans the objects of that step, not the models of all variants
-        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=self._clock_of_row)
+        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=self._clock_of_steps)
         gc.unfreeze()
         for training, row in group:
             row["timed_with"] = list(variants)
@@ -208,15 +208,15 @@ class World:
         ms, host_ms = times.tolist()
         return ms, host_ms, ms
 
-    def _clock_of_row(self, call: Callable[[], object]) -> tuple[float, float, float]:
-        """The same of one of several calls in a row."""
+    def _clock_of_steps(self, call: Callable[[], object]) -> tuple[float, float, float]:
+        """The same for one of several calls in a row: their time divided by their number."""
         n = self.args.steps_in_a_row
 
-        def row() -> None:
+        def steps() -> None:
             for _ in range(n):
                 call()
 
-        ms, host_ms, wall_ms = self._clock(row)
+        ms, host_ms, wall_ms = self._clock(steps)
         return ms / n, host_ms / n, wall_ms / n
 
     # What variants are made of
