@@ -162,9 +162,7 @@ def rollout(rank: int, folder: str, options: dict[str, Any]) -> Any:
     return whole, received, flushes
 
 
-def run(
-    tmp_path: Path, model: Path, mask: Path, backend: str = "gloo", **given: Any
-) -> tuple[list[Any], list[Any]]:
+def run(tmp_path: Path, model: Path, mask: Path, backend: str = "gloo", **given: Any) -> tuple[list[Any], list[Any]]:
     """The results of the trainers and of the rollout workers, which run at the same time in other process groups."""
     options = {"model": str(model), "mask": str(mask), "rollouts": 1, "bucket_size": 2**20, "restart": None, "lr": 1e-2}
     options |= {"stuck": None, "timeout": 60.0, **given}
