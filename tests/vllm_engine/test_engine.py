@@ -7,12 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +22,8 @@ from vllm import LLM
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm_lab import make_model
-from vllm_updates import NEW_TOKENS, PROMPTS, DamagedSender, Trainer, save, tokens_of
+from vllm_server import Server
+from vllm_updates import PROMPTS, DamagedSender, Trainer, save, tokens_of
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.errors import WeightSyncError
@@ -37,63 +32,6 @@ from sparse_opt.weight_sync import WeightSender
 from sparse_opt.weight_sync.transports import CudaIpcSender, ProcessGroupSender
 
 UPDATES = 20
-
-
-class Server:
-    def __init__(self, folder: Path, log: Path) -> None:
-        with socket.socket() as any_socket:
-            any_socket.bind(("127.0.0.1", 0))
-            port = any_socket.getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}"
-        self.log = log
-        arguments = ["--model", str(folder), "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
-        arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-        arguments += ["--weight-transfer-config", json.dumps({"backend": "sparse_opt"})]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def wait(self, seconds: float = 600) -> None:  # 30 seconds on an idle machine
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(f"{self.address}/health", timeout=5):
-                    return
-            except OSError:
-                time.sleep(0.5)
-        pytest.fail(f"the server has not started: {self.log.read_text()[-3000:]}")
-
-    def tokens(self, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-        content = {
-            "model": "tiny",
-            "prompt": prompts,
-            "max_tokens": new_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        request = urllib.request.Request(
-            f"{self.address}/v1/completions",
-            data=json.dumps(content).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            choices = json.load(response)["choices"]
-        return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
-
-    def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 class History:

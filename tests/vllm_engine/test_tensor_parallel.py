@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm import LLM
 from vllm.config import WeightTransferConfig
+from vllm_server import Server
 from vllm_updates import DamagedSender, Trainer, save, tokens_of
 
 from sparse_opt.errors import WeightSyncError
@@ -86,3 +87,31 @@ def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeyp
     assert all(found[a] != found[b] for a in found for b in found if a < b)
     with engine(save(tmp_path / "last", trainer.model)) as fresh:
         assert tokens_of(fresh) == found[UPDATES]
+
+
+def test_a_server_with_two_workers_follows_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    trainer = Trainer()
+    options = ("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp")
+    server = Server(save(tmp_path / "first", trainer.model), tmp_path / "log", *options)
+    found = {}
+    try:
+        server.wait()
+        sender = WeightSender(trainer.model, trainer.mask)
+        sync = VLLMWeightSync(sender, server.address)
+        assert sync.connect() == 0
+        found[0] = server.tokens()
+        for version in range(1, 5):
+            trainer.step()
+            if version == REFUSED:
+                with pytest.raises(WeightSyncError, match="all 2 workers have kept their weights"):
+                    VLLMWeightSync(DamagedSender(sender), server.address).update()
+                assert server.tokens() == found[version - 1]
+                continue
+            assert sync.update() == version
+            found[version] = server.tokens()
+    finally:
+        server.stop()
+    assert all(found[a] != found[b] for a in found for b in found if a < b)
+    with engine(save(tmp_path / "last", trainer.model)) as fresh:
+        assert tokens_of(fresh) == found[4]
