@@ -4,8 +4,9 @@ Measures the time of a step (forward, backward, optimizer) on one pair of sequen
 and the bytes that the step's collectives reduce, counted call by call. Before a step is timed, its first update is
 compared with that of one device on the pairs of all GPUs.
 
-Several steps are timed together (--steps_in_a_row): as in training, the host does not wait for the GPU between them,
-nor a rank for the others, except in collectives. All ranks begin them at once, and the time is that of the slowest.
+Consecutive steps are timed together (--steps_in_a_row): as in training, the host does not wait for the GPU between
+them, nor a rank for the others, except in collectives. All ranks begin them at once, and the time is that of the
+slowest.
 
 Started by itself, it runs torchrun once for each number of GPUs and each network, and ends with the table and the
 targets. Started by torchrun, it measures with the processes of that torchrun, for example on several hosts, on one
@@ -85,8 +86,13 @@ def options(parser: CommandParser) -> None:
         "--networks", type=comma_separated, help="of default,sockets (both; on a CPU and under torchrun default)"
     )
     run.add_argument("--limit_gib", type=float, help="GiB of each GPU that torch's allocator may use (default: all)")
-    run.add_argument("--steps_in_a_row", type=int, default=4, help="steps that are timed together (%(default)s)")
-    run.add_argument("--n_rounds", type=int, default=100, help="times of each row, at most (%(default)s)")
+    run.add_argument(
+        "--steps_in_a_row",
+        type=int,
+        default=4,
+        help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
+    )
+    run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
     run.add_argument("--group_s", type=float, default=30.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
     run.add_argument("--timeout_s", type=float, default=300.0, help="of a collective (%(default)s)")

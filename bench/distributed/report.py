@@ -57,7 +57,7 @@ def heading(report: Report) -> str:
     notes += ", layers compiled" if settings.get("compile") else ""
     notes += ", DPO against the base weights" if settings["dpo"] else ""
     in_a_row = settings.get("steps_in_a_row", 1)
-    notes += f", {in_a_row} steps in a row" if in_a_row > 1 else ""
+    notes += f", up to {in_a_row} steps in a row" if in_a_row > 1 else ""
     limit = settings.get("limit_gib")
     notes += "" if limit is None else f", at most {limit:g} GiB of each GPU"
     return (

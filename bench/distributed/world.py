@@ -16,6 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from .reference import Reference, first_step
 from .report import progress_line
 from .variants import VARIANTS, Training, Variant, default_variants, make_training
 
-# A variant is built next to others only if this many times its bf16 weights are free. One without a mask has weights,
-# gradients and two moments, one with a mask little more than weights, and a step needs activations.
+# A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
+# of those. A step of the 3B shape without a mask took 4.8 times its weights, with one 1.9 times, activations of a pair of
+# 512 tokens included.
 FREE_WEIGHTS = {"dense": 6, "sparse": 3}
 MIN_ROUNDS = 5
 
@@ -90,7 +92,7 @@ class World:
         """Measure variants that are compared with each other, as many in turns as memory holds."""
         while missing:
             group: list[tuple[Training, dict[str, Any]]] = []
-            while missing and self._has_time(group) and (not group or self._fits(missing[0])):
+            while missing and self._has_time(group) and (not group or self._fits(missing[0], group)):
                 began = time.monotonic()
                 group.append(self._prepare(missing.pop(0)))
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
@@ -158,8 +160,9 @@ class World:
         """Time the steps of variants with right results in turns, and write the rows."""
         right = [(training, row) for training, row in group if row["check"] is None or row["check"]["met"]]
         own = [self._pair(self.rank)]
-        n_rounds = self._n_rounds(group)
+        in_a_row, n_rounds = self._steps_in_a_row(group), self._n_rounds(group)
         for _, row in group:
+            row["steps_in_a_row"] = in_a_row
             del row["step_s"]
 
         def call(training: Training) -> Callable[[], None]:
@@ -168,7 +171,9 @@ class World:
         variants = {row["variant"]: call(training) for training, row in right}
         gc.collect()
         gc.freeze()  # a collection during a step scans the objects of that step, not the models of all variants
-        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=self._clock_of_steps)
+        timings = measure(
+            variants, device=self.device, n_warmup=1, n_rounds=n_rounds, clock=partial(self._clock_of_steps, in_a_row)
+        )
         gc.unfreeze()
         for training, row in group:
             row["timed_with"] = list(variants)
@@ -191,8 +196,13 @@ class World:
         for _, row in group:
             self._print(progress_line(row))
 
+    def _steps_in_a_row(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
+        """As many as the option says, or fewer, so that the fewest rounds of slow variants last no longer than a group."""
+        round_s = sum(row["step_s"] for _, row in group)
+        return max(1, min(self.args.steps_in_a_row, int(self.args.group_s / (MIN_ROUNDS * round_s))))
+
     def _n_rounds(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
-        round_s = self.args.steps_in_a_row * sum(row["step_s"] for _, row in group)
+        round_s = self._steps_in_a_row(group) * sum(row["step_s"] for _, row in group)
         return max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
 
     def _clock(self, call: Callable[[], object]) -> tuple[float, float, float]:
@@ -208,9 +218,8 @@ class World:
         ms, host_ms = times.tolist()
         return ms, host_ms, ms
 
-    def _clock_of_steps(self, call: Callable[[], object]) -> tuple[float, float, float]:
-        """The same for one of several calls in a row: their time divided by their number."""
-        n = self.args.steps_in_a_row
+    def _clock_of_steps(self, n: int, call: Callable[[], object]) -> tuple[float, float, float]:
+        """The same for one of n calls in a row: their time divided by n."""
 
         def steps() -> None:
             for _ in range(n):
@@ -278,13 +287,15 @@ class World:
         """Whether another variant can be built and the group timed before the deadline, as rank 0 sees it."""
         if self.args.deadline is None:
             return True
-        round_s = self.args.steps_in_a_row * sum(row["step_s"] for _, row in group)
-        timing_s = 1.2 * round_s * self._n_rounds(group) if group else 0.0
+        timing_s = 0.0
+        if group:
+            round_s = self._steps_in_a_row(group) * sum(row["step_s"] for _, row in group)
+            timing_s = 1.2 * round_s * self._n_rounds(group)
         left_s: float = self._broadcast(self.args.deadline - time.time())
         return left_s > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
 
-    def _fits(self, variant: Variant) -> bool:
-        """Whether all ranks have memory for the variant next to those built."""
+    def _fits(self, variant: Variant, group: Sequence[tuple[Training, dict[str, Any]]]) -> bool:
+        """Whether all ranks have memory for the variant next to those of the group, which are built."""
         if self.device.type == "cpu":
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -292,7 +303,9 @@ class World:
         usable = min(free, self.usable_bytes - reserved) + reserved - torch.cuda.memory_allocated(self.device)
         least = torch.tensor(int(usable), device=self.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        return least.item() > FREE_WEIGHTS["sparse" if variant.pattern else "dense"] * n_bytes_of_weights(self.config)
+        needed = FREE_WEIGHTS["sparse" if variant.pattern else "dense"] * n_bytes_of_weights(self.config)
+        alike = [row["peak_memory_bytes"] for _, row in group if bool(row["pattern"]) == bool(variant.pattern)]
+        return least.item() > max([needed, *alike])
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -40,27 +41,23 @@ def _of_grpo(parts: Sequence[Part], task: str) -> list[Part]:
 
 def _tuning(axes: Any, results: Results, parts: Sequence[Part], task: str) -> None:
     """The tuning runs: in colour those of what has runs with seeds, in grey the others."""
-    colours = iter(COLOURS)
+    lines = cycle(product(("o-", "s--", "^:"), COLOURS))
+    others = "others"  # of the first grey line alone, for the legend
     for part in (part for part in parts if part.tuned_by == part.subject):
         rows = results.of(part.subject, [TUNING_SEED])
         if not rows:
             continue
         points = list(zip(*((row["learning_rate"], row["tune_accuracy"]) for row in rows), strict=True))
         if rows_of(results, part)[0]["seed"] == TUNING_SEED:
-            axes.plot(
-                *points, color="0.8", linewidth=1, zorder=0, label=None if "others" in _labels(axes) else "others"
-            )
+            axes.plot(*points, color="0.8", linewidth=1, zorder=0, label=others)
+            others = ""
         else:
-            axes.plot(*points, "o-", color=next(colours), label=part.subject.trained)
+            style, colour = next(lines)
+            axes.plot(*points, style, color=colour, label=part.subject.trained)
     axes.set(xscale="log", xlabel="learning rate", ylabel="accuracy on the questions for tuning")
     axes.set(title=f"tuning on {task}")
     if axes.lines:
         axes.legend(frameon=False, fontsize=8)
-
-
-def _labels(axes: Any) -> list[str]:
-    labels: list[str] = axes.get_legend_handles_labels()[1]
-    return labels
 
 
 def _scores(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[str, Any] | None, task: str) -> None:

@@ -26,6 +26,7 @@ from sparse_opt.bench.distributed.collectives import CollectiveCounter
 from sparse_opt.bench.distributed.models import masked_shapes, model_config, pair
 from sparse_opt.bench.distributed.reference import Reference, first_step
 from sparse_opt.bench.distributed.variants import VARIANTS, make_training
+from sparse_opt.bench.distributed.world import World
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 
@@ -124,6 +125,7 @@ def test_a_file_from_before_an_option_can_be_resumed(tmp_path):
 def test_compiled_layers_stay_compiled(tmp_path):
     """Also those of a variant that is built after another's collectives were counted."""
     words = ["--small", "--sequence_length", "8", "--compile", "--n_rounds", "2", "--output", str(tmp_path / "o.json")]
+    words += ["--steps_in_a_row", "2"]
     done = run_command(
         1,
         ["bench", "distributed", *words, "--variants", "local_element_fp32,fsdp2_element_fp32"],
@@ -133,9 +135,28 @@ def test_compiled_layers_stay_compiled(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "layers compiled" in done.stdout and "2 of 2 checked rows" in done.stdout
-    # Of two layers in a step of the reference, and in nine of each variant; the step whose collectives are counted is
-    # eager.
-    assert f"\n{2 * (1 + 2 * 9)} calls of compiled graphs\n" in done.stdout
+    # Of two layers in a step of the reference, and in four and five rounds of two steps of each variant; the step whose
+    # collectives are counted is eager.
+    assert f"\n{2 * (1 + 2 * (4 + 5 * 2))} calls of compiled graphs\n" in done.stdout
+
+
+def test_the_time_of_a_step_is_that_of_several_divided_by_their_number(monkeypatch):
+    world, calls = World.__new__(World), []
+
+    def clock(call: Any) -> tuple[float, float, float]:
+        call()
+        return 8.0, 6.0, 10.0
+
+    monkeypatch.setattr(world, "_clock", clock, raising=False)
+    assert world._clock_of_steps(4, lambda: calls.append(1)) == (2.0, 1.5, 2.5) and len(calls) == 4
+
+
+def test_fewer_steps_in_a_row_if_they_are_slow():
+    world = World.__new__(World)
+    world.args = Namespace(steps_in_a_row=4, group_s=30.0, n_rounds=100)
+    for step_s, in_a_row, n_rounds in ((0.1, 4, 75), (1.0, 4, 7), (2.0, 3, 5), (10.0, 1, 5)):
+        group = [(None, {"step_s": step_s / 2})] * 2
+        assert (world._steps_in_a_row(group), world._n_rounds(group)) == (in_a_row, n_rounds)
 
 
 def tiny_training(name: str, config: Any, mask: MaskSet) -> Any:

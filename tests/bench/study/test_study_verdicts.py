@@ -8,6 +8,7 @@ import pytest
 
 from sparse_opt.bench.study.law import best_of, law
 from sparse_opt.bench.study.plan import TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
+from sparse_opt.bench.study.plot import _tuning, plot
 from sparse_opt.bench.study.report import report
 from sparse_opt.bench.study.results import Results
 from sparse_opt.bench.study.schedule import runs_left
@@ -332,3 +333,22 @@ def test_one_unfinished_tuning_run_shows_nothing(results, measured, settings):
         run = runs_left(settings, part, results)[0]
         results.add(run, measured(0.8, n_trained=1000))
     assert verdict(7, results, parts, tasks, BEFORE, settings) == "not shown"
+
+
+def test_the_figure_has_a_line_for_all_that_is_trained(results, finish, settings, tmp_path):
+    """More than there are colours; in grey what has tuning runs alone."""
+    from matplotlib.figure import Figure
+
+    words = ("dense", "sgd", *(f"lora:{rank}" for rank in range(1, 12)))
+    subjects = [Subject("grpo", "sums", word) for word in (*words, "shira:8", "supertuning:8")]
+    parts = [Part(subject, subject, SEEDS if subject.trained in words else (), (4,)) for subject in subjects]
+    finish(results, parts, lambda run: {"accuracy": 0.5})
+    axes = Figure().subplots()
+    _tuning(axes, results, parts, "sums")
+    lines = [line for line in axes.lines if line.get_label() in words]
+    assert [line.get_label() for line in lines] == list(words) and len(axes.lines) == len(words) + 2
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(words)
+    assert len(axes.get_legend().get_texts()) == len(words) + 1
+    choice = Choice([4], ["sums"], SEEDS, "smollm2")
+    plot(results, parts, choice, BEFORE, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
