@@ -106,13 +106,13 @@ release-check: $(RELEASE)/.installed wheel ## sdist, wheels (that of dist/cuda, 
 quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
 	$(BIN)/sparse-opt quickstart
 
-# The suite in parts, which `make --jobs` runs in parallel: one for each of these folders, and one for all others.
-# tests/ops uses every available backend, and tests of several processes name theirs. The Triton kernels run under the
-# interpreter, in processes of their own.
-# The longest come first, so that the jobs of `make --jobs` end at about the same time.
+# The suite in parts, which `make --jobs` runs in parallel: one for each of these folders, of which those of THREADED have
+# as many threads as torch takes, and one for all others. tests/ops uses every available backend, and tests of several
+# processes name theirs. The Triton kernels run under the interpreter, in processes of their own.
 FOLDERS := trainers bench packaging integrations
 THREADED := optim delta ops
 BACKENDS := triton-ops triton reference without-avx512 defaults
+# The longest come first, so that the jobs of `make --jobs` end at about the same time.
 PARTS := trainers others bench packaging integrations $(THREADED) $(BACKENDS)
 .PHONY: $(PARTS:%=test-%)
 

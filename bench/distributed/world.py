@@ -38,8 +38,7 @@ from .report import progress_line
 from .variants import VARIANTS, Training, Variant, default_variants, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
-# of those. A step of the 3B shape without a mask took 4.8 times its weights, with one 1.9 times, activations of a pair of
-# 512 tokens included.
+# of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask, 1.9 times with one.
 FREE_WEIGHTS = {"dense": 6, "sparse": 3}
 MIN_ROUNDS = 5
 
@@ -197,7 +196,7 @@ class World:
             self._print(progress_line(row))
 
     def _steps_in_a_row(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
-        """As many as the option says, or fewer, so that the fewest rounds of slow variants last no longer than a group."""
+        """As many as the option says; fewer if MIN_ROUNDS rounds of them would last longer than a group may."""
         round_s = sum(row["step_s"] for _, row in group)
         return max(1, min(self.args.steps_in_a_row, int(self.args.group_s / (MIN_ROUNDS * round_s))))
 
