@@ -38,7 +38,7 @@ from .report import progress_line
 from .variants import VARIANTS, Training, Variant, default_variants, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
-# of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask, 1.9 times with one.
+# of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
 FREE_WEIGHTS = {"dense": 6, "sparse": 3}
 MIN_ROUNDS = 5
 
