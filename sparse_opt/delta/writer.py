@@ -231,9 +231,14 @@ class StepWriter:
         return found
 
     def close(self) -> None:
-        """Write the submitted steps, and end the thread; in a forked process, do nothing."""
+        """Write the submitted steps, and let the thread end; in a forked process, do nothing.
+
+        The thread is not joined. The garbage collector may call this anywhere, also while the interpreter starts a
+        thread: it then holds a lock that joining one waits for.
+        """
         if self.is_here:
-            self._executor.shutdown()
+            self._executor.shutdown(wait=False)
+            self.drain()
 
     def _run(self, job: StepJob) -> StepInfo:
         try:

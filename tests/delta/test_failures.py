@@ -266,6 +266,24 @@ def test_an_error_while_a_step_is_coded(
     assert log.verify() == []
 
 
+@pytest.mark.skipif(not hasattr(threading, "_shutdown_locks_lock"), reason="CPython 3.13 has no such lock")
+def test_a_log_is_closed_while_a_thread_is_being_started(tmp_path: Path, state: dict[str, Tensor]) -> None:
+    """As by the garbage collector, which may run there: `Thread.start` holds this lock, and `Thread.join` takes it."""
+    logs = [DeltaLog.create(tmp_path / "log", state)]
+    logs[0].append(1)
+    closed = threading.Event()
+
+    def collect() -> None:
+        lock: Any = threading._shutdown_locks_lock  # type: ignore[attr-defined]
+        with lock:
+            logs.clear()
+            closed.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    assert closed.wait(20)
+    assert DeltaLog.open(tmp_path / "log", state).steps == (0, 1)
+
+
 def test_a_log_without_references_writes_its_submitted_steps(tmp_path: Path, state: dict[str, Tensor]) -> None:
     log = DeltaLog.create(tmp_path / "log", state)
     state["w"] += 1
