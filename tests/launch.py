@@ -45,17 +45,13 @@ def preload(*modules: str) -> None:
     _SERVER.set_forkserver_preload(_PRELOADED)
 
 
-# The parameter `backend` of tests that run on two ranks, or on more with gloo.
-BACKENDS = pytest.mark.parametrize(
-    "backend",
-    [
-        "gloo",
-        pytest.param(
-            "nccl",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")],
-        ),
-    ],
-)
+def backends(n_gpus: int) -> pytest.MarkDecorator:
+    """The parameter `backend` of tests that run with gloo, and on so many GPUs with NCCL."""
+    few = pytest.mark.skipif(torch.cuda.device_count() < n_gpus, reason=f"needs {n_gpus} CUDA GPUs")
+    return pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, few])])
+
+
+BACKENDS = backends(2)
 
 
 def device() -> torch.device:

@@ -200,8 +200,12 @@ class World:
         round_s = sum(row["step_s"] for _, row in group)
         return max(1, min(self.args.steps_in_a_row, int(self.args.group_s / (MIN_ROUNDS * round_s))))
 
+    def _round_s(self, group: list[tuple[Training, dict[str, Any]]]) -> float:
+        """Seconds in which every variant of the group makes its steps in a row."""
+        return self._steps_in_a_row(group) * float(sum(row["step_s"] for _, row in group))
+
     def _n_rounds(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
-        round_s = self._steps_in_a_row(group) * sum(row["step_s"] for _, row in group)
+        round_s = self._round_s(group)
         return max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
 
     def _clock(self, call: Callable[[], object]) -> tuple[float, float, float]:
@@ -286,10 +290,7 @@ class World:
         """Whether another variant can be built and the group timed before the deadline, as rank 0 sees it."""
         if self.args.deadline is None:
             return True
-        timing_s = 0.0
-        if group:
-            round_s = self._steps_in_a_row(group) * sum(row["step_s"] for _, row in group)
-            timing_s = 1.2 * round_s * self._n_rounds(group)
+        timing_s = 1.2 * self._round_s(group) * self._n_rounds(group) if group else 0.0
         left_s: float = self._broadcast(self.args.deadline - time.time())
         return left_s > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
 

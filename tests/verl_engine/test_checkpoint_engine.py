@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import device
+from launch import backends, device
 from verl_launch import launch_verl
 
 pytest.importorskip("verl", reason="needs verl: make test-verl")
@@ -25,16 +25,6 @@ from sparse_opt.integrations.verl.changed_elements import ChangeReader, state_af
 from sparse_opt.weight_sync import WeightSender
 
 TRAINERS, UPDATES = 2, 4
-ON_FOUR = pytest.mark.parametrize(
-    "backend",
-    [
-        "gloo",
-        pytest.param(
-            "nccl",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA GPUs")],
-        ),
-    ],
-)
 HEADER = 1024  # bytes at most of the JSON in an update, whose share is small in models that are not tiny
 MODULE = "sparse_opt.integrations.verl.checkpoint_engine"
 
@@ -178,7 +168,7 @@ def assert_same_bits(exported: list[Any], received: list[Any]) -> None:
         assert all(torch.equal(found[name].view(torch.int16), expected[name].view(torch.int16)) for name in expected)
 
 
-@ON_FOUR
+@backends(4)
 @pytest.mark.parametrize(("pattern", "tied"), [("element", True), ("tile64", False)], ids=["tied", "tiles"])
 def test_rollouts_have_the_weights_and_active_values_are_sent_once(
     pattern: str, tied: bool, backend: str, tmp_path: Path
@@ -212,7 +202,7 @@ def test_few_changes_are_sent_as_a_bitmap(tmp_path: Path):
         assert update["checkpoint_engine/payload_mbytes"] * 2**20 - HEADER <= (0.125 + 2.1 * share) * nnz + 8
 
 
-@ON_FOUR
+@backends(4)
 def test_a_rollout_worker_that_restarts_gets_all_weights(backend: str, tmp_path: Path):
     from verl_lab import save_model
 
@@ -223,7 +213,7 @@ def test_a_rollout_worker_that_restarts_gets_all_weights(backend: str, tmp_path:
         assert_same_bits(exported, received)
 
 
-@ON_FOUR
+@backends(4)
 def test_an_update_after_one_that_a_rollout_worker_did_not_receive_has_all_weights(backend: str, tmp_path: Path):
     from verl_lab import save_model
 
