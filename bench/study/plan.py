@@ -182,7 +182,8 @@ def plan(
     | 2, 3 | both on the other tasks, with GRPO alone |
     | 4 | masks of every source, at 2.5 % in tiles |
     | 5 | random masks of the other densities, on all tasks |
-    | 6 | masks of 1 % of single elements; the best masks on the other tasks |
+    | 6 | random masks of single elements; masks of the best other source, of all densities and both patterns; the best |
+    |   | masks of 2.5 % in tiles and of 1 % of single elements on the other tasks |
     | 7 | SHiRA and Super-Tuning |
     | 8 | LoRA of the other ranks, and masks of their sizes |
 
@@ -244,29 +245,27 @@ def plan(
             for algorithm in ("sft", "dpo", "rft"):
                 add(tier + 1, (1, 2), "dense", every, algorithm=algorithm)
 
-    masks = {source: add(4, (4,), f"{source}:2.5:{tile}", ()) for source in SOURCES}
+    masks = {source: add(4, (4,), f"{source}:2.5:{tile}", every) for source in SOURCES}
     del masks["found"]  # for comparison alone: it needs a whole dense run
+    for percent in (10, 1, 0.1):
+        add(5, (4,), f"random:{percent:g}:{tile}", every)
+        for task in tasks:
+            add(5, (7,), f"random:{percent:g}:{tile}", (), task=task)
+    elements = {percent: add(6, (4,), f"random:{percent:g}", every) for percent in (10, 2.5, 1, 0.1)}
     best = chosen(list(masks.values())) if 4 in claims else None
     if best is not None:
-        add(4, (4,), best.trained, every)
-    for percent in (10, 1, 0.1):
-        add(5, (4, 7), f"random:{percent:g}:{tile}", ())
-        for task in others:
-            add(5, (7,), f"random:{percent:g}:{tile}", (), task=task)
-    # Single elements at random, and where the best source of the others has them.
-    random = masks.pop("random")
-    elements = [add(6, (4,), "random:1", ())]
-    other = chosen(list(masks.values())) if best is not None else None
-    if other is not None:
-        elements.append(add(6, (4,), f"{Trained.parse(other.trained).source}:1", ()))
-        if (best_of_elements := chosen(elements)) is not None:
-            add(6, (4,), best_of_elements.trained, every)
-            for task in others:
-                add(6, (4,), best_of_elements.trained, every, task=task)
-    if best not in (None, random):
-        assert best is not None
         for task in others:
             add(6, (4,), best.trained, every, task=task)
+    del masks["random"]
+    other = chosen(list(masks.values())) if best is not None else None
+    if other is not None:
+        source = Trained.parse(other.trained).source
+        for percent, random in elements.items():
+            add(6, (4,), f"{source}:{percent:g}:{tile}", every)
+            of_source = add(6, (4,), f"{source}:{percent:g}", every)
+            if percent == 1 and (best := chosen([random, of_source])) is not None:
+                for task in others:
+                    add(6, (4,), best.trained, every, task=task)
     for adapter in ("shira", "supertuning"):
         add(7, (5,), f"{adapter}:{first_rank}", every)
     for rank in other_ranks:

@@ -117,10 +117,8 @@ def verdict(
        bf16), and does not hold if no two have, two standard errors of the sample taken into account.
     3: holds if on every task the subnetwork's score is not below dense, and 99 % of its weights are within 1e-4 of the
        dense run's; not shown if those of the same dense run done again are not, unless the score is below.
-    4: holds if on every task some mask of at most 2.5 % of the weights that has several seeds is not below dense: the
-       random one, and the best of the sources that need at most a tenth of a dense run. The best is chosen on the
-       questions for tuning, so that the comparisons on the held-out questions are few; their errors are widened for
-       their number (Bonferroni).
+    4: holds if on every task some mask of at most 2.5 % of the weights that has several seeds is not below dense. Masks
+       from a whole dense run are left out. The errors of the comparisons are widened for their number (Bonferroni).
     5: holds if on every task for every rank of LoRA the random mask of tiles with as many trained values, to 5 %, is
        not below it.
     6: holds if on every task SGD's score is not below AdamW's.

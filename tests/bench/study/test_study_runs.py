@@ -45,16 +45,21 @@ def test_every_run_of_the_plan_can_be_read_and_has_rates(size):
         assert tuned_by.tuned_by == tuned_by.subject
 
 
-def test_a_mask_is_run_with_every_seed_once_it_is_chosen():
-    def seeds_of(trained, chosen):
-        parts = plan([4], ["sums"], [0, 1], chosen, LORA)
-        return {part.subject.trained: part.seeds for part in parts}[trained]
+def test_the_best_source_is_run_at_every_density_once_it_is_chosen():
+    def words_of(task, chosen):
+        parts = plan([4], ["sums", "another"], [0, 1], chosen, LORA)
+        assert all(part.seeds == (0, 1) for part in parts)
+        return {part.subject.trained for part in parts if part.subject.task == task}
 
-    assert seeds_of("snip:2.5:tile64", lambda subjects: None) == ()
-    best = Subject("grpo", "sums", "snip:2.5:tile64")
-    assert seeds_of("snip:2.5:tile64", lambda subjects: best) == (0, 1)
-    # The best source that is not random is tuned with single elements too, and the best of these gets every seed.
-    assert seeds_of("magnitude:1", first_of) == () and seeds_of("random:1", first_of) == (0, 1)
+    at_first = words_of("sums", lambda subjects: None)
+    assert not any(word.startswith("snip") for word in at_first - {"snip:2.5:tile64"})
+    snip = words_of("sums", lambda subjects: subjects[-1]) - at_first
+    assert {word.partition(":")[2] for word in snip} == {
+        f"{percent}{pattern}" for percent in ("10", "2.5", "1", "0.1") for pattern in ("", ":tile64")
+    } - {"2.5:tile64"}
+    assert len({word.partition(":")[0] for word in snip}) == 1
+    # The best masks of one density are compared on the other task too.
+    assert words_of("another", first_of) == {"dense", "random:2.5:tile64", "random:1"}
 
 
 def test_runs_that_need_dense_weights_follow_the_dense_runs():

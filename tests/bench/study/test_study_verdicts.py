@@ -72,8 +72,8 @@ def test_the_verdict_on_cheap_masks(tmp_path, finish, settings):
     good = ("dense", "random:2.5:tile64")
     assert verdict_with("a", lambda trained: 0.7 if trained in good else 0.1) == "holds"
     assert verdict_with("c", lambda trained: 0.25) == "not shown"  # nothing was learned
-    # A mask of a whole dense run is not cheap, 10 % is not little, and one that was not chosen is not compared.
-    dear = ("dense", "found:2.5:tile64", "random:10:tile64", "snip:2.5:tile64")
+    # A mask of a whole dense run is not cheap, and 10 % is not little.
+    dear = ("dense", "found:2.5:tile64", "random:10:tile64", "random:10")
     assert verdict_with("b", lambda trained: 0.7 if trained in dear else 0.1) == "does not hold"
 
 
