@@ -182,8 +182,8 @@ def plan(
     | 2, 3 | both on the other tasks, with GRPO alone |
     | 4 | masks of every source, at 2.5 % in tiles |
     | 5 | random masks of the other densities, on all tasks |
-    | 6 | random masks of single elements; masks of the best other source, of all densities and both patterns; the best |
-    |   | masks of 2.5 % in tiles and of 1 % of single elements on the other tasks |
+    | 6 | random masks of single elements; the best other source at all densities, in tiles and single elements; the |
+    |   | best masks of 2.5 % in tiles and of 1 % of single elements on the other tasks |
     | 7 | SHiRA and Super-Tuning |
     | 8 | LoRA of the other ranks, and masks of their sizes |
 
