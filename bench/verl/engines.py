@@ -97,6 +97,7 @@ def make_batch(
     vocab: int,
     ranks: int,
     micro_batch_size: int,
+    fused_kernels: bool = False,
     seed: int,
     old_log_probs: Tensor | None = None,
 ) -> Any:
@@ -106,6 +107,7 @@ def make_batch(
 
     Args:
         n: sequences of this rank.
+        fused_kernels: whether the model computes log-probabilities in fused kernels (`use_fused_kernels`).
         old_log_probs: [n, response], of the policy that has generated the responses; None: zeros.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +139,7 @@ def make_batch(
             "global_batch_size": n * ranks,
             "pad_mode": "no_padding",
             "pad_token_id": 0,
-            "use_fused_kernels": False,
+            "use_fused_kernels": fused_kernels,
             "calculate_entropy": False,
         },
     )

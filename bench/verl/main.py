@@ -31,7 +31,8 @@ from .report import text, wrong_line
 
 _SETTINGS = (
     *("shape", "gpus", "density", "pattern", "sequence_length", "batch_size", "micro_batch_size", "model_dtype"),
-    *("gradient_checkpointing", "attention", "clip_grad", "learning_rate", "n_rounds", "seed", "device"),
+    *("gradient_checkpointing", "attention", "fused_kernels", "clip_grad", "learning_rate", "n_rounds", "seed"),
+    "device",
 )
 
 _EPILOG = """examples:
@@ -54,6 +55,13 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
     what.add_argument(
         "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa", help="kernels (%(default)s)"
+    )
+    what.add_argument(
+        "--fused_kernels",
+        choices=("none", "torch", "triton"),
+        default="torch",
+        help="verl's fused log-probabilities, as use_fused_kernels (%(default)s); without flash-attn, none is a loop "
+        "over tokens",
     )
     what.add_argument("--clip_grad", type=float, default=1.0, help="largest norm of the gradient (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed updates (%(default)s)")

@@ -140,6 +140,8 @@ class EngineWorld(World):
             network={
                 "enable_gradient_checkpointing": args.gradient_checkpointing,
                 "use_remove_padding": False,
+                "use_fused_kernels": args.fused_kernels != "none",
+                "fused_kernel_options": {"impl_backend": args.fused_kernels},
                 "override_config": {"attn_implementation": args.attention},
             },
         )
@@ -155,6 +157,7 @@ class EngineWorld(World):
             vocab=self.config.vocab_size,
             ranks=self.size,
             micro_batch_size=args.micro_batch_size,
+            fused_kernels=args.fused_kernels != "none",
             seed=args.seed + self.rank,
             old_log_probs=old_log_probs,
         )
