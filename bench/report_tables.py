@@ -24,6 +24,7 @@ from .distributed import report as distributed_report
 from .kernels import access_rates, bounds, dram_bytes
 from .kernels.table import main as kernels
 from .kernels.table import targets
+from .study import published as study
 from .training import trl_memory
 from .training.baseline import report as baseline_report
 from .training.delta_logging import report as logging_report
@@ -37,6 +38,7 @@ DOCUMENTS = (
     Path("docs/delta_logs.md"),
     Path("docs/distributed.md"),
     Path("docs/weight_sync.md"),
+    Path("docs/study.md"),
 )
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z0-9_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
@@ -294,6 +296,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "weight_sync": weight_sync_table,
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,
+    "study_verdicts": lambda results: study.tables(results / "study" / "smollm2")[0],
+    "study_scores": lambda results: study.tables(results / "study" / "smollm2")[1],
 }
 
 

@@ -10,7 +10,6 @@ A finished run is a line of JSON in the results file. A call that was stopped co
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import xxhash
 import yaml
 
 from sparse_opt.analysis.output_files import require_matplotlib
@@ -30,19 +28,15 @@ from sparse_opt.trainers.run.lock import RunLock
 from ..common.environment import environment
 from ..common.harness import exit_code, numbers_out_of_range
 from ..common.report import why_unwritable, write_json
-from .plan import CLAIMS, FINDING_SEED, TUNING_SEED, Choice, Run
+from .plan import CLAIMS, FINDING_SEED, SETTINGS, TUNING_SEED, Choice, Run
 from .plot import plot
 from .pool import Pool, visible_gpus
 from .report import report
-from .results import STARTS_FILE, Results, read_starts
+from .results import RESULTS_FILE, STARTS_FILE, Results, read_starts, settings_digest
 from .runs import Chore, do, do_chore, is_done, needed_by, require_samples
 from .schedule import estimate, in_order, parts_of, runs_left
 from .timing import read_times, time_steps
 from .world import World, make_world, require_inputs
-
-SETTINGS = Path(__file__).with_name("study.yaml")
-# Settings that say which runs there are.
-_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "lora", "tile", "texts", "seconds")
 
 # In the traceback of a run that does not fit into the GPU's memory with the others.
 _NO_MEMORY = ("OutOfMemoryError", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -177,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_words(sys.argv[1:] if argv is None else argv)
     settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))[args.size]
     tasks = args.tasks or settings["tasks"]
-    path = args.results or args.output_dir / "results.jsonl"
+    path = args.results or args.output_dir / RESULTS_FILE
     if problem := _problem(args, settings) or why_unwritable(path):
         parser.error(problem)
     from sparse_opt.trainers.policy.models import resolve_device
@@ -186,13 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hide_progress_bars(always=True)
     device = resolve_device(args.device)
     world = World(args.output_dir.resolve(), settings, str(device))
-    # Which runs there are may differ between calls; rows say their task and learning rate.
-    of_runs = {name: value for name, value in settings.items() if name not in _OF_PLAN}
-    header = {
-        "settings": xxhash.xxh3_64_hexdigest(json.dumps(of_runs, sort_keys=True).encode()),
-        **environment(device),
-    }
-    results = Results(path, header)
+    results = Results(path, {"settings": settings_digest(settings), **environment(device)})
     choice = Choice(args.claims, tasks, args.seeds, args.size)
     if args.dry_run:
         print(estimate(settings, parts_of(choice, results, settings), results, args.jobs))

@@ -28,11 +28,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.patterns import PATTERNS
 
+SETTINGS = Path(__file__).with_name("study.yaml")
 TUNING_SEED = 1000
 FINDING_SEED = 2000
 EARLY = (2, 5, 10)  # percent of the steps of the dense run; 1 % of 50 steps is no other mask than 2 %

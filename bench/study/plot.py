@@ -1,8 +1,9 @@
-"""The figure of the study: tuning, scores, and the best learning rate against density."""
+"""The figure of the study: tuning, scores, and scores and the best learning rate by density."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from statistics import mean
@@ -11,7 +12,7 @@ from typing import Any
 from ..common.plots import COLOURS
 from .plan import TUNING_SEED, Choice, Part, Trained
 from .results import Results
-from .verdicts import rows_of
+from .verdicts import Score, rows_of, score_of
 
 
 def plot(
@@ -24,13 +25,17 @@ def plot(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11 + 4 * len(choice.tasks), 7), layout="constrained")
-    tuning, *scores, rates = figure.subplots(1, 2 + len(choice.tasks))
+    figure = Figure(figsize=(17, 15), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.4))
+    tuning, densities, rates = above.subplots(1, 3)
+    scores = below.subplots(1, len(choice.tasks), squeeze=False)[0]
+    first = choice.tasks[0]
     for axes, task in zip(scores, choice.tasks, strict=True):
         _scores(axes, results, _of_grpo(parts, task), before.get(task), task)
-    _tuning(tuning, results, _of_grpo(parts, choice.tasks[0]), choice.tasks[0])
+    _tuning(tuning, results, _of_grpo(parts, first), _on_every_task(parts, choice.tasks), first)
+    _densities(densities, results, _of_grpo(parts, first), before.get(first), first)
     _rates(rates, results, parts, choice.tasks)
-    for axes in (tuning, *scores, rates):
+    for axes in (tuning, densities, rates, *scores):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
@@ -39,8 +44,14 @@ def _of_grpo(parts: Sequence[Part], task: str) -> list[Part]:
     return [part for part in parts if part.subject.task == task and part.subject.algorithm == "grpo"]
 
 
-def _tuning(axes: Any, results: Results, parts: Sequence[Part], task: str) -> None:
-    """The tuning runs: in colour those of what has runs with seeds, in grey the others."""
+def _on_every_task(parts: Sequence[Part], tasks: Sequence[str]) -> set[str]:
+    """What is trained on every task with several seeds."""
+    words = [{part.subject.trained for part in _of_grpo(parts, task) if len(part.seeds) > 1} for task in tasks]
+    return set.intersection(*words)
+
+
+def _tuning(axes: Any, results: Results, parts: Sequence[Part], coloured: Collection[str], task: str) -> None:
+    """The tuning runs: some in colour, the others in grey."""
     lines = cycle(product(("o-", "s--", "^:"), COLOURS))
     others = "others"  # of the first grey line alone, for the legend
     for part in (part for part in parts if part.tuned_by == part.subject):
@@ -48,16 +59,43 @@ def _tuning(axes: Any, results: Results, parts: Sequence[Part], task: str) -> No
         if not rows:
             continue
         points = list(zip(*((row["learning_rate"], row["tune_accuracy"]) for row in rows), strict=True))
-        if rows_of(results, part)[0]["seed"] == TUNING_SEED:
-            axes.plot(*points, color="0.8", linewidth=1, zorder=0, label=others)
-            others = ""
-        else:
+        if part.subject.trained in coloured:
             style, colour = next(lines)
             axes.plot(*points, style, color=colour, label=part.subject.trained)
+        else:
+            axes.plot(*points, color="0.8", linewidth=1, zorder=0, label=others)
+            others = ""
     axes.set(xscale="log", xlabel="learning rate", ylabel="accuracy on the questions for tuning")
     axes.set(title=f"tuning on {task}")
     if axes.lines:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="lower left")
+
+
+def _densities(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[str, Any] | None, task: str) -> None:
+    """Held-out accuracy of masks by density: a line for each source and pattern that has seeds at several."""
+    scores: dict[tuple[str, str], list[tuple[float, Score]]] = defaultdict(list)
+    for part in parts:
+        trained, rows = Trained.parse(part.subject.trained), rows_of(results, part)
+        if len(rows) < 2 or rows[0]["seed"] == TUNING_SEED:
+            continue
+        if trained.is_mask:
+            assert trained.amount is not None and trained.pattern is not None
+            scores[trained.source, trained.pattern].append((trained.amount, score_of(rows)))
+        elif trained.source == "dense":
+            axes.axhline(score_of(rows).mean, color=COLOURS[7], linewidth=1, linestyle="--", label="dense")
+    colours = cycle(COLOURS)
+    for (source, pattern), found in sorted(scores.items()):
+        if len(found) > 1:
+            percent, of_density = zip(*sorted(found), strict=True)
+            means, spreads = [score.mean for score in of_density], [score.spread for score in of_density]
+            name = f"{source}, {pattern}"
+            axes.errorbar(percent, means, spreads, fmt="o-", color=next(colours), capsize=3, label=name)
+    if before is not None:
+        axes.axhline(before["accuracy"], color=COLOURS[7], linewidth=1, linestyle=":", label="before training")
+    axes.set(xscale="log", xlabel="trained weights, percent", ylabel="accuracy; bars: spread of the seeds")
+    axes.set(title=f"held-out questions of {task} by density")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def _scores(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[str, Any] | None, task: str) -> None:

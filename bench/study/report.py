@@ -12,7 +12,7 @@ from sparse_opt.tables import markdown_table
 from .plan import CLAIMS, TUNING_SEED, Choice, Part
 from .results import Results
 from .schedule import is_finished
-from .tables import further_tables, mean_of, step_seconds
+from .tables import further_tables, mean_of, mean_of_others, perplexity_of, step_seconds
 from .timing import Times
 from .verdicts import rows_of, score_of, verdict
 
@@ -32,29 +32,85 @@ def report(
         times: of steps that had the device to themselves.
     """
     times = times or {}
-    lines, summary = [], []
+    lines = [verdict_table(results, parts, choice, before, settings)]
     for claim in choice.claims:
         of_claim = [part for part in parts if claim in part.claims]
         rows = []
         for part in of_claim:
-            if found := rows_of(results, part):
-                rows.append(_row(part, found, before.get(part.subject.task), times))
+            if runs := rows_of(results, part):
+                rows.append(_row(part, runs, before.get(part.subject.task), times))
         n_missing = sum(not is_finished(settings, part, results) for part in of_claim)
-        found_verdict = verdict(claim, results, of_claim, choice.tasks, before, settings)
-        of_tasks = [
-            verdict(claim, results, [part for part in of_claim if part.subject.task == task], [task], before, settings)
-            for task in choice.tasks
-        ]
-        summary.append((f"{claim}. {CLAIMS[claim]}", found_verdict, *of_tasks, str(n_missing)))
-        lines.append(f"## Claim {claim}: {CLAIMS[claim]}\n\n**{found_verdict}**")
+        found = verdict(claim, results, of_claim, choice.tasks, before, settings)
+        lines.append(f"## Claim {claim}: {CLAIMS[claim]}\n\n**{found}**")
         lines.append(f"    {choice.command(claim)}")
         if n_missing:
             lines.append(f"{n_missing} of {len(of_claim)} rows are not finished.")
         if rows:
             lines.append(markdown_table(_HEADERS, rows, n_words=3))
             lines += further_tables(claim, results, of_claim, choice.tasks, before, settings, times)
+    return "\n\n".join(lines) + "\n"
+
+
+def verdict_table(
+    results: Results,
+    parts: Sequence[Part],
+    choice: Choice,
+    before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
+) -> str:
+    """The verdicts on all claims, of all tasks together and of each."""
+    rows = []
+    for claim in choice.claims:
+        of_claim = [part for part in parts if claim in part.claims]
+        of_tasks = [[part for part in of_claim if part.subject.task == task] for task in choice.tasks]
+        verdicts = [
+            verdict(claim, results, of_claim, choice.tasks, before, settings),
+            *(
+                verdict(claim, results, of_task, [task], before, settings)
+                for task, of_task in zip(choice.tasks, of_tasks, strict=True)
+            ),
+        ]
+        n_missing = sum(not is_finished(settings, part, results) for part in of_claim)
+        rows.append((f"{claim}. {CLAIMS[claim]}", *verdicts, str(n_missing)))
     headers = ("claim", "verdict", *choice.tasks, "unfinished rows")
-    return "\n\n".join([markdown_table(headers, summary, n_words=2 + len(choice.tasks)), *lines]) + "\n"
+    return markdown_table(headers, rows, n_words=2 + len(choice.tasks))
+
+
+def score_table(
+    results: Results, parts: Sequence[Part], before: Mapping[str, Mapping[str, Any]], times: Times | None = None
+) -> str:
+    """What GRPO learned and forgot under each choice of what is trained, by task; first what the start has."""
+    rows: list[tuple[str, ...]] = []
+    of_grpo = [part for part in parts if part.subject.algorithm == "grpo"]
+    for task in dict.fromkeys(part.subject.task for part in of_grpo):
+        if start := before.get(task):
+            scores = (f"{start['accuracy']:.3f}", "", "", "", perplexity_of([start]), mean_of_others([start]), "")
+            rows.append((task, "nothing", "", *scores))
+        for part in (part for part in of_grpo if part.subject.task == task):
+            runs = rows_of(results, part)
+            if not runs or "perplexity" not in runs[0]:
+                continue
+            step = step_seconds(times or {}, part, runs)
+            seeds = " ".join(f"{run['accuracy']:.3f}" for run in runs) if runs[0]["seed"] != TUNING_SEED else "tuning"
+            rows.append(
+                (
+                    task,
+                    part.subject.trained,
+                    f"{runs[0]['learning_rate']:.2g}",
+                    f"{score_of(runs).mean:.3f}",
+                    seeds,
+                    f"{mean(run['changed_bf16'] for run in runs):.1%}",
+                    mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
+                    perplexity_of(runs),
+                    mean_of_others(runs),
+                    "" if step is None else f"{step:.2f}",
+                )
+            )
+    headers = (
+        "task", "trained", "learning rate", "held out", "seeds", "bf16 changed", "optimizer MB", "perplexity",
+        "other task", "s a step",
+    )  # fmt: skip
+    return markdown_table(headers, rows, n_words=2)
 
 
 _HEADERS = (

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import xxhash
+
 from sparse_opt.errors import ConfigError
 
 from .plan import TUNING_SEED, Run, Subject
 
-STARTS_FILE = "starts.json"
+RESULTS_FILE, STARTS_FILE = "results.jsonl", "starts.json"
+# Settings that say which runs there are, which may differ between calls; rows say their task and learning rate.
+_OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "lora", "tile", "texts", "seconds")
+
+
+def settings_digest(settings: Mapping[str, Any]) -> str:
+    """The digest of the settings of a run, of which results are compared."""
+    of_runs = {name: value for name, value in settings.items() if name not in _OF_PLAN}
+    return xxhash.xxh3_64_hexdigest(json.dumps(of_runs, sort_keys=True).encode())
 
 
 class Results:
@@ -34,6 +45,7 @@ class Results:
         self.path = path
         self.header = header
         self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._by_subject: dict[Subject, dict[tuple[Any, ...], dict[str, Any]]] = defaultdict(dict)
         self.inputs: dict[str, str] = {}
         if not path.is_file():
             return
@@ -48,7 +60,7 @@ class Results:
             if row.get("settings") != header["settings"]:
                 raise ConfigError(f"{path}: line {number} has a run of other settings: name another file")
             self._require_same_inputs(row.get("inputs", {}), f"line {number}")
-            self.rows[run.key] = row
+            self._keep(run, row)
         if complete != content:
             with open(path, "r+b") as file:
                 file.truncate(len(complete))
@@ -81,17 +93,16 @@ class Results:
             file.write((json.dumps(row, allow_nan=False) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
+        self._keep(run, row)
+
+    def _keep(self, run: Run, row: dict[str, Any]) -> None:
         self.rows[run.key] = row
+        self._by_subject[Subject(run.algorithm, run.task, run.trained)][run.key] = row
 
     def of(self, subject: Subject, seeds: Iterable[int]) -> list[dict[str, Any]]:
         """The runs of a subject with these seeds, by learning rate and seed."""
         seeds = set(seeds)
-        found = [
-            row
-            for row in self.rows.values()
-            if (row["algorithm"], row["task"], row["trained"]) == (subject.algorithm, subject.task, subject.trained)
-            and row["seed"] in seeds
-        ]
+        found = [row for row in self._by_subject[subject].values() if row["seed"] in seeds]
         return sorted(found, key=lambda row: (row["learning_rate"], row["seed"]))
 
     def best_rate(self, subject: Subject) -> float | None:

@@ -235,10 +235,10 @@ def _memory_and_forgetting(
                 f"{runs[0]['n_trained']:,}" if "n_trained" in runs[0] else "all",
                 mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
                 f"{mean(run['accuracy'] for run in runs):.3f}",
-                _mean_of_others(runs),
-                _mean_of_others([start]) if start else "",
-                _perplexity(runs),
-                _perplexity([start]) if start else "",
+                mean_of_others(runs),
+                mean_of_others([start]) if start else "",
+                perplexity_of(runs),
+                perplexity_of([start]) if start else "",
                 "" if step is None else f"{step:.3f}",
             )
         )
@@ -249,11 +249,13 @@ def _memory_and_forgetting(
     return [markdown_table(headers, rows, n_words=2)] if rows else []
 
 
-def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
+def perplexity_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The mean perplexity of the start's texts."""
     values = [row["perplexity"] for row in rows]
     return "not finite" if None in values else f"{mean(values):.3f}"
 
 
-def _mean_of_others(rows: Sequence[Mapping[str, Any]]) -> str:
+def mean_of_others(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The mean score on the other tasks."""
     scores = [score for row in rows for score in row["others"].values()]
     return f"{mean(scores):.3f}" if scores else ""

@@ -8,7 +8,7 @@ import pytest
 
 from sparse_opt.bench.study.law import best_of, law
 from sparse_opt.bench.study.plan import TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
-from sparse_opt.bench.study.plot import _tuning, plot
+from sparse_opt.bench.study.plot import _densities, _on_every_task, _tuning, plot
 from sparse_opt.bench.study.report import report
 from sparse_opt.bench.study.results import Results
 from sparse_opt.bench.study.schedule import runs_left
@@ -336,7 +336,7 @@ def test_one_unfinished_tuning_run_shows_nothing(results, measured, settings):
 
 
 def test_the_figure_has_a_line_for_all_that_is_trained(results, finish, settings, tmp_path):
-    """More than there are colours; in grey what has tuning runs alone."""
+    """More than there are colours; in grey what is not compared on every task."""
     from matplotlib.figure import Figure
 
     words = ("dense", "sgd", *(f"lora:{rank}" for rank in range(1, 12)))
@@ -344,7 +344,7 @@ def test_the_figure_has_a_line_for_all_that_is_trained(results, finish, settings
     parts = [Part(subject, subject, SEEDS if subject.trained in words else (), (4,)) for subject in subjects]
     finish(results, parts, lambda run: {"accuracy": 0.5})
     axes = Figure().subplots()
-    _tuning(axes, results, parts, "sums")
+    _tuning(axes, results, parts, _on_every_task(parts, ["sums"]), "sums")
     lines = [line for line in axes.lines if line.get_label() in words]
     assert [line.get_label() for line in lines] == list(words) and len(axes.lines) == len(words) + 2
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(words)
@@ -352,3 +352,20 @@ def test_the_figure_has_a_line_for_all_that_is_trained(results, finish, settings
     choice = Choice([4], ["sums"], SEEDS, "smollm2")
     plot(results, parts, choice, BEFORE, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_the_figure_has_scores_by_density(results, finish, settings):
+    from matplotlib.figure import Figure
+
+    words = ("dense", "random:1", "random:10", "random:1:tile64", "random:10:tile64", "snip:1", "snip:10:tile64")
+    subjects = [Subject("grpo", "sums", word) for word in words]
+    finish(
+        results,
+        parts := [Part(subject, subject, SEEDS, (4,)) for subject in subjects],
+        lambda run: {"accuracy": 0.9 if run.trained == "random:10" else 0.5},
+    )
+    axes = Figure().subplots()
+    _densities(axes, results, parts, BEFORE["sums"], "sums")
+    lines = {found.get_label(): found.lines[0].get_xydata().tolist() for found in axes.containers}
+    assert lines == {"random, element": [[1, 0.5], [10, 0.9]], "random, tile64": [[1, 0.5], [10, 0.5]]}
+    assert {"dense", "before training"} <= {line.get_label() for line in axes.lines}
