@@ -28,6 +28,7 @@ from .study import published as study
 from .training import trl_memory
 from .training.baseline import report as baseline_report
 from .training.delta_logging import report as logging_report
+from .verl import report as verl_report
 from .weight_sync import report as weight_sync_report
 
 DOCUMENT, RESULTS = Path("docs/performance_tables.md"), Path("bench/results")
@@ -39,6 +40,7 @@ DOCUMENTS = (
     Path("docs/distributed.md"),
     Path("docs/weight_sync.md"),
     Path("docs/study.md"),
+    Path("docs/verl.md"),
 )
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z0-9_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 # pytest-benchmark's files of a machine, as `make bench-baseline` names them.
@@ -281,6 +283,12 @@ def _load(path: Path) -> dict[str, Any]:
     return report
 
 
+def verl_table(results: Path, name: str = "verl") -> str:
+    """The engines of `bench verl`, and the targets."""
+    report = _load(results / f"{name}.json")
+    return f"{machine_line(report)}. {verl_report.text(report, markdown=True)}"
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernel_table,
     "baselines": baseline_table,
@@ -296,6 +304,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "weight_sync": weight_sync_table,
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,
+    "verl": verl_table,
+    "verl_unfused": lambda results: verl_table(results, "verl_unfused"),
     "study_verdicts": lambda results: study.tables(results / "study" / "smollm2")[0],
     "study_scores": lambda results: study.tables(results / "study" / "smollm2")[1],
 }

@@ -41,7 +41,9 @@ def columns(report: Report) -> Columns:
 def heading(report: Report) -> str:
     """What an update is, in one line."""
     settings = report["settings"]
-    notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
+    fused = settings.get("fused_kernels", "none")  # added later
+    notes = ", log-probabilities in a loop over tokens" if fused == "none" else f", fused log-probabilities ({fused})"
+    notes += ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     return (
         f"Actor update of verl {settings['verl']} on {settings['gpus']} ranks: Llama of the shape {settings['shape']}, "
         f"{settings['model_dtype']} weights, bf16 forward pass, {settings['attention']} attention; on each rank "
