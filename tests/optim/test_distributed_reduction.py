@@ -6,7 +6,6 @@ import contextlib
 import copy
 import os
 import signal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,16 +81,6 @@ def assert_close(model: nn.Module, alone: nn.Module, tolerance: float) -> None:
         torch.testing.assert_close(p, q, rtol=0.0, atol=tolerance)
         changed += int((p != start).sum())
     assert changed > 100
-
-
-def test_the_first_pieces_are_small_and_complete_first() -> None:
-    params = [torch.zeros(1) for _ in range(12)]
-    starts = [1024 * i for i in range(12)]
-    buffer: Any = SimpleNamespace(params=params, starts=starts, ends=[*starts[1:], 12288], values=torch.arange(12288.0))
-    position = {param: i for i, param in enumerate(params)}
-    pieces = reduction.split([buffer], position, max_bytes=16384, first_bytes=4096)
-    assert [list(piece.params) for piece in pieces] == [[11], [9, 10], [5, 6, 7, 8], [1, 2, 3, 4], [0]]
-    assert torch.equal(torch.cat([piece.values for piece in reversed(pieces)]), buffer.values)
 
 
 # SGD adds lr * gradient, and the two sums of a gradient differ by the roundings of the ranks' sums: less than

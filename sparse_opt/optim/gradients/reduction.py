@@ -17,10 +17,8 @@ from .backward_notifier import BackwardNotifier
 from .gradient_buffer import GradientBuffer
 
 # Smaller pieces start earlier, but each costs the host about 0.25 ms: see "Reductions of compact gradients" in
-# docs/notebook.md. The first pieces are smaller, since a slow network is idle until the first one is complete: each is
-# at most twice as large as the one before it.
+# docs/notebook.md.
 MAX_PIECE_BYTES = 50 * 2**20
-FIRST_PIECE_BYTES = 6 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,26 +32,22 @@ class Piece:
     values: Tensor
 
 
-def split(
-    buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max_bytes: int, first_bytes: int
-) -> list[Piece]:
-    """Split the buffers into pieces, each the gradients of whole parameters; in the order in which they complete.
+def split(buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max_bytes: int) -> list[Piece]:
+    """Split the buffers into pieces of at most `max_bytes`, or one parameter; in the order in which they complete.
 
     Args:
         position: of each parameter in the model. A backward pass completes the gradients of the last parameters first.
-        max_bytes: of a piece of several parameters.
-        first_bytes: the same of the first piece of a buffer; that of the next ones is twice the one before.
     """
     pieces = []
     for buffer in buffers:
-        end, size, limit = len(buffer.params), buffer.values.element_size(), min(first_bytes, max_bytes)
+        end, size = len(buffer.params), buffer.values.element_size()
         while end:
             begin = end - 1
-            while begin and (buffer.ends[end - 1] - buffer.starts[begin - 1]) * size <= limit:
+            while begin and (buffer.ends[end - 1] - buffer.starts[begin - 1]) * size <= max_bytes:
                 begin -= 1
             values = buffer.values[buffer.starts[begin] : buffer.ends[end - 1]]
             pieces.append(Piece(buffer, range(begin, end), values))
-            end, limit = begin, min(2 * limit, max_bytes)
+            end = begin
     return sorted(pieces, key=lambda piece: -min(position[piece.buffer.params[i]] for i in piece.params))
 
 
@@ -93,8 +87,7 @@ class GradientReducer:
         self.group, self._overlap = group, overlap
         self.reduced = False  # the buffers hold means, or will as soon as the reductions in flight have finished
         self._buffers, self._lock, self._on_reduced = buffers, lock, on_reduced
-        first_bytes = FIRST_PIECE_BYTES if overlap else MAX_PIECE_BYTES
-        self._pieces = split(buffers, position, MAX_PIECE_BYTES, first_bytes)
+        self._pieces = split(buffers, position, MAX_PIECE_BYTES)
         self._make_notifier = make_notifier
         self._notifier: BackwardNotifier | None = None
         self._enabled = True
