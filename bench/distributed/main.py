@@ -6,7 +6,8 @@ compared with that of one device on the pairs of all GPUs.
 
 Consecutive steps are timed together (--steps_in_a_row): as in training, the host does not wait for the GPU between
 them, nor a rank for the others, except in collectives. All ranks begin them at once, and the time is that of the
-slowest.
+slowest. Each process has its own share of the host's cores, unless --share_cores is given or the processes are those of
+your torchrun: processes that shared all cores took up to a quarter longer on four H200s.
 
 Started by itself, it runs torchrun once for each number of GPUs and each network, and ends with the table and the
 targets. Started by torchrun, it measures with the processes of that torchrun, for example on several hosts, on one
@@ -92,6 +93,11 @@ def options(parser: CommandParser) -> None:
         default=4,
         help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
     )
+    run.add_argument(
+        "--share_cores",
+        action="store_true",
+        help="let the processes run on all cores, as torchrun leaves them (default: each on its own share of them)",
+    )
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
     run.add_argument("--group_s", type=float, default=30.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
@@ -108,6 +114,7 @@ def problem(args: Namespace) -> str:
     on_cpu = args.device == "cpu"
     if args.small:
         args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
+    args.share_cores |= dist.is_torchelastic_launched()  # they are bound as the user's torchrun has bound them
     names = args.variants or []
     if error := (
         (_ranks_problem(args) if dist.is_torchelastic_launched() else _gpus_problem(args, on_cpu=on_cpu))

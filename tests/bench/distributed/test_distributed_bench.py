@@ -26,7 +26,7 @@ from sparse_opt.bench.distributed.collectives import CollectiveCounter
 from sparse_opt.bench.distributed.models import masked_shapes, model_config, pair
 from sparse_opt.bench.distributed.reference import Reference, first_step
 from sparse_opt.bench.distributed.variants import VARIANTS, make_training
-from sparse_opt.bench.distributed.world import World
+from sparse_opt.bench.distributed.world import World, take_share_of_cores
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 
@@ -70,6 +70,7 @@ def test_a_small_run(tmp_path, capfd, forked_ranks):
         assert row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["peak_memory_bytes"] is None
         together = [name for name in SPARSE + DENSE if name.startswith("fsdp2") == row["variant"].startswith("fsdp2")]
         assert row["timed_with"] == together
+        assert row["cores_per_process"] == max(1, len(os.sched_getaffinity(0)) // 2)
         assert (row["check"] is None) == (row["layout"] == "local")
         if row["layout"] == "local":
             assert row["collectives"] == {}
@@ -122,6 +123,16 @@ def test_a_file_from_before_an_option_can_be_resumed(tmp_path):
         results.read_report(Namespace(**old, **{**added_later, "compile": True}, output=path))
 
 
+def test_each_process_has_cores_of_its_own(monkeypatch):
+    taken = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 2, 4, 6, 8}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores), raising=False)
+    for rank in range(2):
+        take_share_of_cores(rank, 2)
+    take_share_of_cores(0, 6)  # more processes than cores
+    assert taken == [[2, 4], [6, 8]]
+
+
 def test_compiled_layers_stay_compiled(tmp_path):
     """Also those of a variant that is built after another's collectives were counted."""
     words = ["--small", "--sequence_length", "8", "--compile", "--n_rounds", "2", "--output", str(tmp_path / "o.json")]
@@ -135,9 +146,9 @@ def test_compiled_layers_stay_compiled(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "layers compiled" in done.stdout and "2 of 2 checked rows" in done.stdout
-    # Of two layers in a step of the reference, and in four and five rounds of two steps of each variant; the step whose
-    # collectives are counted is eager.
-    assert f"\n{2 * (1 + 2 * (4 + 5 * 2))} calls of compiled graphs\n" in done.stdout
+    # Of two layers, in three steps and five rounds of two steps of each of two variants; the first step and the one
+    # whose collectives are counted are eager.
+    assert f"\n{2 * 2 * (3 + 5 * 2)} calls of compiled graphs\n" in done.stdout
 
 
 def test_the_time_of_a_step_is_that_of_several_divided_by_their_number(monkeypatch):
