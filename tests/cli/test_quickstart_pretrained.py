@@ -66,7 +66,7 @@ def test_before_and_after_dense_and_sparse(quickstart, world, tmp_path):
 def test_on_a_cpu_without_steps_it_only_estimates(quickstart, tmp_path):
     outcome = quickstart()
     assert outcome.code == 2
-    assert "75 steps of 8 answers would take about " in outcome.out and "--n_steps" in outcome.out
+    assert "50 steps of 8 answers would take about " in outcome.out and "--n_steps" in outcome.out
     assert not (tmp_path / "out" / "dense").exists() and not (tmp_path / "out" / "estimate").exists()
 
 

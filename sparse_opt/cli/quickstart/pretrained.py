@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # The files of a run in its folder. A rerun removes only these.
 CONTENTS = ("cache", "model", "questions", "masks", "dense", "sparse", "answers", "estimate")
-N_STEPS = 75
+N_STEPS = 50
 N_SHOWN = 3
 
 _EPILOG = """It needs pip install 'sparse-opt[study]', and downloads nothing. It writes to the folder, in this order:
@@ -71,11 +71,11 @@ class PretrainedOptions:
         True, "compute a question once for all of its answers; false for models that cannot, which are refused"
     )
     rows_per_pass: int = option(512, "answers per forward pass; fewer need less memory", at_least=1)
-    max_completion_length: int = option(16, "longest answer in tokens", at_least=1)
+    max_completion_length: int = option(12, "longest answer in tokens", at_least=1)
     n_train: int = option(2000, "questions to train on", at_least=1)
     n_test: int = option(300, "held-out questions", at_least=1)
-    learning_rate: float = option(2e-5, "learning rate of the dense run", above=0)
-    sparse_learning_rate: float = option(2e-4, "learning rate under the mask", above=0)
+    learning_rate: float = option(3e-5, "learning rate of the dense run", above=0)
+    sparse_learning_rate: float = option(1e-3, "learning rate under the mask", above=0)
     density_percent: float = option(2.5, "share of the weights in the mask", above=0, at_most=100)
     pattern: Literal["element", "run16", "run32", "tile64", "tile128"] = option("tile64", "pattern of the mask")
     json: bool = option(False, "print JSON on stdout instead of text")
@@ -241,7 +241,8 @@ def _make_mask(args: PretrainedOptions, model: str) -> Path:
     from ...masks.mask_set import MaskSet
 
     density = args.density_percent / 100
-    mask = MaskSet.random(parameter_shapes(model), density=density, pattern=args.pattern, seed=args.seed)
+    shapes = parameter_shapes(model)
+    mask = MaskSet.random(shapes, density=density, pattern=args.pattern, seed=args.seed, pool="global")
     name = f"random_{args.density_percent:g}pct_{args.pattern}.safetensors"
     return mask.save(args.output_dir / "masks" / name)
 
