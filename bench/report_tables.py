@@ -278,15 +278,21 @@ weight_sync_table = _if_measured(
 )
 
 
+verl_tables = {
+    name: _if_measured(
+        f"{name}.json",
+        lambda report: f" {verl_report.text(report, markdown=True)}",
+        "Not measured yet: `sparse-opt bench verl` on two GPUs.",
+    )
+    for name in ("verl", "verl_unfused")
+}
+# Of `sparse-opt bench study`: an output folder without the model and the runs.
+STUDY = Path("study/smollm2")
+
+
 def _load(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
-
-
-def verl_table(results: Path, name: str = "verl") -> str:
-    """The engines of `bench verl`, and the targets."""
-    report = _load(results / f"{name}.json")
-    return f"{machine_line(report)}. {verl_report.text(report, markdown=True)}"
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
@@ -304,10 +310,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "weight_sync": weight_sync_table,
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,
-    "verl": verl_table,
-    "verl_unfused": lambda results: verl_table(results, "verl_unfused"),
-    "study_verdicts": lambda results: study.tables(results / "study" / "smollm2")[0],
-    "study_scores": lambda results: study.tables(results / "study" / "smollm2")[1],
+    **verl_tables,
+    "study_verdicts": lambda results: study.verdicts(results / STUDY),
+    "study_scores": lambda results: study.scores(results / STUDY),
 }
 
 

@@ -6,8 +6,8 @@ compared with that of one device on the pairs of all GPUs.
 
 Consecutive steps are timed together (--steps_in_a_row): as in training, the host does not wait for the GPU between
 them, nor a rank for the others, except in collectives. All ranks begin them at once, and the time is that of the
-slowest. Each process has its own share of the host's cores, unless --share_cores is given or the processes are those of
-your torchrun: processes that shared all cores took up to a quarter longer on four H200s.
+slowest. Each process runs on its own share of the host's cores, unless --share_cores is given or you start torchrun:
+processes that shared all cores took up to a quarter longer on four H200s.
 
 Started by itself, it runs torchrun once for each number of GPUs and each network, and ends with the table and the
 targets. Started by torchrun, it measures with the processes of that torchrun, for example on several hosts, on one
@@ -114,7 +114,7 @@ def problem(args: Namespace) -> str:
     on_cpu = args.device == "cpu"
     if args.small:
         args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
-    args.share_cores |= dist.is_torchelastic_launched()  # they are bound as the user's torchrun has bound them
+    args.share_cores |= dist.is_torchelastic_launched()  # the user's torchrun decides
     names = args.variants or []
     if error := (
         (_ranks_problem(args) if dist.is_torchelastic_launched() else _gpus_problem(args, on_cpu=on_cpu))
@@ -231,7 +231,9 @@ def _torchrun(n: int, job: dict[str, Any], file: Path) -> bool:
     print(f"{where}: torchrun", file=sys.stderr, flush=True)
     file.write_text(json.dumps(job), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={n}", "-m", "sparse_opt.bench.distributed.world", str(file)]
+    module = "sparse_opt.bench.distributed.world"
+    how = ["-m"] if job["share_cores"] else [str(Path(__file__).with_name("on_own_cores.py"))]
+    command += [f"--nproc-per-node={n}", *how, module, str(file)]
     threads = str(max(1, (os.cpu_count() or 1) // n))  # torchrun would set one, and warn
     process = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads, **os.environ}, stdout=sys.__stderr__)
     try:

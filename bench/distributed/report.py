@@ -58,8 +58,7 @@ def heading(report: Report) -> str:
     notes += ", DPO against the base weights" if settings["dpo"] else ""
     in_a_row = settings.get("steps_in_a_row", 1)
     notes += f", up to {in_a_row} steps in a row" if in_a_row > 1 else ""
-    cores = {row.get("cores_per_process") for row in report["rows"]} - {None}  # a field that older rows do not have
-    notes += f", {' or '.join(map(str, sorted(cores)))} cores for a process" if cores else ""
+    notes += "" if settings.get("share_cores", True) else ", each process on its own cores"
     limit = settings.get("limit_gib")
     notes += "" if limit is None else f", at most {limit:g} GiB of each GPU"
     return (

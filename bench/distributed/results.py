@@ -20,9 +20,10 @@ Row = Mapping[str, Any]
 SETTINGS = (
     *("shape", "sequence_length", "density", "learning_rate", "seed"),
     *("gradient_checkpointing", "compile", "dpo", "device", "limit_gib", "steps_in_a_row"),
+    "share_cores",
 )
 # Options that older files do not have, with the value that their rows were measured with.
-_ADDED_LATER = {"compile": False, "limit_gib": None, "steps_in_a_row": 1}
+_ADDED_LATER = {"compile": False, "limit_gib": None, "steps_in_a_row": 1, "share_cores": True}
 
 
 def new_report(args: Namespace) -> Report:

@@ -56,13 +56,6 @@ NETWORKS: dict[str, dict[str, str]] = {
 }
 
 
-def take_share_of_cores(rank: int, n: int) -> None:
-    """Keep this process, one of n on a host, to its own share of the cores; with fewer cores than n it keeps all."""
-    cores = sorted(os.sched_getaffinity(0))
-    if share := len(cores) // n:
-        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
-
-
 class World:
     """The processes of one torchrun.
 
@@ -74,8 +67,6 @@ class World:
 
     def __init__(self, args: Namespace, report: Report, outputs: Sequence[Path]) -> None:
         self.args, self.report, self.outputs, self.began = args, report, outputs, time.monotonic()
-        if not args.share_cores:
-            take_share_of_cores(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
         self.device = torch.device("cpu")
         if args.device != "cpu":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -158,7 +149,6 @@ class World:
             "other_bytes": counter.other,
             "peak_memory_bytes": None if peak is None else peak - held_by_others,
             "build_peak_bytes": None if build_peak is None else build_peak - held_by_others,
-            "cores_per_process": len(os.sched_getaffinity(0)),
             "step_s": step_s,  # of one step, for the number of rounds
             "commit": commit(),
         }

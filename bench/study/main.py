@@ -228,7 +228,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--tasks", nargs="+", help="tasks (all of the size)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run of each (0 1 2)")
     parser.add_argument("--report_only", action="store_true", help="write the page of the finished runs, and do none")
-    parser.add_argument("--plot", type=Path, help="PNG of tuning, scores and rates; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="PNG of tuning, scores, and rates by density; needs matplotlib")
     parser.add_argument("--dry_run", action="store_true", help="print the runs that are left and their time")
     parser.add_argument(
         "--stop_after", type=float, default=float("inf"), metavar="SECONDS", help="begin no run later than this"

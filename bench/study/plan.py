@@ -184,8 +184,8 @@ def plan(
     | 2, 3 | both on the other tasks, with GRPO alone |
     | 4 | masks of every source, at 2.5 % in tiles |
     | 5 | random masks of the other densities, on all tasks |
-    | 6 | random masks of single elements; the best other source at all densities, in tiles and single elements; the |
-    |   | best masks of 2.5 % in tiles and of 1 % of single elements on the other tasks |
+    | 6 | random single elements; the best other source but `found` at all densities, in tiles and single elements |
+    | 6 | the best masks of 2.5 % in tiles and of 1 % of single elements, on the other tasks |
     | 7 | SHiRA and Super-Tuning |
     | 8 | LoRA of the other ranks, and masks of their sizes |
 
@@ -254,20 +254,20 @@ def plan(
         for task in tasks:
             add(5, (7,), f"random:{percent:g}:{tile}", (), task=task)
     elements = {percent: add(6, (4,), f"random:{percent:g}", every) for percent in (10, 2.5, 1, 0.1)}
-    best = chosen(list(masks.values())) if 4 in claims else None
-    if best is not None:
+    best_tiles = chosen(list(masks.values())) if 4 in claims else None
+    if best_tiles is not None:
         for task in others:
-            add(6, (4,), best.trained, every, task=task)
+            add(6, (4,), best_tiles.trained, every, task=task)
     del masks["random"]
-    other = chosen(list(masks.values())) if best is not None else None
+    other = chosen(list(masks.values())) if best_tiles is not None else None
     if other is not None:
         source = Trained.parse(other.trained).source
         for percent, random in elements.items():
             add(6, (4,), f"{source}:{percent:g}:{tile}", every)
             of_source = add(6, (4,), f"{source}:{percent:g}", every)
-            if percent == 1 and (best := chosen([random, of_source])) is not None:
+            if percent == 1 and (best_elements := chosen([random, of_source])) is not None:
                 for task in others:
-                    add(6, (4,), best.trained, every, task=task)
+                    add(6, (4,), best_elements.trained, every, task=task)
     for adapter in ("shira", "supertuning"):
         add(7, (5,), f"{adapter}:{first_rank}", every)
     for rank in other_ranks:

@@ -1,29 +1,51 @@
-"""Tables of docs/study.md, from the finished runs in a folder of bench/results."""
+"""Tables of docs/study.md, from the finished runs in an output folder of the study."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
-from .plan import CLAIMS, SETTINGS, Choice
-from .report import score_table, verdict_table
+from .plan import CLAIMS, SETTINGS, Choice, Part
+from .report import verdict_table
 from .results import RESULTS_FILE, Results, read_starts, settings_digest
 from .schedule import parts_of
-from .timing import read_times
+from .tables import score_table
+from .timing import Times, read_times
 
 
-def tables(folder: Path, size: str = "smollm2", seeds: tuple[int, ...] = (0, 1, 2)) -> tuple[str, str]:
-    """The table of verdicts and that of scores.
+class Finished(NamedTuple):
+    """A study of all claims, tasks and three seeds, as far as it is finished."""
 
-    Raises:
-        FileNotFoundError: the folder has no runs.
-    """
+    settings: dict[str, Any]
+    choice: Choice
+    results: Results
+    parts: Sequence[Part]
+    starts: dict[str, dict[str, Any]]
+    times: Times
+
+
+@cache
+def _read(folder: Path, size: str = "smollm2") -> Finished:
     if not (file := folder / RESULTS_FILE).is_file():
         raise FileNotFoundError(file)
     settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))[size]
     results = Results(file, {"settings": settings_digest(settings)})
-    choice = Choice(list(CLAIMS), settings["tasks"], seeds, size)
+    choice = Choice(list(CLAIMS), settings["tasks"], (0, 1, 2), size)
     parts, starts = parts_of(choice, results, settings), read_starts(folder, results)
-    verdicts = verdict_table(results, parts, choice, starts, settings)
-    return verdicts, score_table(results, parts, starts, read_times(folder, results))
+    return Finished(settings, choice, results, parts, starts, read_times(folder, results))
+
+
+def verdicts(folder: Path) -> str:
+    """The verdicts on all claims; raises FileNotFoundError if the folder has no runs."""
+    found = _read(folder)
+    return verdict_table(found.results, found.parts, found.choice, found.starts, found.settings)
+
+
+def scores(folder: Path) -> str:
+    """What was learned and forgotten under each choice of what is trained; raises like `verdicts`."""
+    found = _read(folder)
+    return score_table(found.results, found.parts, found.starts, found.times)

@@ -12,7 +12,7 @@ from sparse_opt.tables import markdown_table
 from .plan import CLAIMS, TUNING_SEED, Choice, Part
 from .results import Results
 from .schedule import is_finished
-from .tables import further_tables, mean_of, mean_of_others, perplexity_of, step_seconds
+from .tables import further_tables, mean_of, step_seconds
 from .timing import Times
 from .verdicts import rows_of, score_of, verdict
 
@@ -74,43 +74,6 @@ def verdict_table(
         rows.append((f"{claim}. {CLAIMS[claim]}", *verdicts, str(n_missing)))
     headers = ("claim", "verdict", *choice.tasks, "unfinished rows")
     return markdown_table(headers, rows, n_words=2 + len(choice.tasks))
-
-
-def score_table(
-    results: Results, parts: Sequence[Part], before: Mapping[str, Mapping[str, Any]], times: Times | None = None
-) -> str:
-    """What GRPO learned and forgot under each choice of what is trained, by task; first what the start has."""
-    rows: list[tuple[str, ...]] = []
-    of_grpo = [part for part in parts if part.subject.algorithm == "grpo"]
-    for task in dict.fromkeys(part.subject.task for part in of_grpo):
-        if start := before.get(task):
-            scores = (f"{start['accuracy']:.3f}", "", "", "", perplexity_of([start]), mean_of_others([start]), "")
-            rows.append((task, "nothing", "", *scores))
-        for part in (part for part in of_grpo if part.subject.task == task):
-            runs = rows_of(results, part)
-            if not runs or "perplexity" not in runs[0]:
-                continue
-            step = step_seconds(times or {}, part, runs)
-            seeds = " ".join(f"{run['accuracy']:.3f}" for run in runs) if runs[0]["seed"] != TUNING_SEED else "tuning"
-            rows.append(
-                (
-                    task,
-                    part.subject.trained,
-                    f"{runs[0]['learning_rate']:.2g}",
-                    f"{score_of(runs).mean:.3f}",
-                    seeds,
-                    f"{mean(run['changed_bf16'] for run in runs):.1%}",
-                    mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
-                    perplexity_of(runs),
-                    mean_of_others(runs),
-                    "" if step is None else f"{step:.2f}",
-                )
-            )
-    headers = (
-        "task", "trained", "learning rate", "held out", "seeds", "bf16 changed", "optimizer MB", "perplexity",
-        "other task", "s a step",
-    )  # fmt: skip
-    return markdown_table(headers, rows, n_words=2)
 
 
 _HEADERS = (

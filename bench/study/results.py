@@ -18,12 +18,12 @@ from sparse_opt.errors import ConfigError
 from .plan import TUNING_SEED, Run, Subject
 
 RESULTS_FILE, STARTS_FILE = "results.jsonl", "starts.json"
-# Settings that say which runs there are, which may differ between calls; rows say their task and learning rate.
+# Settings that choose the runs; all others must be equal in one file.
 _OF_PLAN = ("tasks", "factors", "learning_rates", "sgd_rate", "lora", "tile", "texts", "seconds")
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """The digest of the settings of a run, of which results are compared."""
+    """The digest of the settings that all runs of a file share."""
     of_runs = {name: value for name, value in settings.items() if name not in _OF_PLAN}
     return xxhash.xxh3_64_hexdigest(json.dumps(of_runs, sort_keys=True).encode())
 

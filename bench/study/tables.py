@@ -14,7 +14,7 @@ from .law import best_of, law
 from .plan import TUNING_SEED, Part, Run
 from .results import Results
 from .timing import Times, timed_as
-from .verdicts import compared, overlaps, ratio, rows_of
+from .verdicts import compared, overlaps, ratio, rows_of, score_of
 
 
 def further_tables(
@@ -37,7 +37,7 @@ def further_tables(
     if claim == 4:
         return differences + [table for task in tasks for table in _at_equal_time(results, parts, task, times)]
     if claim == 5:
-        return differences + _memory_and_forgetting(results, parts, before, times)
+        return [*differences, score_table(results, parts, before, times)]
     if claim == 7:
         return _laws(results, parts, tasks, before, settings)
     return differences
@@ -218,44 +218,45 @@ def _closeness(results: Results, parts: Sequence[Part]) -> list[str]:
     return [markdown_table(headers, rows, n_words=1)] if rows else []
 
 
-def _memory_and_forgetting(
-    results: Results, parts: Sequence[Part], before: Mapping[str, Mapping[str, Any]], times: Times
-) -> list[str]:
-    rows = []
-    for part in parts:
-        runs = [row for row in rows_of(results, part) if "perplexity" in row]
-        if not runs:
-            continue
-        start = before.get(part.subject.task, {})
-        step = step_seconds(times, part, runs)
-        rows.append(
-            (
-                part.subject.task,
-                part.subject.trained,
-                f"{runs[0]['n_trained']:,}" if "n_trained" in runs[0] else "all",
-                mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
-                f"{mean(run['accuracy'] for run in runs):.3f}",
-                mean_of_others(runs),
-                mean_of_others([start]) if start else "",
-                perplexity_of(runs),
-                perplexity_of([start]) if start else "",
-                "" if step is None else f"{step:.3f}",
-            )
-        )
+def score_table(results: Results, parts: Sequence[Part], before: Mapping[str, Mapping[str, Any]], times: Times) -> str:
+    """What GRPO learned and forgot under each choice of what is trained, by task; first what the start has."""
+    rows: list[tuple[str, ...]] = []
+    of_grpo = [part for part in parts if part.subject.algorithm == "grpo"]
+    for task in dict.fromkeys(part.subject.task for part in of_grpo):
+        if start := before.get(task):
+            forgotten = (_perplexity([start]), _mean_of_others([start]))
+            rows.append((task, "nothing", "", "", f"{start['accuracy']:.3f}", "", "", "", *forgotten, ""))
+        for part in of_grpo:
+            if part.subject.task == task and (runs := rows_of(results, part)):
+                seeds = " ".join(f"{run['accuracy']:.3f}" for run in runs)
+                step = step_seconds(times, part, runs)
+                rows.append(
+                    (
+                        task,
+                        part.subject.trained,
+                        f"{runs[0]['n_trained']:,}" if "n_trained" in runs[0] else "all",
+                        f"{runs[0]['learning_rate']:.2g}",
+                        f"{score_of(runs).mean:.3f}",
+                        "tuning" if runs[0]["seed"] == TUNING_SEED else seeds,
+                        f"{mean(run['changed_bf16'] for run in runs):.1%}",
+                        mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
+                        _perplexity(runs),
+                        _mean_of_others(runs),
+                        "" if step is None else f"{step:.2f}",
+                    )
+                )
     headers = (
-        "task", "trained", "values", "optimizer MB", "after", "other tasks", "before", "perplexity", "before",
-        "s a step",
+        "task", "trained", "values", "learning rate", "held out", "seeds", "bf16 changed", "optimizer MB", "perplexity",
+        "other tasks", "s a step",
     )  # fmt: skip
-    return [markdown_table(headers, rows, n_words=2)] if rows else []
+    return markdown_table(headers, rows, n_words=2)
 
 
-def perplexity_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The mean perplexity of the start's texts."""
+def _perplexity(rows: Sequence[Mapping[str, Any]]) -> str:
     values = [row["perplexity"] for row in rows]
     return "not finite" if None in values else f"{mean(values):.3f}"
 
 
-def mean_of_others(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The mean score on the other tasks."""
+def _mean_of_others(rows: Sequence[Mapping[str, Any]]) -> str:
     scores = [score for row in rows for score in row["others"].values()]
     return f"{mean(scores):.3f}" if scores else ""

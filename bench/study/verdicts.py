@@ -2,9 +2,9 @@
 
 A subject's score is the mean of its seeds' accuracy on the held-out questions, at the learning rate that tuning chose
 on other questions; its spread is the sample standard deviation over the seeds. The difference d of two subjects with
-spreads s and t over n and m seeds is known up to e = 2 sqrt(s^2 / n + t^2 / m + q^2), where q is the standard error of
-the mean difference over the questions. The first is "not below" the second if d - e >= -0.05, it is below if
-d + e < -0.05, and otherwise nothing is shown; nor is it with one seed.
+spreads s and t over n and m seeds is known up to e = 2 sqrt(s^2 / n + t^2 / m + q^2), for claim 4 more, where q is the
+standard error of the mean difference over the questions. The first is "not below" the second if d - e >= -0.05, it is
+below if d + e < -0.05, and otherwise nothing is shown; nor is it with one seed.
 
 A claim with a planned run or pair of runs that is missing is not shown. Where dense training improves on the start by
 less than 0.1, runs cannot differ: then claims 3 to 6 are not shown.

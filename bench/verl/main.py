@@ -103,8 +103,8 @@ def run(args: Namespace, report: Report) -> None:
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"verl": installed_version("verl")}
     report |= {"settings": settings, "rows": [], "failed": False}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_verl_") as temporary:
-        # Of the options of World: no limit of the memory, the network that NCCL chooses, all cores.
-        job = settings | {"timeout_s": args.timeout_s, "network": "default", "limit_gib": None, "share_cores": True}
+        # Of the options of World: no limit of the memory, the network that NCCL chooses.
+        job = settings | {"timeout_s": args.timeout_s, "network": "default", "limit_gib": None}
         job["folder"] = str(args.folder or temporary)
         variables = ENVIRONMENTS[args.device]
         result = run_in_process(

@@ -42,7 +42,7 @@ def heading(report: Report) -> str:
     """What an update is, in one line."""
     settings = report["settings"]
     fused = settings.get("fused_kernels", "none")  # added later
-    notes = ", log-probabilities in a loop over tokens" if fused == "none" else f", fused log-probabilities ({fused})"
+    notes = ", log-probabilities not fused" if fused == "none" else f", fused log-probabilities ({fused})"
     notes += ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     return (
         f"Actor update of verl {settings['verl']} on {settings['gpus']} ranks: Llama of the shape {settings['shape']}, "

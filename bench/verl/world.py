@@ -57,6 +57,7 @@ class EngineWorld(World):
 
     def __init__(self, args: Namespace) -> None:
         super().__init__(args, {}, [])
+        self.fused_kernels = args.fused_kernels != "none"
         self.model = Path(args.folder) / f"{args.shape}_{args.seed}"
         self.mask = Path(args.folder) / f"{args.shape}_{args.pattern}_{args.density:g}_{args.seed}.safetensors"
 
@@ -140,8 +141,8 @@ class EngineWorld(World):
             network={
                 "enable_gradient_checkpointing": args.gradient_checkpointing,
                 "use_remove_padding": False,
-                "use_fused_kernels": args.fused_kernels != "none",
-                "fused_kernel_options": {"impl_backend": args.fused_kernels},
+                "use_fused_kernels": self.fused_kernels,
+                "fused_kernel_options": {"impl_backend": args.fused_kernels if self.fused_kernels else None},
                 "override_config": {"attn_implementation": args.attention},
             },
         )
@@ -157,7 +158,7 @@ class EngineWorld(World):
             vocab=self.config.vocab_size,
             ranks=self.size,
             micro_batch_size=args.micro_batch_size,
-            fused_kernels=args.fused_kernels != "none",
+            fused_kernels=self.fused_kernels,
             seed=args.seed + self.rank,
             old_log_probs=old_log_probs,
         )

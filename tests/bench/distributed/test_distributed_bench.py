@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +21,14 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spa
 
 from sparse_opt import MaskSet
 from sparse_opt.bench.distributed import main as distributed_main
+from sparse_opt.bench.distributed import on_own_cores, results, targets
 from sparse_opt.bench.distributed import report as reports
-from sparse_opt.bench.distributed import results, targets
 from sparse_opt.bench.distributed.collectives import CollectiveCounter
 from sparse_opt.bench.distributed.models import masked_shapes, model_config, pair
+from sparse_opt.bench.distributed.on_own_cores import take_share_of_cores
 from sparse_opt.bench.distributed.reference import Reference, first_step
 from sparse_opt.bench.distributed.variants import VARIANTS, make_training
-from sparse_opt.bench.distributed.world import World, take_share_of_cores
+from sparse_opt.bench.distributed.world import World
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 
@@ -59,7 +61,7 @@ def test_a_small_run(tmp_path, capfd, forked_ranks):
     output.write_text("an earlier run, which the first rows replace")
     # A bf16 product takes milliseconds on a CPU: the sequences are short.
     words = ["--small", "--sequence_length", "8", "--n_rounds", "3", "--variants", ",".join(SPARSE + DENSE)]
-    words += ["--output", str(output)]
+    words += ["--output", str(output), "--share_cores"]
     code = main(["bench", "distributed", *words, "--gpus", "2", "--plot", str(picture)])
     out, err = capfd.readouterr()
     assert code == 0, err
@@ -70,7 +72,6 @@ def test_a_small_run(tmp_path, capfd, forked_ranks):
         assert row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["peak_memory_bytes"] is None
         together = [name for name in SPARSE + DENSE if name.startswith("fsdp2") == row["variant"].startswith("fsdp2")]
         assert row["timed_with"] == together
-        assert row["cores_per_process"] == max(1, len(os.sched_getaffinity(0)) // 2)
         assert (row["check"] is None) == (row["layout"] == "local")
         if row["layout"] == "local":
             assert row["collectives"] == {}
@@ -113,7 +114,7 @@ def test_a_run_that_measures_nothing_keeps_the_results(tmp_path, capfd):
 def test_a_file_from_before_an_option_can_be_resumed(tmp_path):
     committed = Path(__file__).parents[3] / "bench" / "results" / "distributed.json"
     report = json.loads(committed.read_text())
-    added_later = {"compile": False, "limit_gib": None, "steps_in_a_row": 1}
+    added_later = {"compile": False, "limit_gib": None, "steps_in_a_row": 1, "share_cores": True}
     old = {name: value for name, value in report["settings"].items() if name not in added_later}
     path = tmp_path / "old.json"
     path.write_text(json.dumps({**report, "settings": old}))
@@ -123,14 +124,23 @@ def test_a_file_from_before_an_option_can_be_resumed(tmp_path):
         results.read_report(Namespace(**old, **{**added_later, "compile": True}, output=path))
 
 
-def test_each_process_has_cores_of_its_own(monkeypatch):
+def test_each_process_has_cores_of_its_own(monkeypatch, tmp_path):
     taken = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 2, 4, 6, 8}, raising=False)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 2, 4, 6, 8})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores))
     for rank in range(2):
         take_share_of_cores(rank, 2)
     take_share_of_cores(0, 6)  # more processes than cores
     assert taken == [[2, 4], [6, 8]]
+    monkeypatch.undo()
+
+    (tmp_path / "printing.py").write_text("import os, sys; print(len(os.sched_getaffinity(0)), sys.argv[1:], __name__)")
+    done = subprocess.run(
+        [sys.executable, on_own_cores.__file__, "printing", "a", "b"],
+        env={**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(os.cpu_count())},
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "1 ['a', 'b'] __main__\n"
 
 
 def test_compiled_layers_stay_compiled(tmp_path):

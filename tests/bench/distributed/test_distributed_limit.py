@@ -25,7 +25,10 @@ def test_rows_without_a_time_are_named_and_resumed(tmp_path, capfd):
     assert (done.returncode, report["completed"], report["missing"]) == (0, True, []), done.stderr
     measured = report["rows"]
 
-    both = [*words, "--gpus", "1", "--variants", f"{element},{tile}", "--resume"]
+    # It does not mix rows of processes with and without their own cores.
+    assert main([*words, "--gpus", "1", "--resume"]) == 2
+    assert "has rows of share_cores True, expected False" in capfd.readouterr().err
+    both = [*words, "--gpus", "1", "--share_cores", "--variants", f"{element},{tile}", "--resume"]
     assert main([*both, "--limit_s", "0.001"]) == 1
     report = json.loads(output.read_text())
     assert not report["completed"] and report["rows"] == measured

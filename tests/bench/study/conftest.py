@@ -48,6 +48,8 @@ def measured() -> Callable[..., dict[str, Any]]:
             "ranks": {"numerical": 0.99, "numerical_min": 0.9, "effective": 0.5},
             "peak_memory_bytes": 3 * 10**9,
             "optimizer_bytes": 5 * 10**6,
+            "perplexity": 2.0,
+            "others": {},
             "step_time_s": 0.5,
             "seconds": 2.0,
             "jobs": 1,

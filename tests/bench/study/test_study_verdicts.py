@@ -12,6 +12,7 @@ from sparse_opt.bench.study.plot import _densities, _on_every_task, _tuning, plo
 from sparse_opt.bench.study.report import report
 from sparse_opt.bench.study.results import Results
 from sparse_opt.bench.study.schedule import runs_left
+from sparse_opt.bench.study.tables import score_table
 from sparse_opt.bench.study.verdicts import Score, difference, score_of, verdict
 
 DENSE = Subject("grpo", "sums", "dense")
@@ -163,6 +164,28 @@ def test_rewards_at_equal_time(results, measured, settings):
     assert "| sums | dense | 1 | 2.000 | 37 | 0.300 | 0.700 |" in page
     assert "| sums | random:1:tile64 | 1 | 1.000 | 75 | 0.700 | 0.700 |" in page
     assert "steps in" not in report(results, parts, choice, {}, settings)  # no run was alone
+
+
+def test_scores_and_what_is_forgotten(results, measured):
+    """A run of two seeds, the tuning run of one that has none, and one whose perplexity is not finite."""
+    words = ("dense", "random:1:tile64", "sgd")
+    parts = [
+        Part(subject, subject, (0, 1) if subject.trained == "dense" else (), (5,))
+        for subject in (Subject("grpo", "sums", word) for word in words)
+    ]
+    for seed, accuracy in ((TUNING_SEED, 0.5), (0, 0.6), (1, 0.7)):
+        found = measured(accuracy, perplexity=2.0 + seed, others={"largest": 0.25, "products": 0.5})
+        results.add(Run("grpo", "sums", "dense", 1e-5, seed), found)
+    mask = measured(0.8, n_trained=1234, perplexity=3.0, others={"largest": 0.25})
+    results.add(Run("grpo", "sums", "random:1:tile64", 3e-4, TUNING_SEED), mask)
+    results.add(Run("grpo", "sums", "sgd", 0.1, TUNING_SEED), measured(0.0, perplexity=None, others={}))
+    before = {"sums": {"accuracy": 0.125, "perplexity": 1.5, "others": {"largest": 0.75}}}
+    assert score_table(results, parts, before, {("grpo", "dense"): {"step_time_s": 2.0}}).splitlines()[2:] == [
+        "| sums | nothing |  |  | 0.125 |  |  |  | 1.500 | 0.750 |  |",
+        "| sums | dense | all | 1e-05 | 0.650 | 0.600 0.700 | 20.0% | 5.0 | 2.500 | 0.375 | 2.00 |",
+        "| sums | random:1:tile64 | 1,234 | 0.0003 | 0.800 | tuning | 20.0% | 5.0 | 3.000 | 0.250 | 0.50 |",
+        "| sums | sgd | all | 0.1 | 0.000 | tuning | 20.0% | 5.0 | not finite |  | 0.50 |",
+    ]
 
 
 def common(n_both, stderr):
