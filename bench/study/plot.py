@@ -26,7 +26,8 @@ def plot(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(17, 15), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.4)).flat
+    rows: Any = figure.subfigures(2, 1, height_ratios=(1, 1.4))
+    above, below = rows
     tuning, densities, rates = above.subplots(1, 3)
     scores = below.subplots(1, len(choice.tasks), squeeze=False)[0]
     first = choice.tasks[0]
