@@ -60,14 +60,14 @@ from .world import NETWORKS, measure_world
 
 _EPILOG = """examples:
   sparse-opt bench distributed                                       # 3B shape, 1 to all GPUs, both networks
-  sparse-opt bench distributed --limit_s 540 --resume                # go on where an earlier run ended
+  sparse-opt bench distributed --output own.json --limit_s 540 --resume   # go on where an earlier run ended
   sparse-opt bench distributed --gpus 2 --variants ddp,replicate_tile64_bf16
   sparse-opt bench distributed --compile --output compiled.json      # fewer kernel launches
   sparse-opt bench distributed --shape 70b --gpus 4 --networks default --variants fsdp2_tile64_bf16 \\
       --gradient_checkpointing --dpo
   sparse-opt bench distributed --small --gpus 1,2                    # a tiny model, on the CPU with gloo
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint HOST:29500 --rdzv_backend c10d \\
-      -m sparse_opt bench distributed --variants ddp,replicate_element_bf16 --resume
+      -m sparse_opt bench distributed --variants ddp,replicate_element_bf16 --output hosts.json
 """
 
 
@@ -234,7 +234,7 @@ def _torchrun(n: int, job: dict[str, Any], file: Path) -> bool:
     module = "sparse_opt.bench.distributed.world"
     how = ["-m"] if job["share_cores"] else [str(Path(__file__).with_name("on_own_cores.py"))]
     command += [f"--nproc-per-node={n}", *how, module, str(file)]
-    threads = str(max(1, (os.cpu_count() or 1) // n))  # torchrun would set one, and warn
+    threads = str(max(1, len(os.sched_getaffinity(0)) // n))  # torchrun would set one, and warn
     process = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads, **os.environ}, stdout=sys.__stderr__)
     try:
         return process.wait(left) == 0

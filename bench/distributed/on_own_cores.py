@@ -1,7 +1,7 @@
 """Run a module in a process of torchrun that keeps to its own share of the host's cores.
 
-It is run as a file, `on_own_cores.py MODULE WORD ...`, so that nothing has been imported yet: threads that a package
-starts may use the cores that the process had then.
+It is run as a file, `on_own_cores.py MODULE WORD ...`, so that nothing has been imported yet: a thread keeps the cores
+that its process had when the thread was started.
 """
 
 from __future__ import annotations

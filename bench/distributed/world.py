@@ -1,9 +1,9 @@
 """One torchrun's part, which every rank runs: build the variants, check them, count their collectives, and time them.
 
-    torchrun --nproc_per_node=N -m sparse_opt.bench.distributed.world JOB
+    torchrun --nproc_per_node=N on_own_cores.py sparse_opt.bench.distributed.world JOB
 
-JOB is a JSON file of the options of `sparse-opt bench distributed`, for one number of GPUs and one network. Its `rows`
-is the file with the report so far.
+or, for processes that share all cores, with `-m` in place of the file. JOB is a JSON file of the options of
+`sparse-opt bench distributed`, for one number of GPUs and one network. Its `rows` is the file with the report so far.
 """
 
 from __future__ import annotations

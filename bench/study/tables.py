@@ -72,7 +72,7 @@ def _laws(
         if best is not None:
             values = [row["n_trained"] for row in results.of(part.subject, [TUNING_SEED]) if "n_trained" in row]
             dense = results.best_rate(replace(part.subject, trained="dense"))
-            of_dense = f"{best.rate / dense:.2g}" if dense else ""
+            of_dense = f"{float(f'{best.rate / dense:.2g}'):g}" if dense else ""
             numbers = (f"{best.rate:g}", f"{best.low:.3g}", f"{best.high:.3g}", of_dense)
             rows.append(
                 (part.subject.task, part.subject.trained, f"{mean(values):,.0f}" if values else "all", *numbers)
@@ -104,7 +104,7 @@ def _by_rate(results: Results, parts: Sequence[Part]) -> str:
                     f"{mean(run['changed_bf16'] for run in runs):.1%}",
                     mean_of(runs, "changed_fp32", "{:.1%}", 1),
                     f"{mean(run['changed_1e-5'] for run in runs):.1%}",
-                    *(f"{mean(rank[kind] for rank in ranks):.3f}" if ranks else "" for kind in _RANKS),
+                    *(f"{of(rank[kind] for rank in ranks):.3f}" if ranks else "" for kind, of in _RANK_OF.items()),
                     f"{mean(run['accuracy'] for run in runs):.3f}",
                 )
             )
@@ -112,6 +112,7 @@ def _by_rate(results: Results, parts: Sequence[Part]) -> str:
     return markdown_table((*headers, *_RANKS.values(), "after"), rows, n_words=2)
 
 
+_RANK_OF = {"numerical": mean, "numerical_min": min, "effective": mean}
 _RANKS = {"numerical": "rank", "numerical_min": "lowest rank", "effective": "effective rank"}
 
 

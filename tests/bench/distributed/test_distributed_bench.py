@@ -137,7 +137,7 @@ def test_each_process_has_cores_of_its_own(monkeypatch, tmp_path):
     (tmp_path / "printing.py").write_text("import os, sys; print(len(os.sched_getaffinity(0)), sys.argv[1:], __name__)")
     done = subprocess.run(
         [sys.executable, on_own_cores.__file__, "printing", "a", "b"],
-        env={**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(os.cpu_count())},
+        env={**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(len(os.sched_getaffinity(0)))},
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "1 ['a', 'b'] __main__\n"

@@ -43,8 +43,11 @@ def test_rows_without_a_time_are_named_and_resumed(tmp_path, capfd):
     report = json.loads(output.read_text())
     assert not report["completed"] and [row["variant"] for row in report["missing"]] == [element, tile]
 
-    # In a torchrun that this starts.
-    assert main(both) == 0, capfd.readouterr().err
+    # In a torchrun that this starts, whose processes have their own cores.
+    output.unlink()
+    assert main([*words, "--gpus", "1", "--variants", f"{element},{tile}"]) == 0, capfd.readouterr().err
     report = json.loads(output.read_text())
-    assert report["completed"] and report["missing"] == []
-    assert report["rows"][:1] == measured and report["rows"][1]["variant"] == tile and report["rows"][1]["ms"] > 0
+    assert report["completed"] and report["missing"] == [] and not report["settings"]["share_cores"]
+    assert [row["variant"] for row in report["rows"]] == [element, tile] and all(
+        row["ms"] > 0 for row in report["rows"]
+    )
