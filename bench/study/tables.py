@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -112,7 +112,7 @@ def _by_rate(results: Results, parts: Sequence[Part]) -> str:
     return markdown_table((*headers, *_RANKS.values(), "after"), rows, n_words=2)
 
 
-_RANK_OF = {"numerical": mean, "numerical_min": min, "effective": mean}
+_RANK_OF: dict[str, Callable[[Iterable[float]], float]] = {"numerical": mean, "numerical_min": min, "effective": mean}
 _RANKS = {"numerical": "rank", "numerical_min": "lowest rank", "effective": "effective rank"}
 
 
