@@ -29,12 +29,12 @@ class Finished(NamedTuple):
 
 
 @cache
-def _read(folder: Path, size: str = "smollm2") -> Finished:
+def _read(folder: Path) -> Finished:
     if not (file := folder / RESULTS_FILE).is_file():
         raise FileNotFoundError(file)
-    settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))[size]
+    settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))["smollm2"]
     results = Results(file, {"settings": settings_digest(settings)})
-    choice = Choice(list(CLAIMS), settings["tasks"], (0, 1, 2), size)
+    choice = Choice(list(CLAIMS), settings["tasks"], (0, 1, 2))
     parts, starts = parts_of(choice, results, settings), read_starts(folder, results)
     return Finished(settings, choice, results, parts, starts, read_times(folder, results))
 

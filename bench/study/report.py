@@ -32,18 +32,17 @@ def report(
         times: of steps that had the device to themselves.
     """
     times = times or {}
-    lines = [verdict_table(results, parts, choice, before, settings)]
-    for claim in choice.claims:
+    summaries = [_summary(claim, results, parts, choice, before, settings) for claim in choice.claims]
+    lines = [_verdict_table(choice, summaries)]
+    for claim, (title, found, *_, n_missing) in zip(choice.claims, summaries, strict=True):
         of_claim = [part for part in parts if claim in part.claims]
         rows = []
         for part in of_claim:
             if runs := rows_of(results, part):
                 rows.append(_row(part, runs, before.get(part.subject.task), times))
-        n_missing = sum(not is_finished(settings, part, results) for part in of_claim)
-        found = verdict(claim, results, of_claim, choice.tasks, before, settings)
-        lines.append(f"## Claim {claim}: {CLAIMS[claim]}\n\n**{found}**")
+        lines.append(f"## Claim {title.replace('.', ':', 1)}\n\n**{found}**")
         lines.append(f"    {choice.command(claim)}")
-        if n_missing:
+        if n_missing != "0":
             lines.append(f"{n_missing} of {len(of_claim)} rows are not finished.")
         if rows:
             lines.append(markdown_table(_HEADERS, rows, n_words=3))
@@ -59,21 +58,31 @@ def verdict_table(
     settings: dict[str, Any],
 ) -> str:
     """The verdicts on all claims, of all tasks together and of each."""
-    rows = []
-    for claim in choice.claims:
-        of_claim = [part for part in parts if claim in part.claims]
-        of_tasks = [[part for part in of_claim if part.subject.task == task] for task in choice.tasks]
-        verdicts = [
-            verdict(claim, results, of_claim, choice.tasks, before, settings),
-            *(
-                verdict(claim, results, of_task, [task], before, settings)
-                for task, of_task in zip(choice.tasks, of_tasks, strict=True)
-            ),
-        ]
-        n_missing = sum(not is_finished(settings, part, results) for part in of_claim)
-        rows.append((f"{claim}. {CLAIMS[claim]}", *verdicts, str(n_missing)))
+    summaries = [_summary(claim, results, parts, choice, before, settings) for claim in choice.claims]
+    return _verdict_table(choice, summaries)
+
+
+def _summary(
+    claim: int,
+    results: Results,
+    parts: Sequence[Part],
+    choice: Choice,
+    before: Mapping[str, Mapping[str, Any]],
+    settings: dict[str, Any],
+) -> list[str]:
+    """The row of a claim in the table of verdicts."""
+    of_claim = [part for part in parts if claim in part.claims]
+    verdicts = [verdict(claim, results, of_claim, choice.tasks, before, settings)]
+    for task in choice.tasks:
+        of_task = [part for part in of_claim if part.subject.task == task]
+        verdicts.append(verdict(claim, results, of_task, [task], before, settings))
+    n_missing = sum(not is_finished(settings, part, results) for part in of_claim)
+    return [f"{claim}. {CLAIMS[claim]}", *verdicts, str(n_missing)]
+
+
+def _verdict_table(choice: Choice, summaries: Sequence[Sequence[str]]) -> str:
     headers = ("claim", "verdict", *choice.tasks, "unfinished rows")
-    return markdown_table(headers, rows, n_words=2 + len(choice.tasks))
+    return markdown_table(headers, summaries, n_words=2 + len(choice.tasks))
 
 
 _HEADERS = (

@@ -104,16 +104,20 @@ def _by_rate(results: Results, parts: Sequence[Part]) -> str:
                     f"{mean(run['changed_bf16'] for run in runs):.1%}",
                     mean_of(runs, "changed_fp32", "{:.1%}", 1),
                     f"{mean(run['changed_1e-5'] for run in runs):.1%}",
-                    *(f"{of(rank[kind] for rank in ranks):.3f}" if ranks else "" for kind, of in _RANK_OF.items()),
+                    *(f"{of(rank[kind] for rank in ranks):.3f}" if ranks else "" for kind, (_, of) in _RANKS.items()),
                     f"{mean(run['accuracy'] for run in runs):.3f}",
                 )
             )
     headers = ("task", "algorithm", "learning rate", "runs", "bf16 changed", "fp32 changed", "moved by > 1e-5")
-    return markdown_table((*headers, *_RANKS.values(), "after"), rows, n_words=2)
+    return markdown_table((*headers, *(name for name, _ in _RANKS.values()), "after"), rows, n_words=2)
 
 
-_RANK_OF: dict[str, Callable[[Iterable[float]], float]] = {"numerical": mean, "numerical_min": min, "effective": mean}
-_RANKS = {"numerical": "rank", "numerical_min": "lowest rank", "effective": "effective rank"}
+# Of the runs of a row.
+_RANKS: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
+    "numerical": ("rank", mean),
+    "numerical_min": ("lowest rank", min),
+    "effective": ("effective rank", mean),
+}
 
 
 def _by_place(results: Results, parts: Sequence[Part]) -> list[str]:
