@@ -34,7 +34,7 @@ from .pool import Pool, visible_gpus
 from .report import report
 from .results import RESULTS_FILE, STARTS_FILE, Results, read_starts, settings_digest
 from .runs import Chore, do, do_chore, is_done, needed_by, require_samples
-from .schedule import estimate, in_order, parts_of, runs_left
+from .schedule import at_equal_time, estimate, in_order, parts_of, runs_left
 from .timing import read_times, time_steps
 from .world import World, make_world, require_inputs
 
@@ -62,6 +62,7 @@ class Study:
         self.world, self.choice, self.results, self.jobs = world, choice, results, jobs
         self.failures: dict[Run | Chore, str] = {}
         self.starts = read_starts(world.folder, results)
+        self._times = read_times(world.folder, results)
 
     def _candidates(self) -> Iterator[Run | Chore]:
         """What can be done now, the most informative first, and what runs need before them."""
@@ -72,7 +73,8 @@ class Study:
         for task in self.choice.tasks:
             if self.starts.get(task, {}).get("inputs") != self.world.inputs(task):
                 yield Chore("before", task)
-        for part in in_order(parts_of(self.choice, self.results, self.world.settings)):
+        parts = parts_of(self.choice, self.results, self.world.settings)
+        for part in in_order(parts + at_equal_time(self.world.settings, parts, self._times)):
             for run in runs_left(self.world.settings, part, self.results):
                 yield needed_by(self.world, run) or run
 
@@ -183,7 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(path, {"settings": settings_digest(settings), **environment(device)})
     choice = Choice(args.claims, tasks, args.seeds, args.size)
     if args.dry_run:
-        print(estimate(settings, parts_of(choice, results, settings), results, args.jobs))
+        parts = parts_of(choice, results, settings)
+        parts += at_equal_time(settings, parts, read_times(world.folder, results))
+        print(estimate(settings, parts, results, args.jobs))
         return 0
     finished, n_failed = True, 0
     if not args.report_only:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,14 @@ class Run:
     trained: str
     learning_rate: float
     seed: int
+    n_steps: int | None = None  # None: as many as the settings have
 
     @property
     def name(self) -> str:
         """Name of its folder."""
         what = self.trained.replace(":", "_")
-        return f"{self.algorithm}_{self.task}_{what}_lr{self.learning_rate:g}_seed{self.seed}"
+        name = f"{self.algorithm}_{self.task}_{what}_lr{self.learning_rate:g}_seed{self.seed}"
+        return name if self.n_steps is None else f"{name}_{self.n_steps}steps"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -157,7 +160,7 @@ class Part:
     """A subject of the plan, with the seeds that it is run with after tuning, and the claims whose tables have it.
 
     `tuned_by` is the subject whose tuning chooses its learning rate: itself, unless it is compared with the dense run
-    of its seed, which has the same rate. Parts of a lower tier come first.
+    of its seed, which has the same rate. Parts of a lower tier come first. `n_steps` is that of its runs, see `Run`.
     """
 
     subject: Subject
@@ -165,6 +168,7 @@ class Part:
     seeds: tuple[int, ...]
     claims: tuple[int, ...]
     tier: int = 0
+    n_steps: int | None = None
 
 
 def plan(
@@ -188,6 +192,8 @@ def plan(
     | 6 | the best masks of 2.5 % in tiles and of 1 % of single elements, on the other tasks |
     | 7 | SHiRA and Super-Tuning |
     | 8 | LoRA of the other ranks, and masks of their sizes |
+    | 9 | masks with as many steps as they make in the time of dense training, see `schedule.at_equal_time` |
+    | 10 | the other sources but `found` at all densities, in tiles and single elements |
 
     Every subject is tuned on its own, on every task, except for those of `OF_DENSE`.
 
@@ -261,13 +267,15 @@ def plan(
     del masks["random"]
     other = chosen(list(masks.values())) if best_tiles is not None else None
     if other is not None:
-        source = Trained.parse(other.trained).source
-        for percent, random in elements.items():
-            add(6, (4,), f"{source}:{percent:g}:{tile}", every)
-            of_source = add(6, (4,), f"{source}:{percent:g}", every)
-            if percent == 1 and (best_elements := chosen([random, of_source])) is not None:
-                for task in others:
-                    add(6, (4,), best_elements.trained, every, task=task)
+        best_source = Trained.parse(other.trained).source
+        for percent, source in product(elements, masks):
+            tier = 6 if source == best_source else 10
+            add(tier, (4,), f"{source}:{percent:g}:{tile}", every)
+            add(tier, (4,), f"{source}:{percent:g}", every)
+        two = [elements[1], Subject("grpo", first, f"{best_source}:1")]
+        if (best_elements := chosen(two)) is not None:
+            for task in others:
+                add(6, (4,), best_elements.trained, every, task=task)
     for adapter in ("shira", "supertuning"):
         add(7, (5,), f"{adapter}:{first_rank}", every)
     for rank in other_ranks:

@@ -45,7 +45,7 @@ class Results:
         self.path = path
         self.header = header
         self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._by_subject: dict[Subject, dict[tuple[Any, ...], dict[str, Any]]] = defaultdict(dict)
+        self._by_subject: dict[tuple[Subject, int | None], dict[tuple[Any, ...], dict[str, Any]]] = defaultdict(dict)
         self.inputs: dict[str, str] = {}
         if not path.is_file():
             return
@@ -54,7 +54,7 @@ class Results:
         for number, line in enumerate(complete.splitlines(), 1):
             try:
                 row = json.loads(line)
-                run = Run(**{field.name: row[field.name] for field in fields(Run)})
+                run = Run(**{field.name: ({"n_steps": None} | row)[field.name] for field in fields(Run)})
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError(f"{path}: line {number} is not a run of the study") from error
             if row.get("settings") != header["settings"]:
@@ -97,12 +97,12 @@ class Results:
 
     def _keep(self, run: Run, row: dict[str, Any]) -> None:
         self.rows[run.key] = row
-        self._by_subject[Subject(run.algorithm, run.task, run.trained)][run.key] = row
+        self._by_subject[Subject(run.algorithm, run.task, run.trained), run.n_steps][run.key] = row
 
-    def of(self, subject: Subject, seeds: Iterable[int]) -> list[dict[str, Any]]:
-        """The runs of a subject with these seeds, by learning rate and seed."""
+    def of(self, subject: Subject, seeds: Iterable[int], n_steps: int | None = None) -> list[dict[str, Any]]:
+        """The runs of a subject with these seeds and this number of steps, by learning rate and seed."""
         seeds = set(seeds)
-        found = [row for row in self._by_subject[subject].values() if row["seed"] in seeds]
+        found = [row for row in self._by_subject[subject, n_steps].values() if row["seed"] in seeds]
         return sorted(found, key=lambda row: (row["learning_rate"], row["seed"]))
 
     def best_rate(self, subject: Subject) -> float | None:

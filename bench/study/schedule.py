@@ -11,6 +11,7 @@ from sparse_opt.tables import markdown_table
 from ..common.training import beyond
 from .plan import CLAIMS, TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
 from .results import Results
+from .timing import Times, steps_in_dense_time
 
 # Rates beyond the lowest or highest that tuning tries at most.
 WIDEN = 2
@@ -39,7 +40,7 @@ def runs_left(settings: dict[str, Any], part: Part, results: Results) -> list[Ru
         return runs if tuned_by == subject else []
     rate = results.best_rate(tuned_by)
     assert rate is not None
-    runs = [Run(subject.algorithm, subject.task, subject.trained, rate, seed) for seed in part.seeds]
+    runs = [Run(subject.algorithm, subject.task, subject.trained, rate, seed, part.n_steps) for seed in part.seeds]
     return [run for run in runs if run not in results]
 
 
@@ -70,6 +71,26 @@ def parts_of(choice: Choice, results: Results, settings: dict[str, Any]) -> list
         return max(subjects, key=lambda subject: results.chosen(subject, [TUNING_SEED])[0]["tune_accuracy"])
 
     return plan(choice.claims, choice.tasks, choice.seeds, chosen, settings["lora"], settings["tile"])
+
+
+def at_equal_time(settings: dict[str, Any], parts: Sequence[Part], times: Times) -> list[Part]:
+    """Parts of the masks that claim 4 compares, with as many steps as they make in the time of a dense run.
+
+    Those of every source at 2.5 % in tiles, and random ones of all densities, if their steps were timed
+    (`timing.time_steps`), and their number is another than the settings'.
+    """
+    found = []
+    for part in parts:
+        trained = Trained.parse(part.subject.trained)
+        is_compared = 4 in part.claims and part.seeds and trained.is_mask and trained.source != "found"
+        if not is_compared or (
+            trained.source != "random" and (trained.amount, trained.pattern) != (2.5, settings["tile"])
+        ):
+            continue
+        n_steps = steps_in_dense_time(times, part.subject, settings[part.subject.algorithm]["n_steps"])
+        if n_steps is not None and n_steps != settings[part.subject.algorithm]["n_steps"]:
+            found.append(replace(part, claims=(4,), tier=9, n_steps=n_steps))
+    return found
 
 
 def estimate(settings: dict[str, Any], parts: Sequence[Part], results: Results, jobs: int) -> str:

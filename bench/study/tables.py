@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +14,9 @@ from sparse_opt.tables import markdown_table
 from .law import best_of, law
 from .plan import TUNING_SEED, Part, Run
 from .results import Results
+from .schedule import at_equal_time
 from .timing import Times, timed_as
-from .verdicts import compared, overlaps, ratio, rows_of, score_of
+from .verdicts import compared, difference, overlaps, ratio, rows_of, score_of
 
 
 def further_tables(
@@ -35,7 +37,7 @@ def further_tables(
     if claim == 3:
         return differences + _closeness(results, parts)
     if claim == 4:
-        return differences + [table for task in tasks for table in _at_equal_time(results, parts, task, times)]
+        return differences + at_equal_time_table(results, parts, settings, times)
     if claim == 5:
         return [*differences, score_table(results, parts, before, times)]
     if claim == 7:
@@ -135,30 +137,50 @@ def _by_place(results: Results, parts: Sequence[Part]) -> list[str]:
     return tables
 
 
-def _at_equal_time(results: Results, parts: Sequence[Part], task: str, times: Times) -> list[str]:
-    """The rewards of training, up to the time that the fastest takes for all its steps."""
-    found = []
-    for part in parts:
-        runs = [row for row in rows_of(results, part) if row.get("rewards")]
-        if runs and part.subject.task == task and (step := step_seconds(times, part, runs)) is not None:
-            found.append((part.subject.trained, runs, step))
-    if len(found) < 2:
-        return []
-    budget = min(step * max(map(int, runs[0]["rewards"])) for _, runs, step in found)
+def at_equal_time_table(results: Results, parts: Sequence[Part], settings: dict[str, Any], times: Times) -> list[str]:
+    """The held-out scores of masks in the time of the dense runs of their task, with dense's own; none without both."""
     rows = []
-    for trained, runs, step in found:
-        n_steps = int(budget / step + 1e-9)
-        at_end = f"{mean(_reward(run, 10**9) for run in runs):.3f}"
-        then = mean(_reward(run, n_steps) for run in runs)
-        rows.append((task, trained, str(len(runs)), f"{step:.3f}", str(n_steps), f"{then:.3f}", at_end))
-    headers = ("task", "trained", "runs", "s a step", f"steps in {budget:.0f} s", "reward then", "reward at the end")
-    return [markdown_table(headers, rows, n_words=2)]
+    longer = {part.subject: part for part in at_equal_time(settings, parts, times)}
+    for dense in (part for part in parts if part.subject.trained == "dense" and rows_of(results, part)):
+        score, n_steps = score_of(rows_of(results, dense)), settings[dense.subject.algorithm]["n_steps"]
+        step = times.get((dense.subject.algorithm, "dense"), {}).get("step_time_s")
+        of_task = []
+        for part in parts:
+            runs = rows_of(results, longer[part.subject]) if part.subject in longer else []
+            if runs and part.subject.task == dense.subject.task and runs[0]["seed"] != TUNING_SEED:
+                found = score_of(runs)
+                compared_with = difference(found, score)
+                of_task.append(
+                    (
+                        part.subject.task,
+                        part.subject.trained,
+                        f"{step_seconds(times, part, runs):.2f}",
+                        str(longer[part.subject].n_steps),
+                        f"{found.mean:.3f}",
+                        _seeds(runs),
+                        f"{score_of(rows_of(results, part)).mean:.3f}",
+                        f"{compared_with.value:+.3f}",
+                        "" if math.isnan(compared_with.error) else f"{compared_with.error:.3f}",
+                    )
+                )
+        if of_task:
+            own = (
+                f"{step:.2f}",
+                str(n_steps),
+                f"{score.mean:.3f}",
+                _seeds(rows_of(results, dense)),
+                f"{score.mean:.3f}",
+            )
+            rows += [(dense.subject.task, "dense", *own, "", ""), *of_task]
+    headers = (
+        "task", "trained", "s a step", "steps in dense's time", "held out", "seeds", "of equal steps", "above dense",
+        "known up to",
+    )  # fmt: skip
+    return [markdown_table(headers, rows, n_words=2)] if rows else []
 
 
-def _reward(run: Mapping[str, Any], n_steps: int) -> float:
-    """The mean of the last three rewards recorded within some steps; NaN before the first."""
-    before = [reward for step, reward in run["rewards"].items() if int(step) <= n_steps]
-    return mean(before[-3:]) if before else float("nan")
+def _seeds(runs: Sequence[Mapping[str, Any]]) -> str:
+    return " ".join(f"{run['accuracy']:.3f}" for run in runs)
 
 
 def step_seconds(times: Times, part: Part, runs: Sequence[Mapping[str, Any]]) -> float | None:
@@ -233,7 +255,6 @@ def score_table(results: Results, parts: Sequence[Part], before: Mapping[str, Ma
             rows.append((task, "nothing", "", "", f"{start['accuracy']:.3f}", "", "", "", *forgotten, ""))
         for part in of_grpo:
             if part.subject.task == task and (runs := rows_of(results, part)):
-                seeds = " ".join(f"{run['accuracy']:.3f}" for run in runs)
                 step = step_seconds(times, part, runs)
                 rows.append(
                     (
@@ -242,7 +263,7 @@ def score_table(results: Results, parts: Sequence[Part], before: Mapping[str, Ma
                         f"{runs[0]['n_trained']:,}" if "n_trained" in runs[0] else "all",
                         f"{runs[0]['learning_rate']:.2g}",
                         f"{score_of(runs).mean:.3f}",
-                        "tuning" if runs[0]["seed"] == TUNING_SEED else seeds,
+                        "tuning" if runs[0]["seed"] == TUNING_SEED else _seeds(runs),
                         f"{mean(run['changed_bf16'] for run in runs):.1%}",
                         mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
                         _perplexity(runs),

@@ -45,6 +45,21 @@ def timed_as(subject: Subject) -> tuple[str, str] | None:
     return subject.algorithm, "dense" if trained.source == "again" else str(trained)
 
 
+def steps_in_dense_time(times: Times, subject: Subject, n_steps: int) -> int | None:
+    """How many steps a subject makes in the time of so many dense ones; None if one of both was not timed.
+
+    Finding a mask in the first part of a dense run takes this part of the time. Other sources take at most a backward
+    pass of one batch, which is not counted.
+    """
+    key = timed_as(subject)
+    dense = times.get((subject.algorithm, "dense"))
+    if key is None or key not in times or dense is None:
+        return None
+    source = Trained.parse(subject.trained).source
+    share = int(source.removeprefix("early")) / 100 if source.startswith("early") else 0.0
+    return int((1 - share) * n_steps * dense["step_time_s"] / times[key]["step_time_s"])
+
+
 def time_steps(world: World, parts: Sequence[Part], results: Results, n_steps: int, deadline: float) -> bool:
     """Measure what the parts train and has no time yet; return whether all was done in time.
 

@@ -93,7 +93,7 @@ def difference(first: Score, second: Score, n_comparisons: int = 1) -> Differenc
 def rows_of(results: Results, part: Part) -> list[dict[str, Any]]:
     """The runs of a part's seeds at its rate; without seeds, or before they are finished, its tuning run there."""
     rate = results.best_rate(part.tuned_by)
-    found = [row for row in results.of(part.subject, part.seeds) if row["learning_rate"] == rate]
+    found = [row for row in results.of(part.subject, part.seeds, part.n_steps) if row["learning_rate"] == rate]
     return found or [row for row in results.of(part.subject, [TUNING_SEED]) if row["learning_rate"] == rate]
 
 

@@ -74,6 +74,8 @@ class World:
         """Options of the loop's config, without data, folders and mask."""
         shared = {**self.settings["shared"], **self.settings[run.algorithm], "device": self.device}
         shared |= {"policy_name": self.start, "learning_rate": run.learning_rate, "seed": run.seed}
+        if run.n_steps is not None:
+            shared["n_steps"] = run.n_steps
         if run.algorithm == "grpo":
             shared["reward_functions"] = self.settings["reward_functions"]
         return shared
