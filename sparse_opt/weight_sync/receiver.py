@@ -77,6 +77,7 @@ class WeightReceiver:
         self._version: int | None = None
         self._digest: str | None = None
         self._sums: list[int] = []  # the digest of each group, if the receiver is whole
+        self._begun: dict[str, tuple[Tensor, Tensor]] = {}  # dtype -> values of a message to come, and their digest
 
     @property
     def version(self) -> int | None:
@@ -142,6 +143,22 @@ class WeightReceiver:
         else:
             self._receive_values(message)
         return self._version
+
+    @torch.inference_mode()
+    def begin_digests(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin the digests of the values of a message that is still to come, on the current stream.
+
+        For transports whose tensors arrive before the message: `receive` takes the digests if it gets the same tensors.
+
+        Args:
+            tensors: those of the message, on the device of the weights.
+        """
+        self._begun = {}
+        if self._mask is not None:
+            for group in self._mask.layout.groups:
+                values = tensors.get(f"{group.dtype}.values")
+                if values is not None and values.device == self._mask.device:
+                    self._begun[group.dtype] = values, self._mask.backend.digest_sum(values, group.first)
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -240,7 +257,8 @@ class WeightReceiver:
         self._check_order(message)
         pairs = zip(mask.layout.groups, mask.indices, strict=True)
         changes = [_change(message, group, index, mask.device) for group, index in pairs]
-        results = _sums(mask, changes)
+        begun, self._begun = self._begun, {}
+        results = _sums(mask, changes, begun)
         found = HostCopy(results)
         # Checks of the host, while the device computes the digests.
         _refuse_others(message, mask.layout)
@@ -249,6 +267,8 @@ class WeightReceiver:
         valid = _all_valid(message, changes, results)
         if valid is not None:
             _write(mask, changes, valid)
+        if message.arrival is not None:
+            message.arrival()
         sums = self._verify(mask, message, changes, found.numbers)
         if valid is None:
             _write(mask, changes)
@@ -315,12 +335,21 @@ def _sums_of_weights(mask: _Mask) -> list[int]:
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
 
 
-def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
-    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
+def _sums(
+    mask: _Mask, changes: Sequence[_Change], begun: Mapping[str, tuple[Tensor, Tensor]] | None = None
+) -> list[Tensor]:
+    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns.
+
+    Args:
+        begun: of `WeightReceiver.begin_digests`.
+    """
     sums = []
     for group, change in zip(mask.layout.groups, changes, strict=True):
         if change.values is not None:
-            sums.append(mask.backend.digest_sum(change.values, group.first))
+            values, digest = (begun or {}).get(group.dtype, (None, None))
+            if digest is None or values is not change.values:
+                digest = mask.backend.digest_sum(change.values, group.first)
+            sums.append(digest)
         elif change.changes is not None:
             sums.append(change.changes.sums(read_old=mask.is_whole))
     return sums

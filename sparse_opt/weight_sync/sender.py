@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -89,6 +89,13 @@ class WeightSender:
         """Device of the active values, and of the tensors of updates and states."""
         return self._device
 
+    @property
+    def announced_tensors(self) -> list[list[Any]] | None:
+        """[name, dtype, shape] of each tensor of the next update; None if they depend on how many values change."""
+        if self._encoding != "values":
+            return None
+        return [[f"{group.dtype}.values", group.dtype, [group.nnz]] for group in self._layout.groups]
+
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
         sent = self._sent
@@ -130,6 +137,7 @@ class WeightSender:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
         """
         base, new = self._sent, self._values.take()
+        gathered = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -158,6 +166,7 @@ class WeightSender:
             encoding=self._encoding,
             backend=self._backend,
             stream=self._stream,
+            gathered=gathered,
         )
 
     @torch.no_grad()
@@ -245,10 +254,12 @@ class PendingMessage:
         encoding: Encoding,
         backend: Backend,
         stream: torch.cuda.Stream | None,
+        gathered: torch.cuda.Event | None,
     ) -> None:
         self.version = sent.version
         self._sent, self._base, self._changes = sent, base, changes
         self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
+        self._gathered = gathered  # the values are complete
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
         self._lock = threading.Lock()
@@ -267,6 +278,20 @@ class PendingMessage:
                 for tensor in message.tensors.values():
                     tensor.record_stream(current)
             return message
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the tensors of a message that has all values, before their digests are known.
+
+        They can be used on the stream that is current in the calling thread. May be called from any thread, once at
+        most and before `wait`, of an update whose `WeightSender.announced_tensors` are not None.
+        """
+        with self._lock:
+            if self._stream is not None and self._gathered is not None:
+                current = torch.cuda.current_stream(self._stream.device)
+                current.wait_event(self._gathered)
+                for tensor in self._sent.values.values():
+                    tensor.record_stream(current)
+            return {f"{dtype}.values": tensor for dtype, tensor in self._sent.values.items()}
 
     def to_bytes(self) -> bytes:
         """`wait`, and return `Message.to_bytes`."""

@@ -8,15 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from followers import PATIENCE, Follower, sending, weights_and_mask, with_other_values
 from samples import bits, change, clones, make_weights, same_bits
-from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
@@ -24,63 +22,16 @@ from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import CudaIpcReceiver, ProcessGroupReceiver, ProcessGroupSender
 from sparse_opt.weight_sync.transports.control import ControlClient
 
-Weights = dict[str, Tensor]
-PATIENCE = 20.0  # seconds that no test waits in full unless it fails
+
+@pytest.fixture(params=["auto", "values"])
+def encoding(request: pytest.FixtureRequest) -> Any:
+    """Of the sender: with "values" the tensors of updates are announced."""
+    return request.param
 
 
-def weights_and_mask(pattern: str = "element") -> tuple[Weights, MaskSet]:
-    weights = make_weights("mixed")
-    return weights, MaskSet.random(weights, density=0.3, pattern=pattern)
-
-
-def with_other_values(weights: Weights, mask: MaskSet) -> Weights:
-    """A copy that differs from the weights in every active element."""
-    copy = clones(weights)
-    for name, positions in mask.indices.items():
-        bits(copy[name])[positions.long()] ^= 1
-    return copy
-
-
-class Follower(threading.Thread):
-    """A receiver that takes every version until the sender closes; `versions` and `errors` are what it has met."""
-
-    def __init__(self, address: str, weights: Weights, name: str, *, receiver: WeightReceiver | None = None) -> None:
-        super().__init__(daemon=True)
-        self.weights, self.versions, self.errors = weights, list[int](), list[str]()
-        receiver = WeightReceiver(weights) if receiver is None else receiver
-        self.channel = ProcessGroupReceiver(receiver, address, timeout=PATIENCE, name=name)
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            try:
-                version = self.channel.receive(PATIENCE)
-            except WeightSyncError as error:
-                self.errors.append(str(error))
-                if len(self.errors) > 3:
-                    return
-                continue
-            if version is None:
-                return
-            self.versions.append(version)
-
-    def ended(self) -> bool:
-        self.join(PATIENCE)
-        return not self.is_alive()
-
-
-@contextmanager
-def sending(weights: WeightSender, *, timeout: float = PATIENCE) -> Iterator[ProcessGroupSender]:
-    channel = ProcessGroupSender(weights, "127.0.0.1:0", timeout=timeout)
-    try:
-        yield channel
-    finally:
-        channel.close()
-
-
-def test_two_receivers_and_a_late_one_have_the_senders_bits() -> None:
+def test_two_receivers_and_a_late_one_have_the_senders_bits(encoding: Any) -> None:
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask)) as channel:
+    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
         first = Follower(channel.address, clones(weights), "first")
         other = Follower(channel.address, with_other_values(weights, mask), "other weights")
         channel.wait_for_receivers(2, PATIENCE)
@@ -98,9 +49,9 @@ def test_two_receivers_and_a_late_one_have_the_senders_bits() -> None:
     assert first.errors == other.errors == late.errors == []
 
 
-def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state() -> None:
+def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state(encoding: Any) -> None:
     weights, mask = weights_and_mask("run16")
-    sender = WeightSender(weights, mask)
+    sender = WeightSender(weights, mask, encoding=encoding)
     with sending(sender) as channel:
         follower = Follower(channel.address, clones(weights), "follower")
         channel.wait_for_receivers(1, PATIENCE)
@@ -117,11 +68,11 @@ def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state() -> None:
     assert follower.ended() and follower.versions == [0, 2, 3] and not follower.errors
 
 
-def test_receivers_do_not_wait_for_an_update_that_cannot_be_made() -> None:
+def test_receivers_do_not_wait_for_an_update_that_cannot_be_made(encoding: Any) -> None:
     """They were asked for their states, and would wait for the message that follows longer than for the next round."""
     model = torch.nn.Linear(20, 30)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.2), lr=0.1)
-    with sending(WeightSender(optimizer)) as channel:
+    with sending(WeightSender(optimizer, encoding=encoding)) as channel:
         weights = clones({name: p.detach() for name, p in model.named_parameters()})
         receiver = ProcessGroupReceiver(WeightReceiver(weights), channel.address, timeout=PATIENCE)
         errors: list[str] = []
@@ -149,13 +100,13 @@ def test_receivers_do_not_wait_for_an_update_that_cannot_be_made() -> None:
         receiver.close()
 
 
-def test_a_receiver_that_changes_to_another_sender_gets_its_weights() -> None:
+def test_a_receiver_that_changes_to_another_sender_gets_its_weights(encoding: Any) -> None:
     """The second sender, as of a restarted trainer, has the same mask and number of the version, but other weights."""
     weights, mask = weights_and_mask()
     copy = clones(weights)
     receiver = WeightReceiver(copy)
     for seed in (1, 2):
-        with sending(WeightSender(weights, mask)) as channel:
+        with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
             follower = Follower(channel.address, copy, "follower", receiver=receiver)
             change(weights, mask, 0.1, seed=seed)
             assert channel.update() == 1
@@ -263,9 +214,9 @@ def test_a_receiver_by_another_transport_is_named() -> None:
         assert ended.wait(PATIENCE)
 
 
-def test_a_receiver_lost_during_a_transfer_is_named_and_the_others_get_the_message() -> None:
+def test_a_receiver_lost_during_a_transfer_is_named_and_the_others_get_the_message(encoding: Any) -> None:
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask), timeout=1.5) as channel:
+    with sending(WeightSender(weights, mask, encoding=encoding), timeout=1.5) as channel:
         good = Follower(channel.address, clones(weights), "good")
         channel.wait_for_receivers(1, PATIENCE)
         change(weights, mask, 0.1, seed=1)
@@ -304,10 +255,10 @@ def test_a_dead_receiver_does_not_fail_a_healthy_one_with_a_shorter_timeout() ->
         healthy.close()
 
 
-def test_a_receiver_that_closes_has_left_and_may_come_back() -> None:
+def test_a_receiver_that_closes_has_left_and_may_come_back(encoding: Any) -> None:
     weights, mask = weights_and_mask()
     copy = clones(weights)
-    with sending(WeightSender(weights, mask)) as channel:
+    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
         good = Follower(channel.address, clones(weights), "good")
         for version in (1, 2):
             left = ProcessGroupReceiver(WeightReceiver(copy), channel.address, timeout=PATIENCE, name="left")
@@ -342,9 +293,9 @@ def test_close_waits_for_a_receiver_that_is_busy() -> None:
     assert versions == [0, None]
 
 
-def test_a_replaced_weight_gets_the_mask_again() -> None:
+def test_a_replaced_weight_gets_the_mask_again(encoding: Any) -> None:
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask)) as channel:
+    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
         moved = Follower(channel.address, clones(weights), "moved")
         channel.wait_for_receivers(1, PATIENCE)
         moved.weights["b"] = moved.weights["b"].clone()
@@ -368,10 +319,10 @@ class FailingReceiver(WeightReceiver):
         return super().receive(message)
 
 
-def test_any_error_of_a_receiver_is_reported_at_once() -> None:
+def test_any_error_of_a_receiver_is_reported_at_once(encoding: Any) -> None:
     weights, mask = weights_and_mask()
     copy = clones(weights)
-    with sending(WeightSender(weights, mask)) as channel:
+    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
         receiver = ProcessGroupReceiver(FailingReceiver(copy), channel.address, timeout=PATIENCE, name="failing")
         raised = list[BaseException]()
 
@@ -441,10 +392,11 @@ def test_killed_processes_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
-def test_nccl_between_two_processes(tmp_path: Path) -> None:
+def test_nccl_between_two_processes(tmp_path: Path, encoding: Any) -> None:
     weights = make_weights("mixed", "cuda:0")
     mask = MaskSet.random(weights, density=0.3)
-    channel = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", backend="nccl", device="cuda:0")
+    sender = WeightSender(weights, mask, encoding=encoding)
+    channel = ProcessGroupSender(sender, "127.0.0.1:0", backend="nccl", device="cuda:0")
     process = other_process("nccl", channel.address, tmp_path)
     try:
         channel.wait_for_receivers(1, 120)

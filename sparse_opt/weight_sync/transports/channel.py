@@ -3,6 +3,9 @@
 A round asks every receiver for its state. A receiver without the mask gets the mask message; one that then has other
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
 update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
+
+An update with all values is announced with the question, if no receiver has missed anything so far: its tensors are on
+their way while their digests are computed, and the message follows them.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...errors import WeightSyncError, listed
 from ...tensors import compact_json
@@ -35,6 +39,13 @@ class _Problems:
 
     def concern(self, receiver: int) -> bool:
         return receiver in self.lost or receiver in self.refused
+
+
+class _Asked(NamedTuple):
+    """The receivers that were asked for their states, and whether the tensors of an update were announced to them."""
+
+    receivers: list[int]
+    announced: bool
 
 
 class SenderChannel(ABC):
@@ -69,7 +80,8 @@ class SenderChannel(ABC):
         self._control: ControlServer | None = None
         self._background = Background(self.devices)
         self._differing: set[int] = set()  # receivers with other weights than the sender's
-        self._asked: list[int] | None = None  # receivers that were asked for their states, if a round has begun
+        self._held: dict[int, int] = {}  # receiver -> the version that it had after its last message
+        self._asked: _Asked | None = None  # if a round has begun
         self._on_all_ranks(lambda: self._listen(address))
 
     @property
@@ -200,19 +212,34 @@ class SenderChannel(ABC):
         if control is not None:
             control.discover()
             if len(control.names) >= receivers:
-                self._asked = self._ask(control)
+                self._asked = self._ask(control, self.weights.version + 1)
         try:
             yield
         except BaseException:
             if control is not None and self._asked is not None:
-                control.post(self._asked, {"do": "nothing"})
+                control.post(self._asked.receivers, {"do": "nothing"})
+                if self._asked.announced:
+                    self._withdraw()
                 self._asked = None
             raise
 
-    def _ask(self, control: ControlServer) -> list[int]:
+    def _ask(self, control: ControlServer, next_version: int | None) -> _Asked:
+        """Ask all receivers for their states; for an update to `next_version` announce its tensors if possible."""
         receivers = list(control.names)
-        control.post(receivers, {"do": "status", "transport": self.transport, "timeout": self.timeout})
-        return receivers
+        command = {"do": "status", "transport": self.transport, "timeout": self.timeout}
+        announced = None if next_version is None else self._announcement(receivers, next_version - 1)
+        control.post(receivers, command if announced is None else {**command, "announced": announced})
+        return _Asked(receivers, announced is not None)
+
+    def _announcement(self, receivers: Sequence[int], base_version: int) -> dict[str, Any] | None:
+        _, sender = self._connected()
+        tensors = sender.announced_tensors
+        if tensors is None or self._differing or any(self._held.get(r) != base_version for r in receivers):
+            return None
+        offer = self._announce(receivers)
+        if offer is None:
+            return None
+        return {"mask": sender.mask.digest, "base_version": base_version, "tensors": tensors, **offer}
 
     def _listen(self, address: str) -> None:
         self._control = ControlServer(address, self.timeout)
@@ -310,9 +337,16 @@ class SenderChannel(ABC):
             )
         if asked is None:
             missing = self._missing(receivers, self.timeout if timeout is None else timeout)
-            asked = self._ask(control)
+            asked = self._ask(control, None if update is None else update.version)
         problems = _Problems()
-        states = self._collect(asked, problems)
+        states = self._collect(asked.receivers, problems)
+        announced = None
+        if asked.announced:
+            announced = update if all(states.get(r, {}).get("joined") for r in asked.receivers) else None
+            if announced is None:
+                self._withdraw()
+            else:
+                self._begin(announced.values())
         without_mask = [r for r, state in states.items() if state["mask"] != sender.mask.digest]
         if without_mask:
             states |= self._send(sender.mask_message(), without_mask, problems)
@@ -326,27 +360,38 @@ class SenderChannel(ABC):
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
         if update is not None and following:
-            self._send(update.wait(), following, problems, verify=verify)
+            self._send(update.wait(), following, problems, verify=verify, announced=announced is not None)
         if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
     def _send(
-        self, message: Message, receivers: Sequence[int], problems: _Problems, *, verify: bool = False
+        self,
+        message: Message,
+        receivers: Sequence[int],
+        problems: _Problems,
+        *,
+        verify: bool = False,
+        announced: bool = False,
     ) -> dict[int, dict[str, Any]]:
-        """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer."""
+        """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer.
+
+        Args:
+            announced: the transfer of its tensors has begun.
+        """
         control, _ = self._connected()
         remaining, reason = list(receivers), ""
         states: dict[int, dict[str, Any]] = {}
         for _ in range(2):
             command = {"do": "message", "header": message.header(), "verify": verify}
-            control.post(remaining, command | self._offer(message, remaining))
-            failure = self._transfer(message)
+            control.post(remaining, command | ({"announced": True} if announced else self._offer(message, remaining)))
+            failure, announced = self._transfer(message), False
             replies = self._collect(remaining, problems)
             failed = [r for r, reply in replies.items() if "failed" in reply]
             self._after(message, complete=failure is None and not failed and not problems.lost)
             taken = {r: reply for r, reply in replies.items() if r not in failed}
             if verify:
                 self._compare(taken, problems)
+            self._held |= {r: reply["version"] for r, reply in taken.items() if not reply["state"]}
             states |= taken
             remaining = failed
             if not remaining:
@@ -360,6 +405,8 @@ class SenderChannel(ABC):
         control, _ = self._connected()
         replies = control.collect(receivers, self.timeout)
         for r in receivers:
+            if "version" not in replies.get(r, {}):
+                self._held.pop(r, None)
             if r not in replies:
                 problems.lost[r] = control.drop(r)
         problems.refused.update({r: reply["refused"] for r, reply in replies.items() if "refused" in reply})
@@ -373,6 +420,18 @@ class SenderChannel(ABC):
     @abstractmethod
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         """Return what the receivers need besides the header, as JSON; before the command is posted."""
+
+    def _announce(self, receivers: Sequence[int]) -> dict[str, Any] | None:
+        """Return what the receivers need to begin the transfer of tensors before their message; None: they cannot."""
+        return None
+
+    def _begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin the transfer of announced tensors to the receivers, which have all joined; `_transfer` ends it."""
+        raise NotImplementedError
+
+    def _withdraw(self) -> None:
+        """Called when announced tensors are not sent, since a receiver has not joined, or there is no update."""
+        raise NotImplementedError
 
     @abstractmethod
     def _transfer(self, message: Message) -> str | None:

@@ -12,7 +12,10 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-    {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
+                             if it has "announced", the tensors of an update with all values, of which only the digests
+                             are unknown, a receiver at the version before it may begin their transfer: it replies
+                             "joined": true then, and drops the transfer if another command than their message follows
+    {"do": "message", "header": the message's header, "verify": ..., and what the transport adds, or "announced": true}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}

@@ -8,7 +8,7 @@ changes the members; then a new group is made.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...tensors import compact_json
 from ..distributed import DistributedWeightSender
-from ..message import Message
+from ..message import Message, tensor_list
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
 from .channel import SenderChannel
 from .control import BUSY_SECONDS, TransportName, first_line
-from .receiver_channel import ReceiverChannel, empty_tensors
+from .receiver_channel import ReceiverChannel, empty_tensors, tensors_of
 
 Backend = Literal["gloo", "nccl"]
 
@@ -66,9 +67,17 @@ class _Group:
 
         They are contiguous, and on the group's device; those without elements are left out.
         """
+        self.finish(self.begin(tensors))
+
+    def begin(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Begin `broadcast`, in the order of the current stream, and return what `finish` takes."""
         parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        return [self._backend.broadcast([part]) for part in parts]
+
+    def finish(self, works: Iterable[Any]) -> None:
+        """Wait until broadcasts are done."""
         began = time.monotonic()
-        for work in [self._backend.broadcast([part]) for part in parts]:
+        for work in works:
             wait_for(work, self._backend, began, self._timeout)
 
     def abort(self) -> None:
@@ -112,6 +121,8 @@ class ProcessGroupSender(SenderChannel):
         self._group: _Group | None = None
         self._members: list[int] = []
         self._made = 0
+        # Of announced tensors: their broadcasts and themselves, or why they could not begin.
+        self._begun: tuple[list[Any], list[Tensor]] | str | None = None
 
     @property
     def transport(self) -> TransportName:
@@ -124,14 +135,42 @@ class ProcessGroupSender(SenderChannel):
             self._members = list(receivers)
         return {"group": str(self._made), "receivers": self._members, "timeout": self.timeout}
 
+    def _announce(self, receivers: Sequence[int]) -> dict[str, Any] | None:
+        if self._begun is not None:  # of a round that was interrupted
+            self._drop()
+        is_made = self._group is not None and self._members == list(receivers)
+        return {"group": str(self._made)} if is_made else None
+
+    def _begin(self, tensors: Mapping[str, Tensor]) -> None:
+        assert self._group is not None
+        there = [tensor.to(self._device).contiguous() for tensor in tensors.values()]
+        try:
+            self._begun = self._group.begin(there), there
+        except RuntimeError as error:
+            self._begun = first_line(error)
+
+    def _withdraw(self) -> None:
+        self._drop()
+
     def _transfer(self, message: Message) -> str | None:
         control, _ = self._connected()
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun if isinstance(begun, str) else self._failure_of(begun[0])
         tensors = [tensor.to(self._device).contiguous() for tensor in message.tensors.values()]
         try:
             if self._group is None:
                 size = 1 + len(self._members)
                 self._group = _Group(control.store, str(self._made), 0, size, self._backend, self.timeout)
             self._group.broadcast(tensors)
+        except RuntimeError as error:
+            return first_line(error)
+        return None
+
+    def _failure_of(self, works: Sequence[Any]) -> str | None:
+        assert self._group is not None
+        try:
+            self._group.finish(works)
         except RuntimeError as error:
             return first_line(error)
         return None
@@ -144,7 +183,7 @@ class ProcessGroupSender(SenderChannel):
         self._drop()
 
     def _drop(self) -> None:
-        group, self._group, self._members = self._group, None, []
+        group, self._group, self._members, self._begun = self._group, None, [], None
         if group is not None:
             group.abort()
 
@@ -174,12 +213,50 @@ class ProcessGroupReceiver(ReceiverChannel):
         self._backend, self._device = backend, _device(backend, device)
         super().__init__(weights, address, timeout=timeout, name=name)
         self._group: _Group | None = None
+        self._joined: tuple[dict[str, Tensor], list[Any]] | None = None  # announced tensors, and their broadcasts
+        self._works: list[Any] = []  # broadcasts that may not have ended
 
     @property
     def transport(self) -> TransportName:
         return self._backend
 
+    def _join(self, announced: dict[str, Any]) -> bool:
+        if self._group is None or self._group.key != announced["group"]:
+            return False
+        tensors = tensors_of(tensor_list({"tensors": compact_json(announced["tensors"])}), self._device)
+        try:
+            self._joined = tensors, self._group.begin(tensors.values())
+        except RuntimeError:
+            self._end()
+            return False
+        if self._backend == "nccl":
+            for work in self._joined[1]:
+                work.wait()  # lets the current stream wait
+            self.weights.begin_digests(tensors)
+        return True
+
+    def _leave(self) -> None:
+        if self._joined is not None:
+            self._end()
+
+    def _arrived(self) -> None:
+        works, self._works = self._works, []
+        assert self._group is not None
+        try:
+            self._group.finish(works)
+        except RuntimeError:
+            self._end()
+            raise
+
     def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
+        if command.get("announced"):
+            joined, self._joined = self._joined, None
+            if joined is None:
+                raise RuntimeError("the announced tensors were not awaited")
+            tensors, self._works = joined
+            if self._backend == "gloo":
+                self._arrived()
+            return tensors
         receivers = command["receivers"]
         try:
             if self._group is None or self._group.key != command["group"]:
@@ -196,7 +273,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         return tensors
 
     def _end(self) -> None:
-        group, self._group = self._group, None
+        group, self._group, self._joined, self._works = self._group, None, None, []
         if group is not None:
             group.abort()
 

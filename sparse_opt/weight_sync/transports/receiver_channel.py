@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from .control import ControlClient, TransportName, first_line
 # A receiver that has replied to a status waits for its message this many timeouts of the sender, which waits once for
 # the states of lost receivers, and up to four times while it sends another message (two transfers, two replies).
 _TIMEOUTS_OF_A_ROUND = 5
+
+
+class _TransferFailed(Exception):
+    """The tensors of a message have not arrived, because of the transport: the sender tries once more."""
 
 
 class ReceiverChannel(ABC):
@@ -61,7 +66,13 @@ class ReceiverChannel(ABC):
         while True:
             # Once the sender has counted on this receiver, the round is not left before its message.
             left = max(deadline - time.monotonic(), reserved)
-            command = self._control.next(left)
+            try:
+                command = self._control.next(left)
+            except WeightSyncError:
+                self._leave()
+                raise
+            if not (command["do"] == "message" and command.get("announced")):
+                self._leave()
             if command["do"] == "close":
                 self._control.reply({})
                 return None
@@ -81,7 +92,11 @@ class ReceiverChannel(ABC):
                     problem = f"it receives by {self.transport}, the sender sends by {command['transport']}"
                     self._control.reply({"refused": problem})
                     raise WeightSyncError(f"{self._control.name}: {problem}")
-                self._control.reply(self._status())
+                status, announced = self._status(), command.get("announced")
+                if announced is not None and not status["state"]:
+                    follows = [status["mask"], status["version"]] == [announced["mask"], announced["base_version"]]
+                    status["joined"] = follows and self._join(announced)
+                self._control.reply(status)
                 continue
             try:
                 try:
@@ -90,7 +105,10 @@ class ReceiverChannel(ABC):
                     self._control.reply({"failed": first_line(error)})
                     continue
                 message = Message.from_header(command["header"], tensors)
-                self.weights.receive(message)
+                self.weights.receive(replace(message, arrival=self._arrival))
+            except _TransferFailed as error:
+                self._control.reply({"failed": str(error)})
+                continue
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
@@ -122,6 +140,12 @@ class ReceiverChannel(ABC):
             return {"refused": str(error)}
         return {"version": version, "parts": self.weights.parts, "digest": digest}
 
+    def _arrival(self) -> None:
+        try:
+            self._arrived()
+        except RuntimeError as error:
+            raise _TransferFailed(first_line(error)) from error
+
     @property
     @abstractmethod
     def transport(self) -> TransportName:
@@ -129,7 +153,22 @@ class ReceiverChannel(ABC):
 
     @abstractmethod
     def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a message. Raises RuntimeError if the transfer fails."""
+        """Return the tensors of a message. Raises RuntimeError if the transfer fails.
+
+        On a GPU they may be on their way, in the order of the current stream: `_arrived` waits for them then.
+        """
+
+    def _arrived(self) -> None:
+        """Wait until the tensors of `_fetch` have arrived. Raises RuntimeError if the transfer fails."""
+        return
+
+    def _join(self, announced: dict[str, Any]) -> bool:
+        """Begin the transfer of announced tensors (`control`), which `_fetch` returns; return whether it has begun."""
+        return False
+
+    def _leave(self) -> None:
+        """End the transfer of announced tensors, if one has begun: their message does not come."""
+        return
 
     def close(self) -> None:
         """Leave the sender, which does without this receiver from its next round on, and release the connection.
@@ -150,5 +189,9 @@ def empty_tensors(header: Mapping[str, str], device: torch.device) -> dict[str, 
     Raises:
         DamagedMessage: the header is damaged.
     """
-    entries = tensor_list(checked_header(header))
+    return tensors_of(tensor_list(checked_header(header)), device)
+
+
+def tensors_of(entries: Iterable[tuple[str, str, list[int]]], device: torch.device) -> dict[str, Tensor]:
+    """Return new tensors of the names, dtypes and shapes that `tensor_list` returns."""
     return {name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape in entries}
