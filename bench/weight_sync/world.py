@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,22 @@ TIMEOUT_S = 120.0
 class Counted(WeightReceiver):
     """A receiver that keeps the sizes of the last update."""
 
-    sizes: dict[str, int]
+    _last: Message  # with tensors on the meta device; its size is computed when it is not timed
 
     def receive(self, message: Message | PendingMessage | bytes | bytearray | memoryview) -> int | None:
         assert isinstance(message, Message)
         if message.kind == "update":
-            header = sum(len(key) + len(value) for key, value in message.header().items())
-            changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
-            payload = sum(tensor.nbytes for tensor in message.tensors.values())
-            self.sizes = {"message_bytes": header + payload, "sent_values": changed}
+            on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in message.tensors.items()}
+            self._last = replace(message, tensors=on_meta)
         return super().receive(message)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        message = self._last
+        header = sum(len(key) + len(value) for key, value in message.header().items())
+        changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
+        payload = sum(tensor.nbytes for tensor in message.tensors.values())
+        return {"message_bytes": header + payload, "sent_values": changed}
 
 
 @dataclass

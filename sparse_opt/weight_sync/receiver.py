@@ -48,6 +48,14 @@ class _Change(NamedTuple):
     changed: int = 0  # number of changed values
 
 
+class _Digests(NamedTuple):
+    """Digests of all values of a message, on their way to the host."""
+
+    values: Sequence[Tensor | None]
+    sums: list[Tensor]
+    found: HostCopy
+
+
 class WeightReceiver:
     """Keeps the weights of an inference engine equal to a trainer's, bit for bit, by the messages of a `WeightSender`.
 
@@ -77,7 +85,7 @@ class WeightReceiver:
         self._version: int | None = None
         self._digest: str | None = None
         self._sums: list[int] = []  # the digest of each group, if the receiver is whole
-        self._begun: dict[str, tuple[Tensor, Tensor]] = {}  # dtype -> values of a message to come, and their digest
+        self._begun: _Digests | None = None  # of a message to come
 
     @property
     def version(self) -> int | None:
@@ -146,19 +154,21 @@ class WeightReceiver:
 
     @torch.inference_mode()
     def begin_digests(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin the digests of the values of a message that is still to come, on the current stream.
+        """Begin the digests of all values of a message that is still to come, on the current stream.
 
         For transports whose tensors arrive before the message: `receive` takes the digests if it gets the same tensors.
 
         Args:
-            tensors: those of the message, on the device of the weights.
+            tensors: those of the message.
         """
-        self._begun = {}
-        if self._mask is not None:
-            for group in self._mask.layout.groups:
-                values = tensors.get(f"{group.dtype}.values")
-                if values is not None and values.device == self._mask.device:
-                    self._begun[group.dtype] = values, self._mask.backend.digest_sum(values, group.first)
+        self._begun, mask = None, self._mask
+        if mask is None or any(tensor.device != mask.device for tensor in tensors.values()):
+            return
+        values = [tensors.get(f"{group.dtype}.values") for group in mask.layout.groups]
+        changes = [_Change(of_group) for of_group in values if of_group is not None]
+        if len(changes) == len(mask.layout.groups):
+            results = _sums(mask, changes)
+            self._begun = _Digests([change.values for change in changes], results, HostCopy(results))
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -257,9 +267,12 @@ class WeightReceiver:
         self._check_order(message)
         pairs = zip(mask.layout.groups, mask.indices, strict=True)
         changes = [_change(message, group, index, mask.device) for group, index in pairs]
-        begun, self._begun = self._begun, {}
-        results = _sums(mask, changes, begun)
-        found = HostCopy(results)
+        begun, self._begun = self._begun, None
+        if begun is not None and all(a is b.values for a, b in zip(begun.values, changes, strict=True)):
+            results, found = begun.sums, begun.found
+        else:
+            results = _sums(mask, changes)
+            found = HostCopy(results)
         # Checks of the host, while the device computes the digests.
         _refuse_others(message, mask.layout)
         self._require_in_place(mask)
@@ -335,21 +348,12 @@ def _sums_of_weights(mask: _Mask) -> list[int]:
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
 
 
-def _sums(
-    mask: _Mask, changes: Sequence[_Change], begun: Mapping[str, tuple[Tensor, Tensor]] | None = None
-) -> list[Tensor]:
-    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns.
-
-    Args:
-        begun: of `WeightReceiver.begin_digests`.
-    """
+def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
+    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
     sums = []
     for group, change in zip(mask.layout.groups, changes, strict=True):
         if change.values is not None:
-            values, digest = (begun or {}).get(group.dtype, (None, None))
-            if digest is None or values is not change.values:
-                digest = mask.backend.digest_sum(change.values, group.first)
-            sums.append(digest)
+            sums.append(mask.backend.digest_sum(change.values, group.first))
         elif change.changes is not None:
             sums.append(change.changes.sums(read_old=mask.is_whole))
     return sums

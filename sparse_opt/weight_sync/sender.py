@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -71,9 +71,8 @@ class WeightSender:
             values.backend,
         )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        sent = values.take()
-        totals = _Totals([self._digest(dtype, group) for dtype, group in sent.items()], sent)
-        self._sent = _Sent(0, sent, totals)
+        sent, gathered = self._take()
+        self._sent = _Sent(0, sent, _Totals(lambda: self._digests(sent, gathered), sent))
 
     @property
     def version(self) -> int:
@@ -131,33 +130,28 @@ class WeightSender:
         """Gather the active weights as they are now, and return the message that brings receivers to them.
 
         The gather runs on the current stream. The comparison with the values sent last and the digests follow on a
-        side stream, and the host does not wait: call `wait` on the result before you use it.
+        side stream, and the host does not wait: call `wait` on the result before you use it. With the encoding
+        "values", digests begin in `wait`.
 
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
         """
-        base, new = self._sent, self._values.take()
-        gathered = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            for values in (*new.values(), *base.values.values()):
-                values.record_stream(self._stream)
+        base, (new, gathered) = self._sent, self._take()
         changes: dict[str, tuple[Tensor, Tensor]] = {}
-        totals = []
-        with side:
-            for dtype, values in new.items():
-                if self._encoding == "values":
-                    totals.append(self._digest(dtype, values))
-                else:
+        if self._encoding == "values":
+            totals = _Totals(lambda: self._digests(new, gathered), new)
+        else:
+            with self._aside(gathered, [*new.values(), *base.values.values()]):
+                found = []
+                for dtype, values in new.items():
                     # On a GPU before the number of changes is known: few are usual, and the host then waits once.
                     capacity = 0 if self._stream is None else -(-values.numel() // 8)
                     old = base.values[dtype]
-                    bitmap, found, changed = self._backend.compare(old, values, self._first(dtype), capacity)
+                    bitmap, of_dtype, changed = self._backend.compare(old, values, self._first(dtype), capacity)
                     changes[dtype] = bitmap, changed
-                    totals.append(found)
-            sent = _Sent(base.version + 1, new, _Totals(totals, new))
-        self._sent = sent
+                    found.append(of_dtype)
+                totals = _Totals(HostCopy(found), new, per_dtype=3)
+        self._sent = sent = _Sent(base.version + 1, new, totals)
         return PendingMessage(
             sent,
             base.totals,
@@ -202,30 +196,60 @@ class WeightSender:
     def _first(self, dtype: str) -> int:
         return next(group.first for group in self._layout.groups if group.dtype == dtype)
 
-    def _digest(self, dtype: str, values: Tensor) -> Tensor:
-        return self._backend.digest_sum(values, self._first(dtype))
+    def _take(self) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """Gather the active values on the current stream; with an event that follows them on a GPU."""
+        values = self._values.take()
+        return values, None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def _digests(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> HostCopy:
+        """Compute the digest of all active values of each dtype, on the side stream."""
+        with torch.no_grad(), self._aside(gathered, list(values.values())):
+            return HostCopy([self._backend.digest_sum(group, self._first(dtype)) for dtype, group in values.items()])
+
+    @contextlib.contextmanager
+    def _aside(self, gathered: torch.cuda.Event | None, values: Sequence[Tensor]) -> Iterator[None]:
+        """Run on the side stream what uses these values, after they were gathered; on a CPU at once."""
+        if self._stream is None or gathered is None:
+            yield
+            return
+        self._stream.wait_event(gathered)
+        for tensor in values:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
 
 class _Totals:
     """Digests and counts of one version, on their way to the host.
 
     Args:
-        totals: for each dtype [3] int64, as of `reference.compare`, or the digest alone.
+        totals: for each dtype the digest, or with `per_dtype` 3 what `reference.compare` returns; or a function that
+            begins to compute the digests, and is called when they are needed.
         values: all active values by dtype.
     """
 
-    def __init__(self, totals: list[Tensor], values: Mapping[str, Tensor]) -> None:
-        self._copy = HostCopy(totals)
-        self._sizes = [(t.numel(), v.numel()) for t, v in zip(totals, values.values(), strict=True)]
+    def __init__(
+        self, totals: HostCopy | Callable[[], HostCopy], values: Mapping[str, Tensor], *, per_dtype: Literal[1, 3] = 1
+    ) -> None:
+        self._totals, self._per_dtype = totals, per_dtype
+        self._sizes = [v.numel() for v in values.values()]
+        self._lock = threading.Lock()
+
+    def begin(self) -> HostCopy:
+        """Begin to compute the digests, unless that was done."""
+        with self._lock:
+            if not isinstance(self._totals, HostCopy):
+                self._totals = self._totals()
+            return self._totals
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        numbers = iter(self._copy.numbers)
+        numbers = iter(self.begin().numbers)
         found = []
-        for totals, numel in self._sizes:
+        for numel in self._sizes:
             digest = next(numbers)
-            found.append((digest, digest, numel) if totals == 1 else (digest, next(numbers), next(numbers)))
+            found.append((digest, digest, numel) if self._per_dtype == 1 else (digest, next(numbers), next(numbers)))
         return found
 
     @cached_property
