@@ -18,6 +18,7 @@ SETTINGS = {
     "seconds": {"grpo": 100, "sft": 50, "dpo": 60, "rft": 50},
     "tile": "tile64",
     "lora": {"ranks": [8, 1, 64], "percent": 0.2269},
+    "grpo": {"n_steps": 50},
 }
 
 

@@ -19,6 +19,7 @@ from sparse_opt.bench.study import runs, schedule
 from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.results import Results
 from sparse_opt.bench.study.runs import Chore, do, mask_file, mask_path, needed_by
+from sparse_opt.bench.study.verdicts import rows_of
 from sparse_opt.bench.study.world import World
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.mask_set import MaskSet
@@ -45,7 +46,7 @@ def test_every_run_of_the_plan_can_be_read_and_has_rates(size):
         assert tuned_by.tuned_by == tuned_by.subject
 
 
-def test_the_best_source_is_run_at_every_density_once_it_is_chosen():
+def test_every_source_is_run_at_every_density_the_best_one_first():
     def words_of(task, chosen):
         parts = plan([4], ["sums", "another"], [0, 1], chosen, LORA)
         assert all(part.seeds == (0, 1) for part in parts)
@@ -54,10 +55,13 @@ def test_the_best_source_is_run_at_every_density_once_it_is_chosen():
     at_first = words_of("sums", lambda subjects: None)
     assert not any(word.startswith("snip") for word in at_first - {"snip:2.5:tile64"})
     added = words_of("sums", lambda subjects: subjects[-1]) - at_first
-    assert {word.partition(":")[2] for word in added} == {
-        f"{percent}{pattern}" for percent in ("10", "2.5", "1", "0.1") for pattern in ("", ":tile64")
-    } - {"2.5:tile64"}
-    assert {word.partition(":")[0] for word in added} == {"early10"}
+    sources = {"magnitude", "fisher", "snip", "early2", "early5", "early10"}
+    sizes = {f"{percent}{pattern}" for percent in ("10", "2.5", "1", "0.1") for pattern in ("", ":tile64")}
+    assert added == {f"{source}:{size}" for source in sources for size in sizes - {"2.5:tile64"}}
+    parts = plan([4], ["sums", "another"], [0, 1], lambda subjects: subjects[-1], LORA)
+    tiers = {part.subject.trained: part.tier for part in parts if part.subject.trained in added}
+    assert {tier for word, tier in tiers.items() if word.startswith("early10:")} == {6}
+    assert {tier for word, tier in tiers.items() if not word.startswith("early10:")} == {10}
     # The best masks of one density are compared on the other task too.
     assert words_of("another", first_of) == {"dense", "random:2.5:tile64", "random:1"}
 
@@ -93,6 +97,45 @@ def test_the_central_comparison_is_made_on_every_task(claim, words):
     for task in ("sums", "another"):
         of_task = {part.subject.trained: part.seeds for part in parts if part.subject.task == task}
         assert all(of_task[word] == ((0,) if word == "again" else (0, 1)) for word in words)
+
+
+def test_masks_are_run_as_long_as_dense_training_takes(settings):
+    """Masks of other sources have one size, and random ones all; what was not timed, or takes as long, has no more."""
+    tiles = [f"{source}:2.5:tile64" for source in ("random", "snip", "early10", "found")]
+    words = [*tiles, "random:10", "random:1", "random:0.1", "snip:1"]
+    subjects = [DENSE, *(Subject("grpo", "sums", word) for word in words)]
+    parts = [Part(subject, subject, (0, 1), (4, 5)) for subject in subjects]
+    seconds = {"dense": 1.0, "random:2.5:tile64": 0.8, "random:1": 0.5, "random:10": 1.0}
+    times = {("grpo", word): {"step_time_s": step} for word, step in seconds.items()}
+    found = schedule.at_equal_time(settings, parts, times)
+    assert {part.subject.trained: part.n_steps for part in found} == {
+        "random:2.5:tile64": 62,
+        "random:1": 100,
+        "snip:2.5:tile64": 62,
+        "early10:2.5:tile64": 56,  # of 90 % of the time, since it takes 10 % to find it
+    }
+    assert all(part.claims == (4,) and part.seeds == (0, 1) for part in found)
+    assert schedule.at_equal_time(settings, parts, {}) == []
+
+
+def test_runs_of_another_length_are_kept_apart(results, measured, settings, tmp_path):
+    subject = Subject("grpo", "sums", "random:1:tile64")
+    for rate, accuracy in zip(first_rates(settings, subject), (0.4, 0.5, 0.4), strict=True):
+        results.add(Run("grpo", "sums", subject.trained, rate, TUNING_SEED), measured(accuracy))
+    part = Part(subject, subject, (0, 1), (4,))
+    longer = replace(part, n_steps=70)
+    rate = results.best_rate(subject)
+    assert [run.n_steps for run in schedule.runs_left(settings, longer, results)] == [70, 70]
+    results.add(Run("grpo", "sums", subject.trained, rate, 0, 70), measured(0.75))
+    results.add(Run("grpo", "sums", subject.trained, rate, 0), measured(0.25))
+    for known in (results, Results(results.path, results.header)):
+        assert [row["accuracy"] for row in rows_of(known, longer)] == [0.75]
+        assert [row["accuracy"] for row in rows_of(known, part)] == [0.25]
+        assert [run.seed for run in schedule.runs_left(settings, longer, known)] == [1]
+    world = World(tmp_path, {"shared": {}, "grpo": {"n_steps": 50}, "reward_functions": []}, "cpu")
+    assert world.options(Run("grpo", "sums", "dense", 1e-5, 0))["n_steps"] == 50
+    assert world.options(Run("grpo", "sums", "dense", 1e-5, 0, 70))["n_steps"] == 70
+    assert Run("grpo", "sums", "dense", 1e-5, 0, 70).name.endswith("_seed0_70steps")
 
 
 def test_first_seeds_come_before_second_ones_and_small_claims_before_large_ones():

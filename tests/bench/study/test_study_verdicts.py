@@ -148,22 +148,25 @@ def test_the_page_says_what_is_missing(results, measured, settings):
     assert table[2:4] == ["| 0 | 25.0% | 25.0% | 25.0% |", "| none | 12.5% | 12.5% | 12.5% |"]
 
 
-def test_rewards_at_equal_time(results, measured, settings):
+def test_scores_in_the_time_of_dense_training(results, measured, settings):
     """Steps of the mask take half as long, by times measured alone."""
-    parts = [Part(subject, subject, (0,), (4,)) for subject in (DENSE, Subject("grpo", "sums", "random:1:tile64"))]
+    mask = Subject("grpo", "sums", "random:1:tile64")
+    parts = [Part(subject, subject, (0, 1), (4,)) for subject in (DENSE, mask)]
     for part in parts:
         rate = first_rates(settings, part.subject)[0]
-        for seed in (TUNING_SEED, 0):
-            rewards = {str(step): step / 100 for step in range(5, 80, 5)}
-            results.add(Run("grpo", "sums", part.subject.trained, rate, seed), measured(rewards=rewards, jobs=8))
+        for seed, accuracy in ((TUNING_SEED, 0.5), (0, 0.5), (1, 0.6)):
+            results.add(Run("grpo", "sums", part.subject.trained, rate, seed), measured(accuracy))
     times = {("grpo", "dense"): {"step_time_s": 2.0}, ("grpo", "random:1:tile64"): {"step_time_s": 1.0}}
-    choice = Choice([4], ["sums"], [0])
+    choice = Choice([4], ["sums"], [0, 1])
+    assert "dense's time" not in report(results, parts, choice, {}, settings, times)  # no run of this length
+    rate = first_rates(settings, mask)[0]
+    for seed, accuracy in ((0, 0.7), (1, 0.8)):
+        results.add(Run("grpo", "sums", mask.trained, rate, seed, 100), measured(accuracy))
     page = report(results, parts, choice, {}, settings, times)
-    assert "| task | trained | runs | s a step | steps in 75 s | reward then | reward at the end |" in page
-    # The last three rewards within 37 steps are those of 25, 30 and 35.
-    assert "| sums | dense | 1 | 2.000 | 37 | 0.300 | 0.700 |" in page
-    assert "| sums | random:1:tile64 | 1 | 1.000 | 75 | 0.700 | 0.700 |" in page
-    assert "steps in" not in report(results, parts, choice, {}, settings)  # no run was alone
+    assert "| sums | dense | 2.00 | 50 | 0.550 | 0.500 0.600 | 0.550 |  |  |" in page
+    # The standard error of each mean is 0.05.
+    assert "| sums | random:1:tile64 | 1.00 | 100 | 0.750 | 0.700 0.800 | 0.550 | +0.200 | 0.141 |" in page
+    assert "dense's time" not in report(results, parts, choice, {}, settings)
 
 
 def test_scores_and_what_is_forgotten(results, measured):
