@@ -13,7 +13,7 @@ from .plan import CLAIMS, SETTINGS, Choice, Part
 from .report import verdict_table
 from .results import RESULTS_FILE, Results, read_starts, settings_digest
 from .schedule import parts_of
-from .tables import score_table
+from .tables import at_equal_time_table, score_table
 from .timing import Times, read_times
 
 
@@ -49,3 +49,10 @@ def scores(folder: Path) -> str:
     """What was learned and forgotten under each choice of what is trained; raises like `verdicts`."""
     found = _read(folder)
     return score_table(found.results, found.parts, found.starts, found.times)
+
+
+def at_equal_time(folder: Path) -> str:
+    """The held-out scores in the time of dense training; raises like `verdicts`."""
+    found = _read(folder)
+    of_claim = [part for part in found.parts if 4 in part.claims]
+    return "\n\n".join(at_equal_time_table(found.results, of_claim, found.settings, found.times))

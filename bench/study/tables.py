@@ -138,45 +138,39 @@ def _by_place(results: Results, parts: Sequence[Part]) -> list[str]:
 
 
 def at_equal_time_table(results: Results, parts: Sequence[Part], settings: dict[str, Any], times: Times) -> list[str]:
-    """The held-out scores of masks in the time of the dense runs of their task, with dense's own; none without both."""
-    rows = []
-    longer = {part.subject: part for part in at_equal_time(settings, parts, times)}
-    for dense in (part for part in parts if part.subject.trained == "dense" and rows_of(results, part)):
-        score, n_steps = score_of(rows_of(results, dense)), settings[dense.subject.algorithm]["n_steps"]
-        step = times.get((dense.subject.algorithm, "dense"), {}).get("step_time_s")
-        of_task = []
-        for part in parts:
-            runs = rows_of(results, longer[part.subject]) if part.subject in longer else []
-            if runs and part.subject.task == dense.subject.task and runs[0]["seed"] != TUNING_SEED:
-                found = score_of(runs)
-                compared_with = difference(found, score)
-                of_task.append(
-                    (
-                        part.subject.task,
-                        part.subject.trained,
-                        f"{step_seconds(times, part, runs):.2f}",
-                        str(longer[part.subject].n_steps),
-                        f"{found.mean:.3f}",
-                        _seeds(runs),
-                        f"{score_of(rows_of(results, part)).mean:.3f}",
-                        f"{compared_with.value:+.3f}",
-                        "" if math.isnan(compared_with.error) else f"{compared_with.error:.3f}",
-                    )
+    """The held-out scores of masks in the time of their task's dense runs, below dense's own; none without both."""
+    rows: list[tuple[str, ...]] = []
+    scored = [part for part in at_equal_time(settings, parts, times) if _has_seeds(results, part)]
+    for dense in (part for part in parts if part.subject.trained == "dense" and _has_seeds(results, part)):
+        of_task = [part for part in scored if part.subject.task == dense.subject.task]
+        n_steps = settings[dense.subject.algorithm]["n_steps"]
+        for part in [replace(dense, n_steps=n_steps), *of_task] if of_task else []:
+            equal_steps = replace(part, n_steps=None)
+            runs = rows_of(results, equal_steps if part.n_steps == n_steps else part)
+            found = difference(score_of(runs), score_of(rows_of(results, dense)))
+            is_known = part.subject != dense.subject and not math.isnan(found.error)
+            rows.append(
+                (
+                    part.subject.task,
+                    part.subject.trained,
+                    f"{step_seconds(times, part, runs):.2f}",
+                    str(part.n_steps),
+                    f"{score_of(runs).mean:.3f}",
+                    _seeds(runs),
+                    f"{score_of(rows_of(results, equal_steps)).mean:.3f}",
+                    f"{found.value:+.3f}" if is_known else "",
+                    f"{found.error:.3f}" if is_known else "",
                 )
-        if of_task:
-            own = (
-                f"{step:.2f}",
-                str(n_steps),
-                f"{score.mean:.3f}",
-                _seeds(rows_of(results, dense)),
-                f"{score.mean:.3f}",
             )
-            rows += [(dense.subject.task, "dense", *own, "", ""), *of_task]
     headers = (
         "task", "trained", "s a step", "steps in dense's time", "held out", "seeds", "of equal steps", "above dense",
         "known up to",
     )  # fmt: skip
     return [markdown_table(headers, rows, n_words=2)] if rows else []
+
+
+def _has_seeds(results: Results, part: Part) -> bool:
+    return any(row["seed"] != TUNING_SEED for row in rows_of(results, part))
 
 
 def _seeds(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -132,7 +132,7 @@ def test_runs_of_another_length_are_kept_apart(results, measured, settings, tmp_
         assert [row["accuracy"] for row in rows_of(known, longer)] == [0.75]
         assert [row["accuracy"] for row in rows_of(known, part)] == [0.25]
         assert [run.seed for run in schedule.runs_left(settings, longer, known)] == [1]
-    world = World(tmp_path, {"shared": {}, "grpo": {"n_steps": 50}, "reward_functions": []}, "cpu")
+    world = World(tmp_path, {"model": "smollm2", "shared": {}, "grpo": {"n_steps": 50}, "reward_functions": []}, "cpu")
     assert world.options(Run("grpo", "sums", "dense", 1e-5, 0))["n_steps"] == 50
     assert world.options(Run("grpo", "sums", "dense", 1e-5, 0, 70))["n_steps"] == 70
     assert Run("grpo", "sums", "dense", 1e-5, 0, 70).name.endswith("_seed0_70steps")
