@@ -193,7 +193,7 @@ def plan(
     | 7 | SHiRA and Super-Tuning |
     | 8 | LoRA of the other ranks, and masks of their sizes |
     | 9 | masks with as many steps as they make in the time of dense training, see `schedule.at_equal_time` |
-    | 10 | the other sources but `found` at all densities, in tiles and single elements |
+    | 10 | the other sources but `found` at all densities, in tiles and single elements, with one seed |
 
     Every subject is tuned on its own, on every task, except for those of `OF_DENSE`.
 
@@ -269,9 +269,9 @@ def plan(
     if other is not None:
         best_source = Trained.parse(other.trained).source
         for percent, source in product(elements, masks):
-            tier = 6 if source == best_source else 10
-            add(tier, (4,), f"{source}:{percent:g}:{tile}", every)
-            add(tier, (4,), f"{source}:{percent:g}", every)
+            tier, runs = (6, every) if source == best_source else (10, one)
+            add(tier, (4,), f"{source}:{percent:g}:{tile}", runs)
+            add(tier, (4,), f"{source}:{percent:g}", runs)
         two = [elements[1], Subject("grpo", first, f"{best_source}:1")]
         if (best_elements := chosen(two)) is not None:
             for task in others:
