@@ -313,6 +313,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **verl_tables,
     "study_verdicts": lambda results: study.verdicts(results / STUDY),
     "study_scores": lambda results: study.scores(results / STUDY),
+    "study_sources": lambda results: study.sources(results / STUDY),
     "study_equal_time": lambda results: study.at_equal_time(results / STUDY),
 }
 

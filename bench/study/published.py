@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .plan import CLAIMS, SETTINGS, Choice, Part
+from .plan import CLAIMS, SETTINGS, Choice, Part, Trained
 from .report import verdict_table
 from .results import RESULTS_FILE, Results, read_starts, settings_digest
 from .schedule import parts_of
-from .tables import at_equal_time_table, score_table
+from .tables import at_equal_time_table, score_table, source_table
 from .timing import Times, read_times
 
 
@@ -46,9 +46,18 @@ def verdicts(folder: Path) -> str:
 
 
 def scores(folder: Path) -> str:
-    """What was learned and forgotten under each choice of what is trained; raises like `verdicts`."""
+    """What was learned and forgotten under each choice of what is trained, without masks of one seed, which are in
+    `sources`; raises like `verdicts`."""
     found = _read(folder)
-    return score_table(found.results, found.parts, found.starts, found.times)
+    parts = [part for part in found.parts if len(part.seeds) != 1 or not Trained.parse(part.subject.trained).is_mask]
+    return score_table(found.results, parts, found.starts, found.times)
+
+
+def sources(folder: Path) -> str:
+    """The held-out scores of all sources of masks, on the first task; raises like `verdicts`."""
+    found = _read(folder)
+    of_claim = [part for part in found.parts if 4 in part.claims]
+    return "\n\n".join(source_table(found.results, of_claim, found.choice.tasks[0]))
 
 
 def at_equal_time(folder: Path) -> str:

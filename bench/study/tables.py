@@ -12,7 +12,7 @@ from typing import Any
 from sparse_opt.tables import markdown_table
 
 from .law import best_of, law
-from .plan import TUNING_SEED, Part, Run
+from .plan import SOURCES, TUNING_SEED, Part, Run, Trained
 from .results import Results
 from .schedule import at_equal_time
 from .timing import Times, timed_as
@@ -37,7 +37,8 @@ def further_tables(
     if claim == 3:
         return differences + _closeness(results, parts)
     if claim == 4:
-        return differences + at_equal_time_table(results, parts, settings, times)
+        by_source = [table for task in tasks for table in source_table(results, parts, task)]
+        return by_source + differences + at_equal_time_table(results, parts, settings, times)
     if claim == 5:
         return [*differences, score_table(results, parts, before, times)]
     if claim == 7:
@@ -135,6 +136,29 @@ def _by_place(results: Results, parts: Sequence[Part]) -> list[str]:
         headers = (f"changed by {what}", *(f"{subject.algorithm} {subject.task}" for subject in found))
         tables.append(markdown_table(headers, rows, n_words=1))
     return tables
+
+
+def source_table(results: Results, parts: Sequence[Part], task: str) -> list[str]:
+    """The held-out scores of masks on a task: a row for each source, a column for each size and pattern.
+
+    With several seeds the mean and the spread. None unless there are several sources.
+    """
+    scores: dict[str, dict[tuple[float, str], str]] = defaultdict(dict)
+    for part in parts:
+        trained, runs = Trained.parse(part.subject.trained), rows_of(results, part)
+        if trained.is_mask and part.subject.task == task and runs and runs[0]["seed"] != TUNING_SEED:
+            assert trained.amount is not None and trained.pattern is not None
+            score = score_of(runs)
+            spread = "" if math.isnan(score.spread) else f" ± {score.spread:.3f}"
+            scores[trained.source][trained.amount, trained.pattern] = f"{score.mean:.3f}{spread}"
+    if len(scores) < 2:
+        return []
+    sizes = sorted(
+        {size for found in scores.values() for size in found}, key=lambda size: (size[1] == "element", -size[0])
+    )
+    rows = [(source, *(scores[source].get(size, "") for size in sizes)) for source in SOURCES if source in scores]
+    headers = (f"{task}, masks of", *(f"{amount:g} %, {pattern}" for amount, pattern in sizes))
+    return [markdown_table(headers, rows, n_words=1)]
 
 
 def at_equal_time_table(results: Results, parts: Sequence[Part], settings: dict[str, Any], times: Times) -> list[str]:

@@ -148,6 +148,27 @@ def test_the_page_says_what_is_missing(results, measured, settings):
     assert table[2:4] == ["| 0 | 25.0% | 25.0% | 25.0% |", "| none | 12.5% | 12.5% | 12.5% |"]
 
 
+def test_scores_by_source_and_size(results, measured, settings):
+    """Two seeds have a spread; a tuning run alone is not shown."""
+    words = {"random:1:tile64": (0, 1), "random:10": (0,), "snip:1:tile64": (0,), "fisher:1:tile64": ()}
+    parts = [Part(subject, subject, seeds, (4,)) for word, seeds in words.items()
+             for subject in [Subject("grpo", "sums", word)]]  # fmt: skip
+    for part in parts:
+        rate = first_rates(settings, part.subject)[0]
+        for seed, accuracy in ((TUNING_SEED, 0.25), *((seed, 0.5 + seed / 10) for seed in part.seeds)):
+            results.add(Run("grpo", "sums", part.subject.trained, rate, seed), measured(accuracy))
+    page = report(results, parts, Choice([4], ["sums"], [0, 1]), {}, settings)
+    table = page[page.index("| sums, masks of |") :].splitlines()
+    assert table[:4] == [
+        "| sums, masks of | 1 %, tile64 | 10 %, element |",
+        "| --- | ---: | ---: |",
+        "| random | 0.550 ± 0.071 | 0.500 |",
+        "| snip | 0.500 |  |",
+    ]
+    page = report(results, parts[:2], Choice([4], ["sums"], [0, 1]), {}, settings)
+    assert "masks of" not in page  # one source
+
+
 def test_scores_in_the_time_of_dense_training(results, measured, settings):
     """Steps of the mask take half as long, by times measured alone."""
     mask = Subject("grpo", "sums", "random:1:tile64")
