@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -39,9 +39,7 @@ class Message:
             value of the dtype changed.
         base_version, base_digest: of the weights that an update applies to; None otherwise.
         layout: JSON of the `Layout`, in a mask message only.
-        arrival: for transports whose tensors are on their way to a GPU, in the order of the current stream: called by
-            the receiver before its host waits for the device, returns when they have arrived, or raises an error that
-            the receiver passes on, with weights and version as they were. Of an update or a state.
+        digests: those of `WeightReceiver.begin_digests` for these tensors, or None.
     """
 
     kind: Kind
@@ -53,7 +51,7 @@ class Message:
     base_version: int | None = None
     base_digest: str | None = None
     layout: str | None = field(default=None, repr=False)
-    arrival: Callable[[], object] | None = field(default=None, repr=False, compare=False)
+    digests: Any = field(default=None, repr=False, compare=False)
 
     def wait(self) -> Message:
         """Return this message, which is complete. See `PendingMessage.wait`."""

@@ -48,12 +48,18 @@ class _Change(NamedTuple):
     changed: int = 0  # number of changed values
 
 
-class _Digests(NamedTuple):
-    """Digests of all values of a message, on their way to the host."""
+class Digests(NamedTuple):
+    """The digests of all values of a message, on the device and on their way to the host."""
 
     values: Sequence[Tensor | None]
     sums: list[Tensor]
     found: HostCopy
+
+    def are_of(self, changes: Sequence[_Change]) -> bool:
+        """Whether these changes have the same tensors."""
+        return len(changes) == len(self.values) and all(
+            a is b.values for a, b in zip(self.values, changes, strict=True)
+        )
 
 
 class WeightReceiver:
@@ -85,7 +91,6 @@ class WeightReceiver:
         self._version: int | None = None
         self._digest: str | None = None
         self._sums: list[int] = []  # the digest of each group, if the receiver is whole
-        self._begun: _Digests | None = None  # of a message to come
 
     @property
     def version(self) -> int | None:
@@ -153,22 +158,27 @@ class WeightReceiver:
         return self._version
 
     @torch.inference_mode()
-    def begin_digests(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin the digests of all values of a message that is still to come, on the current stream.
+    def begin_digests(self, tensors: Mapping[str, Tensor]) -> Digests | None:
+        """Begin the digests of all values of a message that is still to come, in the order of the current stream.
 
-        For transports whose tensors arrive before the message: `receive` takes the digests if it gets the same tensors.
+        For transports whose tensors arrive before the message, which gets what this returns as its `digests`. The
+        tensors must not be changed by others until `receive` has returned.
 
         Args:
             tensors: those of the message.
+
+        Returns:
+            None if the tensors are not all values of the mask, or are on another device than the weights.
         """
-        self._begun, mask = None, self._mask
-        if mask is None or any(tensor.device != mask.device for tensor in tensors.values()):
-            return
+        mask = self._mask
+        if mask is None:
+            return None
         values = [tensors.get(f"{group.dtype}.values") for group in mask.layout.groups]
-        changes = [_Change(of_group) for of_group in values if of_group is not None]
-        if len(changes) == len(mask.layout.groups):
-            results = _sums(mask, changes)
-            self._begun = _Digests([change.values for change in changes], results, HostCopy(results))
+        changes = [_Change(of_group) for of_group in values if of_group is not None and of_group.device == mask.device]
+        if len(changes) < len(values):
+            return None
+        results = _sums(mask, changes)
+        return Digests([change.values for change in changes], results, HostCopy(results))
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -267,9 +277,9 @@ class WeightReceiver:
         self._check_order(message)
         pairs = zip(mask.layout.groups, mask.indices, strict=True)
         changes = [_change(message, group, index, mask.device) for group, index in pairs]
-        begun, self._begun = self._begun, None
-        if begun is not None and all(a is b.values for a, b in zip(begun.values, changes, strict=True)):
-            results, found = begun.sums, begun.found
+        early = message.digests
+        if isinstance(early, Digests) and early.are_of(changes):
+            results, found = early.sums, early.found
         else:
             results = _sums(mask, changes)
             found = HostCopy(results)
@@ -280,8 +290,6 @@ class WeightReceiver:
         valid = _all_valid(message, changes, results)
         if valid is not None:
             _write(mask, changes, valid)
-        if message.arrival is not None:
-            message.arrival()
         sums = self._verify(mask, message, changes, found.numbers)
         if valid is None:
             _write(mask, changes)

@@ -72,7 +72,7 @@ class WeightSender:
         )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         sent, gathered = self._take()
-        self._sent = _Sent(0, sent, _Totals(lambda: self._digests(sent, gathered), sent))
+        self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
 
     @property
     def version(self) -> int:
@@ -129,9 +129,9 @@ class WeightSender:
     def update(self) -> PendingMessage:
         """Gather the active weights as they are now, and return the message that brings receivers to them.
 
-        The gather runs on the current stream. The comparison with the values sent last and the digests follow on a
-        side stream, and the host does not wait: call `wait` on the result before you use it. With the encoding
-        "values", digests begin in `wait`.
+        The gather runs on the current stream, and the host does not wait: call `wait` on the result before you use it.
+        What else the message needs is computed on a side stream: the comparison with the values sent last and the
+        digests directly after the gather, or, with the encoding "values", the digests in `wait`.
 
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
@@ -139,9 +139,9 @@ class WeightSender:
         base, (new, gathered) = self._sent, self._take()
         changes: dict[str, tuple[Tensor, Tensor]] = {}
         if self._encoding == "values":
-            totals = _Totals(lambda: self._digests(new, gathered), new)
+            totals = _Totals(self._digests_of(new, gathered), new)
         else:
-            with self._aside(gathered, [*new.values(), *base.values.values()]):
+            with _aside(self._stream, gathered, [*new.values(), *base.values.values()]):
                 found = []
                 for dtype, values in new.items():
                     # On a GPU before the number of changes is known: few are usual, and the host then waits once.
@@ -201,22 +201,31 @@ class WeightSender:
         values = self._values.take()
         return values, None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
-    def _digests(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> HostCopy:
-        """Compute the digest of all active values of each dtype, on the side stream."""
-        with torch.no_grad(), self._aside(gathered, list(values.values())):
-            return HostCopy([self._backend.digest_sum(group, self._first(dtype)) for dtype, group in values.items()])
+    def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> Callable[[], HostCopy]:
+        """Return a function that begins to compute the digests of all active values, and does not keep this sender."""
+        numbered = [(group, self._first(dtype)) for dtype, group in values.items()]
+        stream, digest_sum = self._stream, self._backend.digest_sum
 
-    @contextlib.contextmanager
-    def _aside(self, gathered: torch.cuda.Event | None, values: Sequence[Tensor]) -> Iterator[None]:
-        """Run on the side stream what uses these values, after they were gathered; on a CPU at once."""
-        if self._stream is None or gathered is None:
-            yield
-            return
-        self._stream.wait_event(gathered)
-        for tensor in values:
-            tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            yield
+        def begin() -> HostCopy:
+            with torch.no_grad(), _aside(stream, gathered, [group for group, _ in numbered]):
+                return HostCopy([digest_sum(group, first) for group, first in numbered])
+
+        return begin
+
+
+@contextlib.contextmanager
+def _aside(
+    stream: torch.cuda.Stream | None, gathered: torch.cuda.Event | None, values: Sequence[Tensor]
+) -> Iterator[None]:
+    """Run the body on a side stream, after the values are gathered. On a CPU, run it directly."""
+    if stream is None or gathered is None:
+        yield
+        return
+    stream.wait_event(gathered)
+    for tensor in values:
+        tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
+        yield
 
 
 class _Totals:
@@ -296,26 +305,35 @@ class PendingMessage:
         """
         with self._lock:
             message = self._message or self._made()
-            if self._stream is not None and self._ready is not None:
-                current = torch.cuda.current_stream(self._stream.device)
-                current.wait_event(self._ready)
-                for tensor in message.tensors.values():
-                    tensor.record_stream(current)
+            self._usable(message.tensors, self._ready)
             return message
 
     def values(self) -> dict[str, Tensor]:
-        """Return the tensors of a message that has all values, before their digests are known.
+        """Return the tensors of the message, before their digests are known. May be called from any thread.
 
-        They can be used on the stream that is current in the calling thread. May be called from any thread, once at
-        most and before `wait`, of an update whose `WeightSender.announced_tensors` are not None.
+        They can be used on the stream that is current in the calling thread.
+
+        Raises:
+            ValueError: the sender's encoding is another one than "values".
         """
+        if self._encoding != "values":
+            raise ValueError(
+                f"the encoding is {self._encoding!r}: the tensors of the message depend on what has changed"
+            )
         with self._lock:
-            if self._stream is not None and self._gathered is not None:
-                current = torch.cuda.current_stream(self._stream.device)
-                current.wait_event(self._gathered)
-                for tensor in self._sent.values.values():
-                    tensor.record_stream(current)
-            return {f"{dtype}.values": tensor for dtype, tensor in self._sent.values.items()}
+            if self._message is not None:
+                return self._usable(self._message.tensors, self._ready)
+            tensors = {f"{dtype}.values": tensor for dtype, tensor in self._sent.values.items()}
+            return self._usable(tensors, self._gathered)
+
+    def _usable(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
+        """Let the current stream wait until tensors are complete, and return them."""
+        if self._stream is not None and ready is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(ready)
+            for tensor in tensors.values():
+                tensor.record_stream(current)
+        return tensors
 
     def to_bytes(self) -> bytes:
         """`wait`, and return `Message.to_bytes`."""

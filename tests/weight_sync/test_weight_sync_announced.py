@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 from followers import PATIENCE, Follower, sending, weights_and_mask
 from samples import bits, change, clones, same_bits
 
 from sparse_opt.errors import DamagedMessage, WeightSyncError
-from sparse_opt.weight_sync import WeightReceiver, WeightSender
-from sparse_opt.weight_sync.transports import ProcessGroupReceiver
+from sparse_opt.weight_sync import PendingMessage, WeightReceiver, WeightSender
+from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender, process_group
+
+
+class Events(list[str]):
+    """What happens to announced tensors: a receiver joins or leaves, the sender begins or withdraws."""
+
+    def note(self, owner: Any, name: str, event: str, when: Callable[[bool, Any], bool] = lambda joined, result: True):
+        """Note an event with each call of a method, if `when` says so: after the result, and joined before it."""
+        method = getattr(owner, name)
+
+        def call(channel: Any, *arguments: Any) -> Any:
+            joined = getattr(channel, "_joined", None) is not None
+            result = method(channel, *arguments)
+            if when(joined, result):
+                self.append(event)
+            return result
+
+        return patch.object(owner, name, call)
 
 
 @pytest.fixture
-def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens to announced tensors: a receiver joins or leaves, the sender begins or withdraws."""
-    from sparse_opt.weight_sync.transports.process_group import ProcessGroupSender
-
-    events = list[str]()
-
-    def noted(cls: type, name: str, note: str) -> None:
-        method = getattr(cls, name)
-
-        def call(self: Any, *arguments: Any) -> Any:
-            # Receivers are told to leave before every other command.
-            had = getattr(self, "_joined", None) is not None
-            result = method(self, *arguments)
-            if result is not False and (name != "_leave" or had):
-                events.append(note)
-            return result
-
-        monkeypatch.setattr(cls, name, call)
-
-    noted(ProcessGroupReceiver, "_join", "join")
-    noted(ProcessGroupReceiver, "_leave", "leave")
-    noted(ProcessGroupSender, "_begin", "begin")
-    noted(ProcessGroupSender, "_withdraw", "withdraw")
-    return events
+def announced() -> Iterator[Events]:
+    events = Events()
+    with (
+        events.note(ProcessGroupReceiver, "_accept", "join", lambda joined, result: result),
+        events.note(ProcessGroupReceiver, "_leave", "leave", lambda joined, result: joined),
+        events.note(ProcessGroupSender, "_begin", "begin"),
+        events.note(ProcessGroupSender, "_withdraw", "withdraw"),
+    ):
+        yield events
 
 
-def test_all_join_if_none_has_missed_anything(announced: list[str]) -> None:
+def test_all_join_if_none_has_missed_anything(announced: Events) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask, encoding="values")) as channel:
         followers = [Follower(channel.address, clones(weights), name) for name in ("first", "second")]
@@ -58,7 +65,7 @@ def test_all_join_if_none_has_missed_anything(announced: list[str]) -> None:
     assert announced == ["join", "join", "begin"] * 5
 
 
-def test_values_that_may_be_sent_as_a_bitmap_are_not_announced(announced: list[str]) -> None:
+def test_values_that_may_be_sent_as_a_bitmap_are_not_announced(announced: Events) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask)) as channel:
         follower = Follower(channel.address, clones(weights), "follower")
@@ -68,7 +75,7 @@ def test_values_that_may_be_sent_as_a_bitmap_are_not_announced(announced: list[s
     assert follower.ended() and announced == []
 
 
-def test_the_others_leave_if_one_needs_a_state(announced: list[str]) -> None:
+def test_the_others_leave_if_one_needs_a_state(announced: Events) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask, encoding="values")) as channel:
         followers = [Follower(channel.address, clones(weights), name) for name in ("first", "second")]
@@ -89,38 +96,128 @@ def test_the_others_leave_if_one_needs_a_state(announced: list[str]) -> None:
     assert all(follower.ended() and not follower.errors for follower in followers)
 
 
-def test_a_receiver_that_dies_after_it_has_joined_is_named() -> None:
+def test_a_receiver_that_dies_after_it_has_joined_is_named(announced: Events) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask, encoding="values"), timeout=1.5) as channel:
         good = Follower(channel.address, clones(weights), "good")
         ended = threading.Event()
 
         def follow() -> None:
-            """Take versions 0 and 1, join the transfer of 2, and stop."""
-            copy = WeightReceiver(clones(weights))
-            dying = ProcessGroupReceiver(copy, channel.address, timeout=PATIENCE, name="dying")
+            """Take versions 0 and 1, accept the transfer of 2, and stop."""
+            dying = ProcessGroupReceiver(
+                WeightReceiver(clones(weights)), channel.address, timeout=PATIENCE, name="dying"
+            )
             assert [dying.receive(PATIENCE), dying.receive(PATIENCE)] == [0, 1]
-            dying._join = lambda announced: True  # type: ignore[method-assign]
-            dying._fetch = fail  # type: ignore[method-assign]
-            with pytest.raises(WeightSyncError, match="^dies$"):
+            with patch.object(dying, "_join", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
                 dying.receive(PATIENCE)
             ended.set()
-
-        def fail(command: dict[str, Any]) -> Any:
-            time.sleep(4.0)  # longer than the channel waits for the transfer and the reply
-            raise WeightSyncError("dies")
 
         threading.Thread(target=follow, daemon=True).start()
         channel.wait_for_receivers(2, PATIENCE)
         assert channel.update() == 1
         change(weights, mask, 0.1, seed=1)
+        announced.clear()
         with pytest.raises(WeightSyncError, match="^version 2: dying has not replied within 1.5 s$"):
             channel.update()
+        assert sorted(announced) == ["begin", "join", "join", "leave"]
         assert same_bits(weights, good.weights)
-        change(weights, mask, 0.1, seed=2)
-        assert channel.update() == 3 and same_bits(weights, good.weights)
         assert ended.wait(PATIENCE)
-    assert good.ended() and good.versions == [0, 1, 2, 3] and not good.errors
+        change(weights, mask, 0.1, seed=2)
+        assert channel.update() == 3
+        assert same_bits(weights, good.weights)
+    assert good.ended()
+    assert good.versions == [0, 1, 2, 3]
+    assert not good.errors
+
+
+@pytest.mark.parametrize("what", ["the broadcast", "memory"])
+def test_a_transfer_that_cannot_begin_here_is_repeated(announced: Events, what: str) -> None:
+    """The broadcast of the receiver fails at once, or there is no memory for its tensors."""
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values"), timeout=3.0) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        channel.wait_for_receivers(1, PATIENCE)
+        channel.update()
+        change(weights, mask, 0.1, seed=1)
+        announced.clear()
+        if what == "memory":
+            with patch.object(process_group, "tensors_of", side_effect=RuntimeError("out of memory")):
+                assert channel.update() == 2
+            assert announced == []
+        else:
+            with patch.object(follower.channel._group, "begin", side_effect=RuntimeError("no connection")):
+                assert channel.update() == 2
+            assert announced == ["join", "begin"]
+        assert same_bits(weights, follower.weights)
+        announced.clear()
+        assert channel.update() == 3
+        assert announced == ["join", "begin"]
+    assert follower.ended()
+    assert not follower.errors
+
+
+@pytest.mark.parametrize("where", ["_collect", "_begin", "wait"])
+@pytest.mark.parametrize("n_receivers", [1, 2])
+def test_the_next_update_is_right_after_a_round_that_was_interrupted(where: str, n_receivers: int) -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
+        followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
+        channel.wait_for_receivers(n_receivers, PATIENCE)
+        channel.update()
+        owner = PendingMessage if where == "wait" else ProcessGroupSender
+        change(weights, mask, 0.1, seed=1)
+        with patch.object(owner, where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            channel.update()
+        change(weights, mask, 0.1, seed=2)
+        began = time.monotonic()
+        assert channel.update() == 3
+        assert channel.update() == 4
+        assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
+        assert all(same_bits(weights, follower.weights) for follower in followers)
+        assert len(channel.receivers) == n_receivers
+    assert all(follower.ended() and not follower.errors for follower in followers)
+
+
+def test_updates_that_are_awaited_before_they_are_sent() -> None:
+    """By two channels of one sender, and as bytes."""
+    weights, mask = weights_and_mask()
+    sender = WeightSender(weights, mask, encoding="values")
+    with sending(sender, timeout=5.0) as first, sending(sender, timeout=5.0) as second:
+        followers = [Follower(channel.address, clones(weights), "follower") for channel in (first, second)]
+        for channel in (first, second):
+            channel.wait_for_receivers(1, PATIENCE)
+        began = time.monotonic()
+        for version in (1, 2):
+            change(weights, mask, 0.1, seed=version)
+            update = sender.update()
+            update.to_bytes()
+            first.send(update)
+            second.send(update)
+            assert all(same_bits(weights, follower.weights) for follower in followers)
+        assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
+    assert all(follower.ended() and follower.versions == [0, 1, 2] for follower in followers)
+
+
+def test_a_receiver_that_does_not_know_announcements_gets_no_second_one(announced: Events) -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values")) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        channel.wait_for_receivers(1, PATIENCE)
+
+        def answer(announcement: Any) -> None:
+            asked.append(announcement is not None)
+            follower.channel._control.reply(follower.channel._status())
+
+        asked = list[bool]()
+        with patch.object(follower.channel, "_answer", answer):
+            for version in (1, 2, 3):
+                change(weights, mask, 0.1, seed=version)
+                assert channel.update() == version
+                assert same_bits(weights, follower.weights)
+        assert asked == [True, False, False]
+        assert announced == []
+        assert channel._made == 1
+    assert follower.ended()
 
 
 def test_damaged_values_are_refused_and_followed_by_a_state() -> None:
@@ -134,71 +231,71 @@ def test_damaged_values_are_refused_and_followed_by_a_state() -> None:
 
         def damaged(command: dict[str, Any]) -> Any:
             assert command["announced"]
-            tensors = fetch(command)
+            tensors, digests = fetch(command)
             bits(next(iter(tensors.values())))[0] ^= 1
-            follower.channel._fetch = fetch  # type: ignore[method-assign]
-            return tensors
+            return tensors, digests
 
-        follower.channel._fetch = damaged  # type: ignore[method-assign]
         change(weights, mask, 0.1, seed=1)
-        with pytest.raises(WeightSyncError, match="^version 2: follower refused it: the values sent have digest"):
+        with (
+            patch.object(follower.channel, "_fetch", damaged),
+            pytest.raises(WeightSyncError, match="^version 2: follower refused it: the values sent have digest"),
+        ):
             channel.update()
         assert same_bits(before, follower.weights)
-        assert channel.update() == 3 and same_bits(weights, follower.weights)
-    assert follower.ended() and follower.versions == [0, 1, 3] and len(follower.errors) == 1
+        assert channel.update() == 3
+        assert same_bits(weights, follower.weights)
+    assert follower.ended()
+    assert follower.versions == [0, 1, 3]
+    assert len(follower.errors) == 1
 
 
-def test_digests_that_have_begun_are_those_of_the_same_tensors_only() -> None:
+def test_digests_of_other_tensors_are_not_taken() -> None:
     weights, mask = weights_and_mask()
-    sender, receiver = WeightSender(weights, mask, encoding="values"), WeightReceiver(clones(weights))
+    copy = clones(weights)
+    sender, receiver = WeightSender(weights, mask, encoding="values"), WeightReceiver(copy)
+    assert receiver.begin_digests({}) is None  # there was no mask message
     receiver.receive(sender.mask_message())
     change(weights, mask, 0.1, seed=1)
     update = sender.update()
     tensors = update.values()
-    assert [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()] == (
-        sender.announced_tensors
-    )
-    others = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    receiver.begin_digests(others)  # of a message that does not come
-    assert receiver.receive(update) == 1
-    change(weights, mask, 0.1, seed=2)
-    update = sender.update()
-    receiver.begin_digests(update.values())
-    # The digests are of the values when they were begun.
+    announced = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    assert announced == sender.announced_tensors
     message = update.wait()
-    saved = {name: tensor.clone() for name, tensor in message.tensors.items()}
-    for tensor in message.tensors.values():
-        tensor.zero_()
-    assert receiver.receive(message) == 2
-    for name, tensor in message.tensors.items():
-        tensor.copy_(saved[name])
-    with pytest.raises(WeightSyncError, match="changed by others"):
-        receiver.verify()  # zeros were written
-    assert receiver.receive(sender.state_message()) == 2
-    receiver.verify()
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("no connection")])
-def test_arrival_is_awaited_before_the_host_relies_on_the_values(error: Exception | None) -> None:
-    from dataclasses import replace
-
-    weights, mask = weights_and_mask()
-    copy = clones(weights)
-    sender, receiver = WeightSender(weights, mask, encoding="values"), WeightReceiver(copy)
-    receiver.receive(sender.mask_message())
-    change(weights, mask, 0.1, seed=1)
-    message = sender.update().wait()
-    damaged = {name: tensor.clone() for name, tensor in message.tensors.items()}
+    assert update.values() == message.tensors
+    assert receiver.begin_digests(dict(list(tensors.items())[1:])) is None
+    digests = receiver.begin_digests(tensors)
+    before = clones(copy)
+    # Digests that were begun for these tensors are taken, so that wrong ones are noticed.
+    wrong = digests._replace(found=SimpleNamespace(numbers=[number + 1 for number in digests.found.numbers]))
+    with pytest.raises(DamagedMessage):
+        receiver.receive(replace(message, digests=wrong._replace(sums=[total + 1 for total in wrong.sums])))
+    damaged = {name: tensor.clone() for name, tensor in tensors.items()}
     bits(next(iter(damaged.values())))[0] ^= 1
-    calls = []
+    with pytest.raises(DamagedMessage):
+        receiver.receive(replace(message, tensors=damaged, digests=digests))
+    assert receiver.version == 0
+    assert same_bits(before, copy)
+    assert receiver.receive(replace(message, digests=digests)) == 1
+    assert same_bits(weights, copy)
 
-    def arrival() -> None:
-        calls.append(receiver.version)
-        if error is not None:
-            raise error
 
-    expected = DamagedMessage if error is None else type(error)
-    with pytest.raises(expected):
-        receiver.receive(replace(message, tensors=damaged, arrival=arrival))
-    assert calls == [0] and receiver.version == 0
-    assert receiver.receive(message) == 1 and same_bits(weights, copy)
+def test_tensors_that_depend_on_the_values_are_not_known_before() -> None:
+    weights, mask = weights_and_mask()
+    sender = WeightSender(weights, mask)
+    assert sender.announced_tensors is None
+    update = sender.update()
+    with pytest.raises(ValueError, match="^the encoding is 'auto'"):
+        update.values()
+
+
+def test_a_sender_is_freed_with_its_last_reference() -> None:
+    weights, mask = weights_and_mask()
+    sender = WeightSender(weights, mask, encoding="values")
+    sender.update()
+    last = weakref.ref(sender)
+    gc.disable()
+    try:
+        del sender
+        assert last() is None
+    finally:
+        gc.enable()

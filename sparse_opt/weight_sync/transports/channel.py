@@ -80,7 +80,8 @@ class SenderChannel(ABC):
         self._control: ControlServer | None = None
         self._background = Background(self.devices)
         self._differing: set[int] = set()  # receivers with other weights than the sender's
-        self._held: dict[int, int] = {}  # receiver -> the version that it had after its last message
+        self._held: dict[int, int | None] = {}  # receiver -> the version that it had after its last message
+        self._cannot_join: set[int] = set()  # receivers that do not know announcements
         self._asked: _Asked | None = None  # if a round has begun
         self._on_all_ranks(lambda: self._listen(address))
 
@@ -216,12 +217,17 @@ class SenderChannel(ABC):
         try:
             yield
         except BaseException:
-            if control is not None and self._asked is not None:
-                control.post(self._asked.receivers, {"do": "nothing"})
-                if self._asked.announced:
-                    self._withdraw()
+            if self._asked is not None:
+                self._give_up(self._asked)
                 self._asked = None
             raise
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Tell the receivers that were asked that no message comes."""
+        if self._control is not None:
+            self._control.post([r for r in asked.receivers if r in self._control.names], {"do": "nothing"})
+        if asked.announced:
+            self._withdraw()
 
     def _ask(self, control: ControlServer, next_version: int | None) -> _Asked:
         """Ask all receivers for their states; for an update to `next_version` announce its tensors if possible."""
@@ -235,6 +241,8 @@ class SenderChannel(ABC):
         _, sender = self._connected()
         tensors = sender.announced_tensors
         if tensors is None or self._differing or any(self._held.get(r) != base_version for r in receivers):
+            return None
+        if not self._cannot_join.isdisjoint(receivers):
             return None
         offer = self._announce(receivers)
         if offer is None:
@@ -339,14 +347,15 @@ class SenderChannel(ABC):
             missing = self._missing(receivers, self.timeout if timeout is None else timeout)
             asked = self._ask(control, None if update is None else update.version)
         problems = _Problems()
-        states = self._collect(asked.receivers, problems)
-        announced = None
-        if asked.announced:
-            announced = update if all(states.get(r, {}).get("joined") for r in asked.receivers) else None
-            if announced is None:
-                self._withdraw()
-            else:
-                self._begin(announced.values())
+        message = None  # an update whose tensors are on their way
+        try:
+            states = self._collect(asked.receivers, problems)
+            if asked.announced and update is not None and self._have_joined(asked, states):
+                self._begin(update.values())
+                message = update.wait()
+        except BaseException:
+            self._give_up(asked)
+            raise
         without_mask = [r for r, state in states.items() if state["mask"] != sender.mask.digest]
         if without_mask:
             states |= self._send(sender.mask_message(), without_mask, problems)
@@ -359,10 +368,20 @@ class SenderChannel(ABC):
         if behind:
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
-        if update is not None and following:
-            self._send(update.wait(), following, problems, verify=verify, announced=announced is not None)
+        if message is not None:
+            self._send(message, following, problems, verify=verify, announced=True)
+        elif update is not None and following:
+            self._send(update.wait(), following, problems, verify=verify)
         if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
+
+    def _have_joined(self, asked: _Asked, states: Mapping[int, dict[str, Any]]) -> bool:
+        """Whether all receivers have joined the transfer that was announced; else it is withdrawn."""
+        joined = [states.get(r, {}).get("joined") for r in asked.receivers]
+        self._cannot_join |= {r for r in asked.receivers if "joined" not in states.get(r, {"joined": None})}
+        if any(joined) and not all(joined):
+            self._withdraw()
+        return all(joined)
 
     def _send(
         self,
@@ -391,7 +410,7 @@ class SenderChannel(ABC):
             taken = {r: reply for r, reply in replies.items() if r not in failed}
             if verify:
                 self._compare(taken, problems)
-            self._held |= {r: reply["version"] for r, reply in taken.items() if not reply["state"]}
+            self._held |= {r: None if reply["state"] else reply["version"] for r, reply in taken.items()}
             states |= taken
             remaining = failed
             if not remaining:
@@ -422,7 +441,10 @@ class SenderChannel(ABC):
         """Return what the receivers need besides the header, as JSON; before the command is posted."""
 
     def _announce(self, receivers: Sequence[int]) -> dict[str, Any] | None:
-        """Return what the receivers need to begin the transfer of tensors before their message; None: they cannot."""
+        """Return what the receivers need to begin the transfer of tensors before their message; None: they cannot.
+
+        Called for receivers that have missed nothing. `_begin` and `_withdraw` are called after a result alone.
+        """
         return None
 
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
@@ -430,7 +452,7 @@ class SenderChannel(ABC):
         raise NotImplementedError
 
     def _withdraw(self) -> None:
-        """Called when announced tensors are not sent, since a receiver has not joined, or there is no update."""
+        """End a transfer that some receivers may have joined, since it does not take place."""
         raise NotImplementedError
 
     @abstractmethod

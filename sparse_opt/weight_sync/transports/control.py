@@ -12,15 +12,16 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-                             if it has "announced", the tensors of an update with all values, of which only the digests
-                             are unknown, a receiver at the version before it may begin their transfer: it replies
-                             "joined": true then, and drops the transfer if another command than their message follows
+                             With "announced" an update follows that has all values: its "tensors" (name, dtype and
+                             shape), its "mask" and "base_version", and what the transport adds. The receiver adds
+                             "joined" to its reply: true if it has this mask and version, and then begins the transfer.
+                             It ends the transfer if the next command is not the message of the update.
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds, or "announced": true}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
                              or {"refused": why they cannot be read}
-    {"do": "nothing"}        no reply; the message that a status has announced does not come
+    {"do": "nothing"}        no reply; no message follows the status
     {"do": "close"}          -> {}
 
 Everything is JSON; nothing is unpickled. The connection is neither encrypted nor authenticated: use it in a private

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import DamagedMessage
 from ...tensors import compact_json
 from ..distributed import DistributedWeightSender
 from ..message import Message, tensor_list
-from ..receiver import WeightReceiver
+from ..receiver import Digests, WeightReceiver
 from ..sender import WeightSender
 from .channel import SenderChannel
 from .control import BUSY_SECONDS, TransportName, first_line
@@ -136,15 +138,13 @@ class ProcessGroupSender(SenderChannel):
         return {"group": str(self._made), "receivers": self._members, "timeout": self.timeout}
 
     def _announce(self, receivers: Sequence[int]) -> dict[str, Any] | None:
-        if self._begun is not None:  # of a round that was interrupted
-            self._drop()
         is_made = self._group is not None and self._members == list(receivers)
         return {"group": str(self._made)} if is_made else None
 
     def _begin(self, tensors: Mapping[str, Tensor]) -> None:
         assert self._group is not None
-        there = [tensor.to(self._device).contiguous() for tensor in tensors.values()]
         try:
+            there = [tensor.to(self._device).contiguous() for tensor in tensors.values()]
             self._begun = self._group.begin(there), there
         except RuntimeError as error:
             self._begun = first_line(error)
@@ -188,6 +188,15 @@ class ProcessGroupSender(SenderChannel):
             group.abort()
 
 
+@dataclass
+class _Joined:
+    """Announced tensors, their broadcasts, and their digests if they have begun."""
+
+    tensors: dict[str, Tensor]
+    works: list[Any] = field(default_factory=list)
+    digests: Digests | None = None
+
+
 class ProcessGroupReceiver(ReceiverChannel):
     """Receives the weights that a `ProcessGroupSender` broadcasts. See `ReceiverChannel` for the methods.
 
@@ -213,50 +222,54 @@ class ProcessGroupReceiver(ReceiverChannel):
         self._backend, self._device = backend, _device(backend, device)
         super().__init__(weights, address, timeout=timeout, name=name)
         self._group: _Group | None = None
-        self._joined: tuple[dict[str, Tensor], list[Any]] | None = None  # announced tensors, and their broadcasts
-        self._works: list[Any] = []  # broadcasts that may not have ended
+        self._ended = ""  # key of the last group that has ended
+        self._joined: _Joined | None = None
 
     @property
     def transport(self) -> TransportName:
         return self._backend
 
-    def _join(self, announced: dict[str, Any]) -> bool:
+    def _accept(self, announced: dict[str, Any]) -> bool:
         if self._group is None or self._group.key != announced["group"]:
             return False
-        tensors = tensors_of(tensor_list({"tensors": compact_json(announced["tensors"])}), self._device)
         try:
-            self._joined = tensors, self._group.begin(tensors.values())
-        except RuntimeError:
-            self._end()
+            entries = tensor_list({"tensors": compact_json(announced["tensors"])})
+            self._joined = _Joined(tensors_of(entries, self._device))
+        except (RuntimeError, DamagedMessage):  # raised again for the message
             return False
-        if self._backend == "nccl":
-            for work in self._joined[1]:
-                work.wait()  # lets the current stream wait
-            self.weights.begin_digests(tensors)
         return True
+
+    def _join(self) -> None:
+        joined, group = self._joined, self._group
+        assert joined is not None and group is not None
+        try:
+            # For gloo its timeout begins here. If it ends because other receivers are slow, the sender sends again.
+            joined.works = group.begin(joined.tensors.values())
+            if self._backend == "nccl":
+                for work in joined.works:
+                    work.wait()  # lets the current stream wait
+                joined.digests = self.weights.begin_digests(joined.tensors)
+        except RuntimeError:  # the transfer fails in `_fetch`
+            self._end()
 
     def _leave(self) -> None:
         if self._joined is not None:
             self._end()
 
-    def _arrived(self) -> None:
-        works, self._works = self._works, []
-        assert self._group is not None
-        try:
-            self._group.finish(works)
-        except RuntimeError:
-            self._end()
-            raise
-
-    def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
+    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Digests | None]:
         if command.get("announced"):
-            joined, self._joined = self._joined, None
-            if joined is None:
-                raise RuntimeError("the announced tensors were not awaited")
-            tensors, self._works = joined
-            if self._backend == "gloo":
-                self._arrived()
-            return tensors
+            joined, group = self._joined, self._group
+            if joined is None or group is None:
+                raise RuntimeError("the transfer of the announced tensors could not begin")
+            try:
+                group.finish(joined.works)
+            except RuntimeError:
+                self._end()
+                raise
+            self._joined = None
+            return joined.tensors, joined.digests
+        if command["group"] == self._ended:
+            raise RuntimeError("the process group has ended here")
         receivers = command["receivers"]
         try:
             if self._group is None or self._group.key != command["group"]:
@@ -270,11 +283,12 @@ class ProcessGroupReceiver(ReceiverChannel):
         except RuntimeError:
             self._end()
             raise
-        return tensors
+        return tensors, None
 
     def _end(self) -> None:
-        group, self._group, self._joined, self._works = self._group, None, None, []
+        group, self._group, self._joined = self._group, None, None
         if group is not None:
+            self._ended = group.key
             group.abort()
 
 

@@ -13,16 +13,12 @@ from torch import Tensor
 
 from ...errors import WeightSyncError
 from ..message import Message, checked_header, tensor_list
-from ..receiver import WeightReceiver
+from ..receiver import Digests, WeightReceiver
 from .control import ControlClient, TransportName, first_line
 
 # A receiver that has replied to a status waits for its message this many timeouts of the sender, which waits once for
 # the states of lost receivers, and up to four times while it sends another message (two transfers, two replies).
 _TIMEOUTS_OF_A_ROUND = 5
-
-
-class _TransferFailed(Exception):
-    """The tensors of a message have not arrived, because of the transport: the sender tries once more."""
 
 
 class ReceiverChannel(ABC):
@@ -31,7 +27,7 @@ class ReceiverChannel(ABC):
     Args:
         weights: the receiver of the weights.
         address: host:port of the sender.
-        timeout: seconds to connect to the sender, and to wait for a message that it has announced.
+        timeout: seconds to connect to the sender, and to wait for a message after it has asked for the state.
         name: names this receiver in errors of the sender; default: host and process.
 
     Raises:
@@ -61,16 +57,18 @@ class ReceiverChannel(ABC):
 
         Another error while a message is applied is also reported to the sender as a refusal, and raised here.
         """
-        deadline = time.monotonic() + timeout
+        try:
+            return self._receive(time.monotonic() + timeout)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _receive(self, deadline: float) -> int | None:
         reserved = 0.0  # seconds to wait for the next message of a round, also after the deadline
         while True:
             # Once the sender has counted on this receiver, the round is not left before its message.
             left = max(deadline - time.monotonic(), reserved)
-            try:
-                command = self._control.next(left)
-            except WeightSyncError:
-                self._leave()
-                raise
+            command = self._control.next(left)
             if not (command["do"] == "message" and command.get("announced")):
                 self._leave()
             if command["do"] == "close":
@@ -92,23 +90,16 @@ class ReceiverChannel(ABC):
                     problem = f"it receives by {self.transport}, the sender sends by {command['transport']}"
                     self._control.reply({"refused": problem})
                     raise WeightSyncError(f"{self._control.name}: {problem}")
-                status, announced = self._status(), command.get("announced")
-                if announced is not None and not status["state"]:
-                    follows = [status["mask"], status["version"]] == [announced["mask"], announced["base_version"]]
-                    status["joined"] = follows and self._join(announced)
-                self._control.reply(status)
+                self._answer(command.get("announced"))
                 continue
             try:
                 try:
-                    tensors = self._fetch(command)
+                    tensors, digests = self._fetch(command)
                 except RuntimeError as error:  # of the transport; the sender sends the message again
                     self._control.reply({"failed": first_line(error)})
                     continue
-                message = Message.from_header(command["header"], tensors)
-                self.weights.receive(replace(message, arrival=self._arrival))
-            except _TransferFailed as error:
-                self._control.reply({"failed": str(error)})
-                continue
+                message = replace(Message.from_header(command["header"], tensors), digests=digests)
+                self.weights.receive(message)
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
@@ -122,6 +113,19 @@ class ReceiverChannel(ABC):
             self._control.reply(status | self._verification() if command["verify"] else status)
             if self.weights.version is not None and not status["state"]:
                 return self.weights.version
+
+    def _answer(self, announced: dict[str, Any] | None) -> None:
+        """Reply to a status, and begin the transfer of announced tensors if this receiver can follow the sender."""
+        status = self._status()
+        if announced is None:
+            self._control.reply(status)
+            return
+        expected = {"mask": announced["mask"], "version": announced["base_version"], "state": False}
+        joined = status == expected and self._accept(announced)
+        # The reply comes first: the transfer may block this thread until the sender, which waits for it, takes part.
+        self._control.reply({**status, "joined": joined})
+        if joined:
+            self._join()
 
     def _status(self) -> dict[str, Any]:
         # A mask and a version of another sender say nothing about this one's.
@@ -140,34 +144,28 @@ class ReceiverChannel(ABC):
             return {"refused": str(error)}
         return {"version": version, "parts": self.weights.parts, "digest": digest}
 
-    def _arrival(self) -> None:
-        try:
-            self._arrived()
-        except RuntimeError as error:
-            raise _TransferFailed(first_line(error)) from error
-
     @property
     @abstractmethod
     def transport(self) -> TransportName:
         """The name of the transport, which must be that of the sender."""
 
     @abstractmethod
-    def _fetch(self, command: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a message. Raises RuntimeError if the transfer fails.
+    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Digests | None]:
+        """Return the tensors of a message, and of announced ones `WeightReceiver.begin_digests`.
 
-        On a GPU they may be on their way, in the order of the current stream: `_arrived` waits for them then.
+        Raises RuntimeError if the transfer fails.
         """
 
-    def _arrived(self) -> None:
-        """Wait until the tensors of `_fetch` have arrived. Raises RuntimeError if the transfer fails."""
-        return
-
-    def _join(self, announced: dict[str, Any]) -> bool:
-        """Begin the transfer of announced tensors (`control`), which `_fetch` returns; return whether it has begun."""
+    def _accept(self, announced: dict[str, Any]) -> bool:
+        """Return whether `_join` can begin the transfer of announced tensors (`control`)."""
         return False
 
+    def _join(self) -> None:
+        """Begin the transfer that was accepted last; `_fetch` of its message returns the tensors, or fails."""
+        raise NotImplementedError
+
     def _leave(self) -> None:
-        """End the transfer of announced tensors, if one has begun: their message does not come."""
+        """End a transfer that was accepted, if there is one: its message does not come."""
         return
 
     def close(self) -> None:
