@@ -1,4 +1,4 @@
-"""The figure of the study: tuning, scores, and scores and the best learning rate by density."""
+"""The figure of the study: tuning, scores, scores of all sources of masks by density, and the best learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from ..common.plots import COLOURS
-from .plan import TUNING_SEED, Choice, Part, Trained
+from .plan import SOURCES, TUNING_SEED, Choice, Part, Trained
 from .results import Results
 from .verdicts import Score, rows_of, score_of
 
@@ -25,18 +25,20 @@ def plot(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(17, 15), layout="constrained")
+    figure = Figure(figsize=(20, 15), layout="constrained")
     rows: Any = figure.subfigures(2, 1, height_ratios=(1, 1.4))
     above, below = rows
-    tuning, densities, rates = above.subplots(1, 3)
+    tuning, *densities, rates = above.subplots(1, 4)
     scores = below.subplots(1, len(choice.tasks), squeeze=False)[0]
     first = choice.tasks[0]
     for axes, task in zip(scores, choice.tasks, strict=True):
         _scores(axes, results, _of_grpo(parts, task), before.get(task), task)
     _tuning(tuning, results, _of_grpo(parts, first), _on_every_task(parts, choice.tasks), first)
-    _densities(densities, results, _of_grpo(parts, first), before.get(first), first)
+    patterns = sorted({Trained.parse(part.subject.trained).pattern or "" for part in parts} - {"", "element"})
+    for axes, pattern in zip(densities, (patterns[0] if patterns else "tiles", "element"), strict=True):
+        _densities(axes, results, _of_grpo(parts, first), before.get(first), first, pattern)
     _rates(rates, results, parts, choice.tasks)
-    for axes in (tuning, densities, rates, *scores):
+    for axes in (tuning, *densities, rates, *scores):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
@@ -72,30 +74,42 @@ def _tuning(axes: Any, results: Results, parts: Sequence[Part], coloured: Collec
         axes.legend(frameon=False, fontsize=8, loc="lower left")
 
 
-def _densities(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[str, Any] | None, task: str) -> None:
-    """Held-out accuracy of masks by density: a line for each source and pattern that has seeds at several."""
-    scores: dict[tuple[str, str], list[tuple[float, Score]]] = defaultdict(list)
+def _densities(
+    axes: Any,
+    results: Results,
+    parts: Sequence[Part],
+    before: Mapping[str, Any] | None,
+    task: str,
+    pattern: str,
+) -> None:
+    """Held-out accuracy of masks by density: a line for each source that has seeds at several."""
+    scores: dict[str, list[tuple[float, Score]]] = defaultdict(list)
     for part in parts:
         trained, rows = Trained.parse(part.subject.trained), rows_of(results, part)
-        if len(rows) < 2 or rows[0]["seed"] == TUNING_SEED:
+        if not rows or rows[0]["seed"] == TUNING_SEED:
             continue
-        if trained.is_mask:
-            assert trained.amount is not None and trained.pattern is not None
-            scores[trained.source, trained.pattern].append((trained.amount, score_of(rows)))
+        if trained.is_mask and trained.pattern == pattern:
+            assert trained.amount is not None
+            scores[trained.source].append((trained.amount, score_of(rows)))
         elif trained.source == "dense":
-            axes.axhline(score_of(rows).mean, color=COLOURS[7], linewidth=1, linestyle="--", label="dense")
-    colours = cycle(COLOURS)
-    for (source, pattern), found in sorted(scores.items()):
-        if len(found) > 1:
-            percent, of_density = zip(*sorted(found), strict=True)
-            means, spreads = [score.mean for score in of_density], [score.spread for score in of_density]
-            name = f"{source}, {pattern}"
-            axes.errorbar(percent, means, spreads, fmt="o-", color=next(colours), capsize=3, label=name)
+            axes.axhline(score_of(rows).mean, color="0.4", linewidth=1, linestyle="--", label="dense")
+    sources = [source for source in SOURCES if len(scores[source]) > 1]
+    for source, colour in zip(sources, cycle(COLOURS)):
+        percent, of_density = zip(*sorted(scores[source]), strict=True)
+        means = [score.mean for score in of_density]
+        axes.plot(percent, means, "-", color=colour, linewidth=1, label=source)
+        for x, score in zip(percent, of_density, strict=True):
+            if score.n > 1:
+                axes.errorbar(x, score.mean, score.spread, fmt="o", color=colour, capsize=3)
+            else:
+                axes.plot(x, score.mean, "o", color=colour, markerfacecolor="white")
     if before is not None:
-        axes.axhline(before["accuracy"], color=COLOURS[7], linewidth=1, linestyle=":", label="before training")
-    axes.set(xscale="log", xlabel="trained weights, percent", ylabel="accuracy; bars: spread of the seeds")
-    axes.set(title=f"held-out questions of {task} by density")
-    if axes.lines:
+        axes.axhline(before["accuracy"], color="0.4", linewidth=1, linestyle=":", label="before training")
+    axes.set(
+        xscale="log", xlabel="trained weights, percent", ylabel="accuracy; bars: spread of seeds; hollow: one seed"
+    )
+    axes.set(title=f"held-out questions of {task}, {pattern}")
+    if sources:
         axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
@@ -104,7 +118,8 @@ def _scores(axes: Any, results: Results, parts: Sequence[Part], before: Mapping[
     names: list[str] = []
     for part in parts:
         rows = rows_of(results, part)
-        if not rows:
+        # Further sources of masks, which have one seed, are in `_densities`.
+        if not rows or (len(part.seeds) == 1 and Trained.parse(part.subject.trained).is_mask):
             continue
         values, place = [row["accuracy"] for row in rows], len(names)
         names.append(part.subject.trained)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from sparse_opt.bench.study.law import best_of, law
-from sparse_opt.bench.study.plan import TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
+from sparse_opt.bench.study.plan import SOURCES, TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.plot import _densities, _on_every_task, _tuning, plot
 from sparse_opt.bench.study.report import report
 from sparse_opt.bench.study.results import Results
@@ -401,18 +401,40 @@ def test_the_figure_has_a_line_for_all_that_is_trained(results, finish, settings
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-def test_the_figure_has_scores_by_density(results, finish, settings):
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("element", {"random": [[1, 0.5], [10, 0.9]], "snip": [[1, 0.5], [10, 0.5]]}),
+        ("tile64", {"random": [[1, 0.5], [10, 0.5]]}),
+    ],
+)
+def test_the_figure_has_scores_by_density(results, finish, settings, pattern, expected):
+    """A line for each source that has several sizes; what has one seed has a hollow point."""
     from matplotlib.figure import Figure
 
-    words = ("dense", "random:1", "random:10", "random:1:tile64", "random:10:tile64", "snip:1", "snip:10:tile64")
+    words = (
+        "dense",
+        "random:1",
+        "random:10",
+        "random:1:tile64",
+        "random:10:tile64",
+        "snip:1",
+        "snip:10",
+        "snip:10:tile64",
+    )
     subjects = [Subject("grpo", "sums", word) for word in words]
     finish(
         results,
-        parts := [Part(subject, subject, SEEDS, (4,)) for subject in subjects],
+        parts := [
+            Part(subject, subject, SEEDS[:1] if subject.trained == "snip:10" else SEEDS, (4,)) for subject in subjects
+        ],
         lambda run: {"accuracy": 0.9 if run.trained == "random:10" else 0.5},
     )
     axes = Figure().subplots()
-    _densities(axes, results, parts, BEFORE["sums"], "sums")
-    lines = {found.get_label(): found.lines[0].get_xydata().tolist() for found in axes.containers}
-    assert lines == {"random, element": [[1, 0.5], [10, 0.9]], "random, tile64": [[1, 0.5], [10, 0.5]]}
-    assert {"dense", "before training"} <= {line.get_label() for line in axes.lines}
+    _densities(axes, results, parts, BEFORE["sums"], "sums", pattern)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines if len(line.get_xydata()) > 1}
+    assert {"dense", "before training"} <= set(lines)
+    assert {name: points for name, points in lines.items() if name in SOURCES} == expected
+    hollow = [line.get_xydata().tolist() for line in axes.lines if line.get_markerfacecolor() == "white"]
+    assert hollow == ([[[10, 0.5]]] if pattern == "element" else [])
+    assert len(axes.containers) == sum(map(len, expected.values())) - len(hollow)
