@@ -30,6 +30,7 @@ from ..common.harness import exit_code, numbers_out_of_range
 from ..common.report import why_unwritable, write_json
 from .plan import CLAIMS, FINDING_SEED, SETTINGS, TUNING_SEED, Choice, Run
 from .plot import plot
+from .plot_updates import plot_updates
 from .pool import Pool, visible_gpus
 from .report import report
 from .results import RESULTS_FILE, STARTS_FILE, Results, read_starts, settings_digest
@@ -211,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(page, end="")
     if args.plot is not None:
         plot(results, parts, choice, starts, args.plot)
+    if args.plot_updates is not None:
+        plot_updates(results, parts, choice, args.plot_updates)
     if n_failed:
         print(f"{n_failed} failed; the same call tries them again", file=sys.stderr)
     elif not finished:
@@ -233,6 +236,9 @@ def _parser() -> CommandParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run of each (0 1 2)")
     parser.add_argument("--report_only", action="store_true", help="write the page of the finished runs, and do none")
     parser.add_argument("--plot", type=Path, help="PNG of tuning, scores, and rates by density; needs matplotlib")
+    parser.add_argument(
+        "--plot_updates", type=Path, help="PNG of which weights change, where runs agree, and what is forgotten"
+    )
     parser.add_argument("--dry_run", action="store_true", help="print the runs that are left and their time")
     parser.add_argument(
         "--stop_after", type=float, default=float("inf"), metavar="SECONDS", help="begin no run later than this"
@@ -265,10 +271,11 @@ def _problem(args: Namespace, settings: dict[str, Any]) -> str:
         return f"--seeds {reserved.pop()}: this seed is used for tuning or for finding masks"
     if unknown := set(args.tasks or ()) - set(settings["tasks"]):
         return f"--tasks {unknown.pop()}: expected some of {' '.join(settings['tasks'])}"
-    if args.plot is not None:
-        require_matplotlib("plot")
-        if problem := why_unwritable(args.plot):
-            return problem
+    for name in ("plot", "plot_updates"):
+        if (file := getattr(args, name)) is not None:
+            require_matplotlib(name)
+            if problem := why_unwritable(file):
+                return problem
     for name in ("jobs", "time_steps"):
         if (value := getattr(args, name)) is not None and value < 1:
             return f"--{name} {value}: expected at least 1"

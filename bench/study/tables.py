@@ -219,7 +219,7 @@ def mean_of(runs: Sequence[Mapping[str, Any]], key: str, form: str, factor: floa
 def _overlaps(results: Results, parts: Sequence[Part]) -> list[str]:
     by_kind = defaultdict(list)
     for first, second, counts in overlaps(results, parts):
-        by_kind[_difference(first, second)].append(counts)
+        by_kind[difference_of(first, second)].append(counts)
     rows = []
     for kind, found in sorted(by_kind.items()):
         ratios = [ratio(counts) for counts in found]
@@ -241,7 +241,8 @@ def _overlaps(results: Results, parts: Sequence[Part]) -> list[str]:
     return [markdown_table(headers, rows, n_words=1)] if rows else []
 
 
-def _difference(first: Run, second: Run) -> str:
+def difference_of(first: Run, second: Run) -> str:
+    """In which of algorithm, task and seed two runs differ, in words."""
     names = ("algorithm", "task", "seed")
     return ", ".join(name for name in names if getattr(first, name) != getattr(second, name))
 

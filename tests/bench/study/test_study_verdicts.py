@@ -9,6 +9,7 @@ import pytest
 from sparse_opt.bench.study.law import best_of, law
 from sparse_opt.bench.study.plan import SOURCES, TUNING_SEED, Choice, Part, Run, Subject, Trained, first_rates, plan
 from sparse_opt.bench.study.plot import _densities, _on_every_task, _tuning, plot
+from sparse_opt.bench.study.plot_updates import plot_updates
 from sparse_opt.bench.study.report import report
 from sparse_opt.bench.study.results import Results
 from sparse_opt.bench.study.schedule import runs_left
@@ -438,3 +439,38 @@ def test_the_figure_has_scores_by_density(results, finish, settings, pattern, ex
     hollow = [line.get_xydata().tolist() for line in axes.lines if line.get_markerfacecolor() == "white"]
     assert hollow == ([[[10, 0.5]]] if pattern == "element" else [])
     assert len(axes.containers) == sum(map(len, expected.values())) - len(hollow)
+
+
+def test_the_figure_of_updates(results, finish, settings, tmp_path, monkeypatch):
+    """The points of each panel, from runs of two seeds; a perplexity far to the right is counted."""
+    from matplotlib import figure
+
+    figures = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **options: figures.append(self))
+    seeds, mask = (0, 1), Subject("grpo", "sums", "random:1:tile64")
+    subnetwork = Subject("grpo", "sums", "subnetwork")
+    parts = [
+        Part(DENSE, DENSE, seeds, (1, 2, 3)),
+        Part(subnetwork, DENSE, seeds, (3,)),
+        Part(mask, mask, seeds, (4,)),
+    ]
+
+    def row(run):
+        found = {"accuracy": 0.5, "perplexity": 100.0 if run.trained == mask.trained else 2.0}
+        if run.trained == "dense" and run.seed == 1:
+            found["overlaps"] = {Run("grpo", "sums", "dense", 1e-5, 0).name: common(30.0, 0.1)}
+        elif run.trained == "subnetwork":
+            found["closeness"] = {"within_1e-5": 0.25, "within_1e-4": 0.75, "distance": 1.0, "cosine": 0.5}
+        return found
+
+    finish(results, parts, row)
+    plot_updates(results, parts, Choice([1, 2, 3, 4], ["sums"], seeds), tmp_path / "updates.png")
+    rates, layers, components, pairs, close, forgotten = figures[0].axes
+    lines = [axes.lines[0] for axes in (rates, layers, components)]
+    assert lines[0].get_xydata().tolist() == [[3e-6, 20.0], [1e-5, 20.0], [3e-5, 20.0]]
+    assert [list(line.get_ydata()) for line in lines[1:]] == [[25.0], [10.0]]  # weights of no layer are left out
+    assert pairs.lines[0].get_xydata().tolist() == [[1.5, 0.0]]
+    assert [label.get_text() for label in pairs.get_yticklabels()] == ["differ in seed"]
+    assert [list(line.get_xdata()) for line in close.lines] == [[0.25, 0.25], [0.75, 0.75], [0.5, 0.5]]
+    assert [line.get_label() for line in forgotten.lines] == ["dense", "random masks, tiles", "subnetwork"]
+    assert forgotten.get_xlabel().endswith("; 1 above 60 are left out")
