@@ -53,8 +53,8 @@ class Results:
         complete = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(complete.splitlines(), 1):
             try:
-                row = json.loads(line)
-                run = Run(**{field.name: ({"n_steps": None} | row)[field.name] for field in fields(Run)})
+                row = {"n_steps": None} | json.loads(line)  # runs of the settings' length may not state it
+                run = Run(**{field.name: row[field.name] for field in fields(Run)})
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError(f"{path}: line {number} is not a run of the study") from error
             if row.get("settings") != header["settings"]:

@@ -44,7 +44,7 @@ class Counted(WeightReceiver):
         assert isinstance(message, Message)
         if message.kind == "update":
             on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in message.tensors.items()}
-            self._last = replace(message, tensors=on_meta)
+            self._last = replace(message, tensors=on_meta, digests=None)
         return super().receive(message)
 
     @property

@@ -29,7 +29,7 @@ class Events(list[str]):
         method = getattr(owner, name)
 
         def call(channel: Any, *arguments: Any) -> Any:
-            joined = getattr(channel, "_joined", None) is not None
+            joined = getattr(channel, "_accepted", None) is not None
             result = method(channel, *arguments)
             if when(joined, result):
                 self.append(event)
@@ -156,26 +156,104 @@ def test_a_transfer_that_cannot_begin_here_is_repeated(announced: Events, what: 
     assert not follower.errors
 
 
-@pytest.mark.parametrize("where", ["_collect", "_begin", "wait"])
 @pytest.mark.parametrize("n_receivers", [1, 2])
-def test_the_next_update_is_right_after_a_round_that_was_interrupted(where: str, n_receivers: int) -> None:
+def test_an_update_whose_transfer_cannot_begin_at_the_sender_is_sent_as_others(
+    announced: Events, n_receivers: int
+) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
         followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
         channel.wait_for_receivers(n_receivers, PATIENCE)
         channel.update()
-        owner = PendingMessage if where == "wait" else ProcessGroupSender
         change(weights, mask, 0.1, seed=1)
-        with patch.object(owner, where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        announced.clear()
+        began = time.monotonic()
+        begin, failed = process_group._Group.begin, list[bool]()
+
+        def fail_once(group: Any, tensors: Any) -> Any:
+            if threading.current_thread() is threading.main_thread() and not failed:
+                failed.append(True)
+                raise RuntimeError("no connection")
+            return begin(group, tensors)
+
+        with patch.object(process_group._Group, "begin", fail_once):
+            assert channel.update() == 2
+        assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
+        assert announced == ["join"] * n_receivers + ["begin", "withdraw"] + ["leave"] * n_receivers
+        assert all(same_bits(weights, follower.weights) for follower in followers)
+    assert all(follower.ended() and not follower.errors for follower in followers)
+
+
+INTERRUPTED = {
+    "collect": (ProcessGroupSender, "_collect"),
+    "begin": (ProcessGroupSender, "_begin"),
+    "wait": (PendingMessage, "wait"),
+    "asked": (WeightSender, "update"),
+    "posted": (ProcessGroupSender, "_transfer"),
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+@pytest.mark.parametrize("n_receivers", [1, 2])
+def test_the_next_update_is_right_after_a_round_that_was_interrupted(
+    announced: Events, where: str, n_receivers: int
+) -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
+        followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
+        channel.wait_for_receivers(n_receivers, PATIENCE)
+        channel.update()
+        change(weights, mask, 0.1, seed=1)
+        announced.clear()
+        with patch.object(*INTERRUPTED[where], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             channel.update()
         change(weights, mask, 0.1, seed=2)
         began = time.monotonic()
-        assert channel.update() == 3
-        assert channel.update() == 4
+        last = channel.update()
+        assert channel.update() == last + 1
         assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
+        assert "join" in announced
         assert all(same_bits(weights, follower.weights) for follower in followers)
         assert len(channel.receivers) == n_receivers
     assert all(follower.ended() and not follower.errors for follower in followers)
+
+
+def test_a_question_of_an_interrupted_round_is_not_taken_for_another(announced: Events) -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
+        first = Follower(channel.address, clones(weights), "first")
+        channel.wait_for_receivers(1, PATIENCE)
+        channel.update()
+        change(weights, mask, 0.1, seed=1)
+        # The round ends between the question and the sending, as by Ctrl-C.
+        with patch.object(channel, "send", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            channel.update()
+        second = Follower(channel.address, clones(weights), "second")
+        channel.wait_for_receivers(2, PATIENCE)
+        assert same_bits(weights, first.weights)
+        assert same_bits(weights, second.weights)
+        assert "withdraw" in announced
+        assert channel.update() == 3
+    assert first.ended()
+    assert second.ended()
+
+
+def test_receivers_whose_weights_differ_get_a_state_and_no_announcement(announced: Events) -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values")) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        channel.wait_for_receivers(1, PATIENCE)
+        channel.update()
+        bits(follower.weights["b"])[mask.indices["b"][0].long()] ^= 1
+        with pytest.raises(WeightSyncError, match="changed by others"):
+            channel.verify()
+        announced.clear()
+        assert channel.update() == 2
+        assert announced == []
+        assert same_bits(weights, follower.weights)
+        assert channel.update() == 3
+        assert announced == ["join", "begin"]
+    assert follower.ended()
 
 
 def test_updates_that_are_awaited_before_they_are_sent() -> None:

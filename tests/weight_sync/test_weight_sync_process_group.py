@@ -50,9 +50,9 @@ def test_two_receivers_and_a_late_one_have_the_senders_bits(encoding: Any) -> No
     assert first.errors == other.errors == late.errors == []
 
 
-def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state(encoding: Any) -> None:
+def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state() -> None:
     weights, mask = weights_and_mask("run16")
-    sender = WeightSender(weights, mask, encoding=encoding)
+    sender = WeightSender(weights, mask)
     with sending(sender) as channel:
         follower = Follower(channel.address, clones(weights), "follower")
         channel.wait_for_receivers(1, PATIENCE)
@@ -101,13 +101,13 @@ def test_receivers_do_not_wait_for_an_update_that_cannot_be_made(encoding: Any) 
         receiver.close()
 
 
-def test_a_receiver_that_changes_to_another_sender_gets_its_weights(encoding: Any) -> None:
+def test_a_receiver_that_changes_to_another_sender_gets_its_weights() -> None:
     """The second sender, as of a restarted trainer, has the same mask and number of the version, but other weights."""
     weights, mask = weights_and_mask()
     copy = clones(weights)
     receiver = WeightReceiver(copy)
     for seed in (1, 2):
-        with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
+        with sending(WeightSender(weights, mask)) as channel:
             follower = Follower(channel.address, copy, "follower", receiver=receiver)
             change(weights, mask, 0.1, seed=seed)
             assert channel.update() == 1
@@ -215,9 +215,9 @@ def test_a_receiver_by_another_transport_is_named() -> None:
         assert ended.wait(PATIENCE)
 
 
-def test_a_receiver_lost_during_a_transfer_is_named_and_the_others_get_the_message(encoding: Any) -> None:
+def test_a_receiver_lost_during_a_transfer_is_named_and_the_others_get_the_message() -> None:
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask, encoding=encoding), timeout=1.5) as channel:
+    with sending(WeightSender(weights, mask), timeout=1.5) as channel:
         good = Follower(channel.address, clones(weights), "good")
         channel.wait_for_receivers(1, PATIENCE)
         change(weights, mask, 0.1, seed=1)
@@ -256,10 +256,10 @@ def test_a_dead_receiver_does_not_fail_a_healthy_one_with_a_shorter_timeout() ->
         healthy.close()
 
 
-def test_a_receiver_that_closes_has_left_and_may_come_back(encoding: Any) -> None:
+def test_a_receiver_that_closes_has_left_and_may_come_back() -> None:
     weights, mask = weights_and_mask()
     copy = clones(weights)
-    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
+    with sending(WeightSender(weights, mask)) as channel:
         good = Follower(channel.address, clones(weights), "good")
         for version in (1, 2):
             left = ProcessGroupReceiver(WeightReceiver(copy), channel.address, timeout=PATIENCE, name="left")
@@ -364,8 +364,9 @@ def test_killed_processes_are_named(tmp_path: Path) -> None:
         process = other_process("receiver", channel.address, tmp_path)
         sender = other_process("sender", "127.0.0.1:0", tmp_path)
         try:
+            channel.wait_for_receivers(1, 60)  # it imports torch first
             good = Follower(channel.address, clones(weights), "good")
-            channel.wait_for_receivers(2, 60)
+            channel.wait_for_receivers(2, PATIENCE)
             process.send_signal(signal.SIGKILL)
             process.wait()
             change(weights, mask, 0.1, seed=1)

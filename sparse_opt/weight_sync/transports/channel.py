@@ -42,10 +42,10 @@ class _Problems:
 
 
 class _Asked(NamedTuple):
-    """The receivers that were asked for their states, and whether the tensors of an update were announced to them."""
+    """The receivers that were asked for their states, and the version of the update that follows, if one does."""
 
     receivers: list[int]
-    announced: bool
+    next_version: int | None
 
 
 class SenderChannel(ABC):
@@ -80,9 +80,11 @@ class SenderChannel(ABC):
         self._control: ControlServer | None = None
         self._background = Background(self.devices)
         self._differing: set[int] = set()  # receivers with other weights than the sender's
-        self._held: dict[int, int | None] = {}  # receiver -> the version that it had after its last message
+        # Receiver -> the version that it had after its last message; None if it asks for a state.
+        self._held: dict[int, int | None] = {}
         self._cannot_join: set[int] = set()  # receivers that do not know announcements
         self._asked: _Asked | None = None  # if a round has begun
+        self._is_announced = False  # receivers may have joined a transfer, or may do so
         self._on_all_ranks(lambda: self._listen(address))
 
     @property
@@ -226,16 +228,23 @@ class SenderChannel(ABC):
         """Tell the receivers that were asked that no message comes."""
         if self._control is not None:
             self._control.post([r for r in asked.receivers if r in self._control.names], {"do": "nothing"})
-        if asked.announced:
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Withdraw an announcement, if there is one."""
+        if self._is_announced:
+            self._is_announced = False
             self._withdraw()
 
     def _ask(self, control: ControlServer, next_version: int | None) -> _Asked:
         """Ask all receivers for their states; for an update to `next_version` announce its tensors if possible."""
+        self._take_back()  # of a round that was interrupted
         receivers = list(control.names)
         command = {"do": "status", "transport": self.transport, "timeout": self.timeout}
         announced = None if next_version is None else self._announcement(receivers, next_version - 1)
+        self._is_announced = announced is not None
         control.post(receivers, command if announced is None else {**command, "announced": announced})
-        return _Asked(receivers, announced is not None)
+        return _Asked(receivers, next_version)
 
     def _announcement(self, receivers: Sequence[int], base_version: int) -> dict[str, Any] | None:
         _, sender = self._connected()
@@ -244,7 +253,7 @@ class SenderChannel(ABC):
             return None
         if not self._cannot_join.isdisjoint(receivers):
             return None
-        offer = self._announce(receivers)
+        offer = self._early_offer(receivers)
         if offer is None:
             return None
         return {"mask": sender.mask.digest, "base_version": base_version, "tensors": tensors, **offer}
@@ -338,6 +347,8 @@ class SenderChannel(ABC):
             WeightSyncError: as `update`; or `update` is not the last one.
         """
         asked, self._asked, missing = self._asked, None, None
+        if asked is not None and (update is None or asked.next_version != update.version):  # by an interrupted round
+            asked = None
         control, sender = self._connected()
         if update is not None and update.version != sender.version:
             raise WeightSyncError(
@@ -350,9 +361,11 @@ class SenderChannel(ABC):
         message = None  # an update whose tensors are on their way
         try:
             states = self._collect(asked.receivers, problems)
-            if asked.announced and update is not None and self._have_joined(asked, states):
-                self._begin(update.values())
-                message = update.wait()
+            if update is not None and self._have_joined(asked, states):
+                if self._begin(update.values()):
+                    message = update.wait()
+                else:
+                    self._take_back()
         except BaseException:
             self._give_up(asked)
             raise
@@ -370,18 +383,24 @@ class SenderChannel(ABC):
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
         if message is not None:
             self._send(message, following, problems, verify=verify, announced=True)
+            self._is_announced = False
         elif update is not None and following:
             self._send(update.wait(), following, problems, verify=verify)
         if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
     def _have_joined(self, asked: _Asked, states: Mapping[int, dict[str, Any]]) -> bool:
-        """Whether all receivers have joined the transfer that was announced; else it is withdrawn."""
+        """Whether a transfer was announced and all receivers have joined; if only some have, it is withdrawn."""
+        if not self._is_announced:
+            return False
         joined = [states.get(r, {}).get("joined") for r in asked.receivers]
         self._cannot_join |= {r for r in asked.receivers if "joined" not in states.get(r, {"joined": None})}
-        if any(joined) and not all(joined):
-            self._withdraw()
-        return all(joined)
+        if all(joined):
+            return True
+        if any(joined):
+            self._take_back()
+        self._is_announced = False
+        return False
 
     def _send(
         self,
@@ -440,15 +459,19 @@ class SenderChannel(ABC):
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         """Return what the receivers need besides the header, as JSON; before the command is posted."""
 
-    def _announce(self, receivers: Sequence[int]) -> dict[str, Any] | None:
+    def _early_offer(self, receivers: Sequence[int]) -> dict[str, Any] | None:
         """Return what the receivers need to begin the transfer of tensors before their message; None: they cannot.
 
-        Called for receivers that have missed nothing. `_begin` and `_withdraw` are called after a result alone.
+        Called for receivers that have missed nothing. `_begin` and `_withdraw` are only called after a result other
+        than None.
         """
         return None
 
-    def _begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin the transfer of announced tensors to the receivers, which have all joined; `_transfer` ends it."""
+    def _begin(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Begin the transfer of announced tensors to the receivers, which have all joined; `_transfer` ends it.
+
+        Returns whether it has begun.
+        """
         raise NotImplementedError
 
     def _withdraw(self) -> None:

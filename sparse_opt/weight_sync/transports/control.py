@@ -12,10 +12,10 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-                             With "announced" an update follows that has all values: its "tensors" (name, dtype and
-                             shape), its "mask" and "base_version", and what the transport adds. The receiver adds
-                             "joined" to its reply: true if it has this mask and version, and then begins the transfer.
-                             It ends the transfer if the next command is not the message of the update.
+                             If "announced" is there, an update with all values follows. It gives the "tensors" (name,
+                             dtype and shape), "mask" and "base_version" of the update, and what the transport adds. The
+                             receiver adds "joined" to its reply: true if it has this mask and version, and then begins
+                             the transfer. It ends the transfer if the next command is not the message of the update.
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds, or "announced": true}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}

@@ -7,6 +7,8 @@ changes the members; then a new group is made.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,8 +62,9 @@ class _Group:
             self._backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         else:
             options = dist.ProcessGroupNCCL.Options()
-            # At its own timeout NCCL ends the process; `broadcast` gives up earlier.
-            options._timeout = timedelta(seconds=10 * timeout + 60)
+            # At its own timeout NCCL ends the process. `finish` gives up by itself; before it, a receiver may wait long
+            # for the message of a broadcast that it has begun.
+            options._timeout = timedelta(days=1)
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -83,7 +86,10 @@ class _Group:
             wait_for(work, self._backend, began, self._timeout)
 
     def abort(self) -> None:
-        """End the group, also while a broadcast runs."""
+        """End the group, also while a broadcast runs.
+
+        gloo frees a group only when its broadcast has failed, for which the host may wait until the timeout.
+        """
         self._backend.abort()
 
 
@@ -123,8 +129,7 @@ class ProcessGroupSender(SenderChannel):
         self._group: _Group | None = None
         self._members: list[int] = []
         self._made = 0
-        # Of announced tensors: their broadcasts and themselves, or why they could not begin.
-        self._begun: tuple[list[Any], list[Tensor]] | str | None = None
+        self._begun: tuple[list[Any], list[Tensor]] | None = None  # broadcasts of announced tensors, and these
 
     @property
     def transport(self) -> TransportName:
@@ -137,17 +142,18 @@ class ProcessGroupSender(SenderChannel):
             self._members = list(receivers)
         return {"group": str(self._made), "receivers": self._members, "timeout": self.timeout}
 
-    def _announce(self, receivers: Sequence[int]) -> dict[str, Any] | None:
+    def _early_offer(self, receivers: Sequence[int]) -> dict[str, Any] | None:
         is_made = self._group is not None and self._members == list(receivers)
         return {"group": str(self._made)} if is_made else None
 
-    def _begin(self, tensors: Mapping[str, Tensor]) -> None:
+    def _begin(self, tensors: Mapping[str, Tensor]) -> bool:
         assert self._group is not None
         try:
-            there = [tensor.to(self._device).contiguous() for tensor in tensors.values()]
-            self._begun = self._group.begin(there), there
-        except RuntimeError as error:
-            self._begun = first_line(error)
+            on_device = [tensor.to(self._device).contiguous() for tensor in tensors.values()]
+            self._begun = self._group.begin(on_device), on_device
+        except RuntimeError:  # raised again for the message
+            return False
+        return True
 
     def _withdraw(self) -> None:
         self._drop()
@@ -156,7 +162,7 @@ class ProcessGroupSender(SenderChannel):
         control, _ = self._connected()
         begun, self._begun = self._begun, None
         if begun is not None:
-            return begun if isinstance(begun, str) else self._failure_of(begun[0])
+            return self._failure_of(begun[0])
         tensors = [tensor.to(self._device).contiguous() for tensor in message.tensors.values()]
         try:
             if self._group is None:
@@ -189,7 +195,7 @@ class ProcessGroupSender(SenderChannel):
 
 
 @dataclass
-class _Joined:
+class _Accepted:
     """Announced tensors, their broadcasts, and their digests if they have begun."""
 
     tensors: dict[str, Tensor]
@@ -223,7 +229,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         super().__init__(weights, address, timeout=timeout, name=name)
         self._group: _Group | None = None
         self._ended = ""  # key of the last group that has ended
-        self._joined: _Joined | None = None
+        self._accepted: _Accepted | None = None
 
     @property
     def transport(self) -> TransportName:
@@ -232,42 +238,47 @@ class ProcessGroupReceiver(ReceiverChannel):
     def _accept(self, announced: dict[str, Any]) -> bool:
         if self._group is None or self._group.key != announced["group"]:
             return False
+        if self._backend == "nccl" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+            return False  # `_join` would wait for the broadcast, while the sender might withdraw it
         try:
             entries = tensor_list({"tensors": compact_json(announced["tensors"])})
-            self._joined = _Joined(tensors_of(entries, self._device))
+            self._accepted = _Accepted(tensors_of(entries, self._device))
         except (RuntimeError, DamagedMessage):  # raised again for the message
             return False
         return True
 
     def _join(self) -> None:
-        joined, group = self._joined, self._group
-        assert joined is not None and group is not None
+        accepted, group = self._accepted, self._group
+        assert accepted is not None and group is not None
         try:
             # For gloo its timeout begins here. If it ends because other receivers are slow, the sender sends again.
-            joined.works = group.begin(joined.tensors.values())
-            if self._backend == "nccl":
-                for work in joined.works:
-                    work.wait()  # lets the current stream wait
-                joined.digests = self.weights.begin_digests(joined.tensors)
-        except RuntimeError:  # the transfer fails in `_fetch`
+            accepted.works = group.begin(accepted.tensors.values())
+        except Exception:  # of any type: `_fetch` reports that the transfer has failed
             self._end()
+            return
+        if self._backend == "nccl":
+            for work in accepted.works:
+                work.wait()  # lets the current stream wait
+            # An error, of any type, is raised again and reported when the message has come.
+            with contextlib.suppress(Exception):
+                accepted.digests = self.weights.begin_digests(accepted.tensors)
 
     def _leave(self) -> None:
-        if self._joined is not None:
+        if self._accepted is not None:
             self._end()
 
     def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Digests | None]:
         if command.get("announced"):
-            joined, group = self._joined, self._group
-            if joined is None or group is None:
+            accepted, group = self._accepted, self._group
+            if accepted is None or group is None:
                 raise RuntimeError("the transfer of the announced tensors could not begin")
             try:
-                group.finish(joined.works)
+                group.finish(accepted.works)
             except RuntimeError:
                 self._end()
                 raise
-            self._joined = None
-            return joined.tensors, joined.digests
+            self._accepted = None
+            return accepted.tensors, accepted.digests
         if command["group"] == self._ended:
             raise RuntimeError("the process group has ended here")
         receivers = command["receivers"]
@@ -286,7 +297,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         return tensors, None
 
     def _end(self) -> None:
-        group, self._group, self._joined = self._group, None, None
+        group, self._group, self._accepted = self._group, None, None
         if group is not None:
             self._ended = group.key
             group.abort()

@@ -122,7 +122,7 @@ class ReceiverChannel(ABC):
             return
         expected = {"mask": announced["mask"], "version": announced["base_version"], "state": False}
         joined = status == expected and self._accept(announced)
-        # The reply comes first: the transfer may block this thread until the sender, which waits for it, takes part.
+        # The reply comes first: beginning may wait for memory, and thereby for the sender, which waits for the reply.
         self._control.reply({**status, "joined": joined})
         if joined:
             self._join()
@@ -157,7 +157,7 @@ class ReceiverChannel(ABC):
         """
 
     def _accept(self, announced: dict[str, Any]) -> bool:
-        """Return whether `_join` can begin the transfer of announced tensors (`control`)."""
+        """Return whether `_join` can begin the transfer of announced tensors, see control.py."""
         return False
 
     def _join(self) -> None:
