@@ -4,8 +4,8 @@ A round asks every receiver for its state. A receiver without the mask gets the 
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
 update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
 
-An update with all values is announced with the question, if no receiver has missed anything so far: its tensors are on
-their way while their digests are computed, and the message follows them.
+An update with all values is announced with the question, if no receiver has missed a version: its tensors are on their
+way while their digests are computed, and the message follows them.
 """
 
 from __future__ import annotations
@@ -462,7 +462,7 @@ class SenderChannel(ABC):
     def _early_offer(self, receivers: Sequence[int]) -> dict[str, Any] | None:
         """Return what the receivers need to begin the transfer of tensors before their message; None: they cannot.
 
-        Called for receivers that have missed nothing. `_begin` and `_withdraw` are only called after a result other
+        Called for receivers that have missed no version. `_begin` and `_withdraw` are only called after a result other
         than None.
         """
         return None

@@ -80,7 +80,7 @@ class _Group:
         return [self._backend.broadcast([part]) for part in parts]
 
     def finish(self, works: Iterable[Any]) -> None:
-        """Wait until broadcasts are done."""
+        """Wait until broadcasts are done. Raises RuntimeError if one fails, or after the timeout."""
         began = time.monotonic()
         for work in works:
             wait_for(work, self._backend, began, self._timeout)
