@@ -59,6 +59,8 @@ def _by_rate(axes: Any, results: Results, parts: Sequence[Part]) -> None:
 
 def _by_place(axes: Any, results: Results, parts: Sequence[Part], what: str) -> None:
     """The share of bf16 weights that the seeds' runs change, by layer or component."""
+    from matplotlib.ticker import MultipleLocator
+
     for part, colour in zip(parts, cycle(COLOURS)):
         if runs := rows_of(results, part):
             names = [name for name in runs[0][f"changed_by_{what}"] if name != "none"]
@@ -66,17 +68,11 @@ def _by_place(axes: Any, results: Results, parts: Sequence[Part], what: str) -> 
             axes.plot(names, shares, "o-" if what == "layer" else "o", color=colour, markersize=4, label=_name(part))
     axes.set(xlabel=what, ylabel="changed bf16 weights, percent", title=f"dense runs at their best rate, by {what}")
     if what == "layer":
-        axes.xaxis.set_major_locator(_every(4))
+        axes.xaxis.set_major_locator(MultipleLocator(4))
     else:
         axes.tick_params(axis="x", rotation=45)
     axes.set_ylim(bottom=0)
     _legend(axes)
-
-
-def _every(n: int) -> Any:
-    from matplotlib.ticker import MultipleLocator
-
-    return MultipleLocator(n)
 
 
 def _common(axes: Any, results: Results, parts: Sequence[Part]) -> None:

@@ -7,15 +7,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 from followers import PATIENCE, Follower, sending, weights_and_mask
 from samples import bits, change, clones, same_bits
+from torch import Tensor
 
+from sparse_opt import MaskSet
 from sparse_opt.errors import DamagedMessage, WeightSyncError
 from sparse_opt.weight_sync import PendingMessage, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender, process_group
@@ -48,6 +51,31 @@ def announced() -> Iterator[Events]:
         events.note(ProcessGroupSender, "_withdraw", "withdraw"),
     ):
         yield events
+
+
+class Followed(NamedTuple):
+    """A sender of all values, whose version 1 all receivers have, and whose weights have changed since."""
+
+    weights: dict[str, Tensor]
+    mask: MaskSet
+    channel: ProcessGroupSender
+    followers: list[Follower]
+
+    def are_equal(self) -> bool:
+        return all(same_bits(self.weights, follower.weights) for follower in self.followers)
+
+
+@contextmanager
+def followed(n_receivers: int) -> Iterator[Followed]:
+    """Several receivers, none of which may meet an error."""
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
+        followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
+        channel.wait_for_receivers(n_receivers, PATIENCE)
+        channel.update()
+        change(weights, mask, 0.1, seed=1)
+        yield Followed(weights, mask, channel, followers)
+    assert all(follower.ended() and not follower.errors for follower in followers)
 
 
 def test_all_join_if_none_has_missed_anything(announced: Events) -> None:
@@ -160,28 +188,42 @@ def test_a_transfer_that_cannot_begin_here_is_repeated(announced: Events, what: 
 def test_an_update_whose_transfer_cannot_begin_at_the_sender_is_sent_as_others(
     announced: Events, n_receivers: int
 ) -> None:
-    weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
-        followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
-        channel.wait_for_receivers(n_receivers, PATIENCE)
-        channel.update()
-        change(weights, mask, 0.1, seed=1)
+    begin, failed = process_group._Group.begin, list[bool]()
+
+    def fail_once(group: Any, tensors: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and not failed:
+            failed.append(True)
+            raise RuntimeError("no connection")
+        return begin(group, tensors)
+
+    with followed(n_receivers) as found:
         announced.clear()
         began = time.monotonic()
-        begin, failed = process_group._Group.begin, list[bool]()
-
-        def fail_once(group: Any, tensors: Any) -> Any:
-            if threading.current_thread() is threading.main_thread() and not failed:
-                failed.append(True)
-                raise RuntimeError("no connection")
-            return begin(group, tensors)
-
         with patch.object(process_group._Group, "begin", fail_once):
-            assert channel.update() == 2
+            assert found.channel.update() == 2
         assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
         assert announced == ["join"] * n_receivers + ["begin", "withdraw"] + ["leave"] * n_receivers
-        assert all(same_bits(weights, follower.weights) for follower in followers)
-    assert all(follower.ended() and not follower.errors for follower in followers)
+        assert found.are_equal()
+
+
+def test_an_error_of_another_type_while_a_receiver_joins_is_a_refusal() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values"), timeout=1.5) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        channel.wait_for_receivers(1, PATIENCE)
+        channel.update()
+        change(weights, mask, 0.1, seed=1)
+        with (
+            patch.object(process_group._Group, "begin", autospec=True, side_effect=WeightSyncError("no stream")),
+            patch.object(channel, "_begin", return_value=True),
+            patch.object(channel, "_transfer", return_value=None),
+            pytest.raises(WeightSyncError, match="^version 2: follower refused it: no stream$"),
+        ):
+            channel.update()
+        assert channel.update() == 3
+        assert same_bits(weights, follower.weights)
+    assert follower.ended()
+    assert follower.errors == ["no stream"]
 
 
 INTERRUPTED = {
@@ -198,24 +240,18 @@ INTERRUPTED = {
 def test_the_next_update_is_right_after_a_round_that_was_interrupted(
     announced: Events, where: str, n_receivers: int
 ) -> None:
-    weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
-        followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
-        channel.wait_for_receivers(n_receivers, PATIENCE)
-        channel.update()
-        change(weights, mask, 0.1, seed=1)
+    with followed(n_receivers) as found:
         announced.clear()
         with patch.object(*INTERRUPTED[where], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            channel.update()
-        change(weights, mask, 0.1, seed=2)
+            found.channel.update()
+        change(found.weights, found.mask, 0.1, seed=2)
         began = time.monotonic()
-        last = channel.update()
-        assert channel.update() == last + 1
+        last = found.channel.update()
+        assert found.channel.update() == last + 1
         assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
         assert "join" in announced
-        assert all(same_bits(weights, follower.weights) for follower in followers)
-        assert len(channel.receivers) == n_receivers
-    assert all(follower.ended() and not follower.errors for follower in followers)
+        assert found.are_equal()
+        assert len(found.channel.receivers) == n_receivers
 
 
 def test_a_question_of_an_interrupted_round_is_not_taken_for_another(announced: Events) -> None:

@@ -7,7 +7,6 @@ changes the members; then a new group is made.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,22 +160,12 @@ class ProcessGroupSender(SenderChannel):
     def _transfer(self, message: Message) -> str | None:
         control, _ = self._connected()
         begun, self._begun = self._begun, None
-        if begun is not None:
-            return self._failure_of(begun[0])
-        tensors = [tensor.to(self._device).contiguous() for tensor in message.tensors.values()]
+        tensors = [] if begun else [tensor.to(self._device).contiguous() for tensor in message.tensors.values()]
         try:
             if self._group is None:
                 size = 1 + len(self._members)
                 self._group = _Group(control.store, str(self._made), 0, size, self._backend, self.timeout)
-            self._group.broadcast(tensors)
-        except RuntimeError as error:
-            return first_line(error)
-        return None
-
-    def _failure_of(self, works: Sequence[Any]) -> str | None:
-        assert self._group is not None
-        try:
-            self._group.finish(works)
+            self._group.finish(begun[0] if begun else self._group.begin(tensors))
         except RuntimeError as error:
             return first_line(error)
         return None
@@ -196,11 +185,12 @@ class ProcessGroupSender(SenderChannel):
 
 @dataclass
 class _Accepted:
-    """Announced tensors, their broadcasts, and their digests if they have begun."""
+    """Announced tensors, their broadcasts, their digests if they have begun, and what has failed."""
 
     tensors: dict[str, Tensor]
     works: list[Any] = field(default_factory=list)
     digests: Digests | None = None
+    error: Exception | None = None
 
 
 class ProcessGroupReceiver(ReceiverChannel):
@@ -253,15 +243,12 @@ class ProcessGroupReceiver(ReceiverChannel):
         try:
             # For gloo its timeout begins here. If it ends because other receivers are slow, the sender sends again.
             accepted.works = group.begin(accepted.tensors.values())
-        except Exception:  # of any type: `_fetch` reports that the transfer has failed
-            self._end()
-            return
-        if self._backend == "nccl":
-            for work in accepted.works:
-                work.wait()  # lets the current stream wait
-            # An error, of any type, is raised again and reported when the message has come.
-            with contextlib.suppress(Exception):
+            if self._backend == "nccl":
+                for work in accepted.works:
+                    work.wait()  # lets the current stream wait
                 accepted.digests = self.weights.begin_digests(accepted.tensors)
+        except Exception as error:  # of any type: `_fetch` raises it, so that the sender gets a reply
+            accepted.error = error
 
     def _leave(self) -> None:
         if self._accepted is not None:
@@ -271,9 +258,11 @@ class ProcessGroupReceiver(ReceiverChannel):
         if command.get("announced"):
             accepted, group = self._accepted, self._group
             if accepted is None or group is None:
-                raise RuntimeError("the transfer of the announced tensors could not begin")
+                raise RuntimeError("the transfer of the announced tensors was ended")
             try:
                 group.finish(accepted.works)
+                if accepted.error is not None:
+                    raise accepted.error
             except RuntimeError:
                 self._end()
                 raise
