@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
+from sparse_opt.weight_sync.message import Entry, fits
 from sparse_opt.weight_sync.transports import (
     CudaIpcReceiver,
     CudaIpcSender,
@@ -44,16 +46,27 @@ class Counted(WeightReceiver):
         assert isinstance(message, Message)
         if message.kind == "update":
             on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in message.tensors.items()}
-            self._last = replace(message, tensors=on_meta, digests=None)
+            self._last = replace(message, tensors=on_meta, begun=None)
         return super().receive(message)
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, announced: list[Entry] | None) -> dict[str, int]:
+        """Sizes of the last update.
+
+        Args:
+            announced: its tensors that were sent before the message, if there were any.
+        """
         message = self._last
         header = sum(len(key) + len(value) for key, value in message.header().items())
         changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
-        payload = sum(tensor.nbytes for tensor in message.tensors.values())
-        return {"message_bytes": header + payload, "sent_values": changed}
+        early, late = announced or [], message.entries
+        if announced is not None and fits(late, announced):
+            late = []
+        return {"message_bytes": header + sum(map(_nbytes, [*early, *late])), "sent_values": changed}
+
+
+def _nbytes(entry: Entry) -> int:
+    _, dtype, shape = entry
+    return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 @dataclass
@@ -66,6 +79,7 @@ class Row:
     close: Callable[[], None]
     sender: WeightSender | None = None
     receiver: Counted | None = None
+    announced: list[Entry] | None = None  # tensors of the last update that were sent before its message
 
 
 class World:
@@ -116,6 +130,8 @@ class World:
             if training is not None:
                 training.step([self.ids])
             for row in order.sample(rows, len(rows)):
+                if row.sender is not None and row.variant.transport == "broadcast":
+                    row.announced = row.sender.announcement()
                 ms = self._clock(row.update)
                 if i:  # the first update builds tables and compiles kernels
                     times[row.variant.name].append(ms)
@@ -206,8 +222,10 @@ class World:
     def _result(self, row: Row, times: list[float], right: bool, mask: MaskSet) -> dict[str, Any]:
         variant = row.variant
         own: dict[str, Any] = {}
+        box: list[Any] = [row.announced]
+        dist.broadcast_object_list(box)
         if row.receiver is not None:
-            own = {**row.receiver.sizes, "receiver_bytes": row.receiver.nbytes()}
+            own = {**row.receiver.sizes(box[0]), "receiver_bytes": row.receiver.nbytes()}
         elif variant.pattern is None:
             own = {"message_bytes": sum(weight.nbytes for weight in row.weights.values())}
         if row.sender is not None:

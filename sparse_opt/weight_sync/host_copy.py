@@ -12,13 +12,16 @@ from torch import Tensor
 class HostCopy:
     """The elements of int64 tensors of one device, copied in the order of its current stream.
 
+    Attributes:
+        source: [n], all elements, one tensor after the other, on the device.
+
     Args:
         tensors: of any shapes.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         flat = [t.view(-1) for t in tensors] or [torch.empty(0, dtype=torch.int64, device="cpu")]
-        self._values = flat[0] if len(flat) == 1 else torch.cat(flat)
+        self.source = self._values = flat[0] if len(flat) == 1 else torch.cat(flat)
         self._arrived: torch.cuda.Event | None = None
         if self._values.is_cuda:
             with torch.cuda.device(self._values.device):
@@ -27,6 +30,11 @@ class HostCopy:
                 self._values = pinned
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
+
+    @property
+    def arrived(self) -> torch.cuda.Event | None:
+        """Follows the copy, and with it what was launched before; None on a CPU."""
+        return self._arrived
 
     @cached_property
     def numbers(self) -> list[int]:

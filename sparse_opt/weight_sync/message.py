@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -21,6 +21,8 @@ FORMAT, FORMAT_VERSION = "sparse_opt.weight_sync", "1"
 _REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest", "tensors")
 _DIGITS = 18  # of a version, which is below 2^63 then
 _OPTIONAL = ("base_version", "base_digest", "layout")
+Entry = tuple[str, str, list[int]]  # of a tensor: name, dtype as torch names it, and shape
+TOTALS = "totals"  # the last tensor of an announcement, see `WeightSender.announcement`
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Message:
             value of the dtype changed.
         base_version, base_digest: of the weights that an update applies to; None otherwise.
         layout: JSON of the `Layout`, in a mask message only.
-        digests: those of `WeightReceiver.begin_digests` for these tensors, or None.
+        begun: what `WeightReceiver.begin` returned for these tensors, or None.
     """
 
     kind: Kind
@@ -51,11 +53,16 @@ class Message:
     base_version: int | None = None
     base_digest: str | None = None
     layout: str | None = field(default=None, repr=False)
-    digests: Any = field(default=None, repr=False, compare=False)
+    begun: Any = field(default=None, repr=False, compare=False)
 
     def wait(self) -> Message:
         """Return this message, which is complete. See `PendingMessage.wait`."""
         return self
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Name, dtype and shape of each tensor."""
+        return [(name, dtype_name(t), list(t.shape)) for name, t in self.tensors.items()]
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +75,6 @@ class Message:
 
     @cached_property
     def _header(self) -> dict[str, str]:
-        tensors = [[name, dtype_name(t), list(t.shape)] for name, t in self.tensors.items()]
         header = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -77,7 +83,7 @@ class Message:
             "mask_digest": self.mask_digest,
             "result_digest": self.result_digest,
             "payload_digest": self.payload_digest,
-            "tensors": compact_json(tensors),
+            "tensors": compact_json(self.entries),
         }
         optional = {
             "base_version": None if self.base_version is None else str(self.base_version),
@@ -175,7 +181,26 @@ def checked_header(header: Any) -> dict[str, str]:
     return fields
 
 
-def tensor_list(header: Mapping[str, str]) -> list[tuple[str, str, list[int]]]:
+def fits(entries: Sequence[Entry], announcement: Sequence[Entry]) -> bool:
+    """Whether the tensors of a message are among those of an announcement.
+
+    There may be fewer changed values than were announced, or no change at all of a dtype.
+
+    Args:
+        entries: of the message.
+        announcement: see `WeightSender.announcement`.
+    """
+    room = {name: (dtype, shape) for name, dtype, shape in announcement if name != TOTALS}
+    for name, dtype, shape in entries:
+        expected_dtype, expected = room.get(name, ("", []))
+        is_part = name.endswith(".changed") and len(shape) == len(expected) == 1 and shape <= expected
+        if dtype != expected_dtype or not (is_part or shape == expected):
+            return False
+    names = {name for name, _, _ in entries}
+    return all(name in names for name in room if name.endswith(".values"))
+
+
+def tensor_list(header: Mapping[str, str]) -> list[Entry]:
     """Return (name, dtype, shape) of each tensor of a header, in order, for a transport that allocates them.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,55 +10,17 @@ from torch import Tensor, nn
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from ..tensors import named_parameters_of
 from .addresses import Addresses
-from .backend import Backend, Changes, Index, choose
+from .arriving import Arriving, Change, Expected, ReceiverMask, change_of, refuse_others
+from .backend import choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
 from .host_copy import HostCopy
 from .layout import Group, Layout
-from .message import Message
+from .message import TOTALS, Message
 from .positions import checked_mask
-from .reference import bitmap_bytes
 from .sender import PendingMessage
 
 Destinations = Mapping[str, Sequence[Destination]]
-
-
-class _Mask(NamedTuple):
-    """The mask that a receiver follows, and where its active elements are."""
-
-    digest: str
-    layout: Layout
-    device: torch.device
-    backend: Backend
-    indices: tuple[Index, ...]  # one for each group of the layout
-    parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
-    addresses: Addresses  # of the weights that are not given as destinations
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.parts
-
-
-class _Change(NamedTuple):
-    """What a message carries for the tensors of one dtype: all values, or the changed ones; None is nothing."""
-
-    values: Tensor | None = None
-    changes: Changes | None = None
-    changed: int = 0  # number of changed values
-
-
-class Digests(NamedTuple):
-    """The digests of all values of a message, on the device and on their way to the host."""
-
-    values: Sequence[Tensor | None]
-    sums: list[Tensor]
-    found: HostCopy
-
-    def are_of(self, changes: Sequence[_Change]) -> bool:
-        """Whether these changes have the same tensors."""
-        return len(changes) == len(self.values) and all(
-            a is b.values for a, b in zip(self.values, changes, strict=True)
-        )
 
 
 class WeightReceiver:
@@ -87,7 +48,7 @@ class WeightReceiver:
         self._weights: nn.Module | Mapping[str, Tensor] = {} if weights is None else weights
         self._destinations = destinations or {}
         self._backend = backend
-        self._mask: _Mask | None = None
+        self._mask: ReceiverMask | None = None
         self._version: int | None = None
         self._digest: str | None = None
         self._sums: list[int] = []  # the digest of each group, if the receiver is whole
@@ -151,34 +112,60 @@ class WeightReceiver:
             ForeignMessage: the message is for another mask, or this receiver lacks a weight of the mask.
         """
         message = message.wait() if isinstance(message, Message | PendingMessage) else Message.from_bytes(message)
-        if message.kind == "mask":
-            self._receive_mask(message)
-        else:
-            self._receive_values(message)
+        try:
+            if message.kind == "mask":
+                self._receive_mask(message)
+            else:
+                self._receive_values(message)
+        except BaseException:
+            if isinstance(message.begun, Arriving):
+                message.begun.undo()
+            raise
         return self._version
 
     @torch.inference_mode()
-    def begin_digests(self, tensors: Mapping[str, Tensor]) -> Digests | None:
-        """Begin the digests of all values of a message that is still to come, in the order of the current stream.
+    def begin(self, tensors: Mapping[str, Tensor]) -> Arriving | None:
+        """Begin an update whose message is still to come: verify and write it, in the order of the current stream.
 
-        For transports whose tensors arrive before the message, which gets what this returns as its `digests`. The
-        tensors must not be changed by others until `receive` has returned.
+        For transports whose tensors arrive before the message, which gets what this returns as its `begun`. `receive`
+        compares it with the message, and brings back the weights if they do not agree. If no message comes, call `undo`
+        of what this returns. The host waits for nothing. Until then the tensors, and the weights, must not be used.
 
         Args:
-            tensors: those of the message.
+            tensors: those of `WeightSender.announcement`, with the totals.
 
         Returns:
-            None if the tensors are not all values of the mask, or are on another device than the weights.
+            None if the update must wait for its message: if tensors are missing or on another device than the weights,
+            or a weight has several destinations.
+
+        Raises:
+            DamagedMessage: a tensor has another dtype or shape than the mask says.
+            WeightSyncError: a weight was replaced since the mask message.
         """
         mask = self._mask
-        if mask is None:
+        totals = tensors.get(TOTALS)
+        if mask is None or totals is None or self._version is None or not all(index.single for index in mask.indices):
             return None
-        values = [tensors.get(f"{group.dtype}.values") for group in mask.layout.groups]
-        changes = [_Change(of_group) for of_group in values if of_group is not None and of_group.device == mask.device]
-        if len(changes) < len(values):
+        if (
+            totals.dim() != 2
+            or len(totals) != len(mask.layout.groups)
+            or any(t.device != mask.device for t in tensors.values())
+        ):
             return None
-        results = _sums(mask, changes)
-        return Digests([change.values for change in changes], results, HostCopy(results))
+        self._require_in_place(mask)
+        given = {name: tensor for name, tensor in tensors.items() if name != TOTALS}
+        refuse_others(given, "update", mask.layout)
+        pairs = zip(mask.layout.groups, mask.indices, strict=True)
+        changes = [change_of(given, "update", group, index, mask.device) for group, index in pairs]
+        has_counts = totals.shape[1] == 3
+        if not has_counts and any(change.values is None for change in changes):
+            return None
+        begun = Arriving(mask, given, changes)
+        columns = [0 if change.values is not None else 1 for change in changes]
+        payload = [totals[i, column] for i, column in enumerate(columns)]
+        counts = [totals[i, 2] if has_counts else 0 for i in range(len(changes))]
+        begun.write(Expected(sum(payload[1:], start=payload[0]), totals[:, 0].sum(), counts), self._sums, keep_old=True)
+        return begun
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -235,7 +222,7 @@ class WeightReceiver:
         self._mask, self._sums = mask, sums
         self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
 
-    def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
+    def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> ReceiverMask:
         given = self._destinations(layout) if callable(self._destinations) else self._destinations
         destinations = {name: list(parts) for name, parts in given.items()}
         in_weights: list[str] = []
@@ -266,7 +253,7 @@ class WeightReceiver:
             for name, tensor in placed.items()
             if not tensor.is_whole
         }
-        return _Mask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
+        return ReceiverMask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
@@ -275,27 +262,43 @@ class WeightReceiver:
         if message.mask_digest != mask.digest:
             raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
         self._check_order(message)
-        pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        changes = [_change(message, group, index, mask.device) for group, index in pairs]
-        early = message.digests
-        if isinstance(early, Digests) and early.are_of(changes):
-            results, found = early.sums, early.found
+        begun = message.begun
+        if isinstance(begun, Arriving) and begun.mask is mask and begun.has(message.tensors):
+            changes = [
+                self._known(message, group, c) for group, c in zip(mask.layout.groups, begun.changes, strict=True)
+            ]
+            *numbers, valid = begun.copy_sums().numbers
+            sums = self._verify(mask, message, changes, numbers)
+            if not valid:
+                raise DamagedMessage("the totals sent ahead of the message do not agree with it")
         else:
-            results = _sums(mask, changes)
-            found = HostCopy(results)
-        # Checks of the host, while the device computes the digests.
-        _refuse_others(message, mask.layout)
-        self._require_in_place(mask)
-        # All values are compared on the device, which then need not wait for the host between digest and writes.
-        valid = _all_valid(message, changes, results)
-        if valid is not None:
-            _write(mask, changes, valid)
-        sums = self._verify(mask, message, changes, found.numbers)
-        if valid is None:
-            _write(mask, changes)
+            sums = self._verify_and_write(mask, message)
         self._version, self._digest, self._sums = message.version, message.result_digest, sums
 
-    def _require_in_place(self, mask: _Mask) -> None:
+    def _known(self, message: Message, group: Group, change: Change) -> Change:
+        """Return a change that was begun with the number of changed values in its message."""
+        changed = message.tensors.get(f"{group.dtype}.changed")
+        return change._replace(changed=0 if changed is None else changed.numel())
+
+    def _verify_and_write(self, mask: ReceiverMask, message: Message) -> list[int]:
+        """Return the new digest of each group, as far as it is known. Raises DamagedMessage."""
+        if isinstance(message.begun, Arriving):  # with other tensors
+            message.begun.undo()
+        pairs = zip(mask.layout.groups, mask.indices, strict=True)
+        changes = [change_of(message.tensors, message.kind, group, index, mask.device) for group, index in pairs]
+        arriving = Arriving(mask, message.tensors, changes)
+        found = arriving.copy_sums()
+        # Checks of the host, while the device computes the digests.
+        refuse_others(message.tensors, message.kind, mask.layout)
+        self._require_in_place(mask)
+        payload, result = from_hex(message.payload_digest), from_hex(message.result_digest)
+        if payload is not None and result is not None:
+            # Compared on the device, too, which then need not wait for the host between digest and writes.
+            counts = [change.changed for change in changes]
+            arriving.write(Expected(payload, result, counts), self._sums or [0] * len(changes))
+        return self._verify(mask, message, changes, found.numbers)
+
+    def _require_in_place(self, mask: ReceiverMask) -> None:
         if (name := mask.addresses.replaced()) is not None:
             raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
 
@@ -314,11 +317,11 @@ class WeightReceiver:
                 f"the receiver has version {self._version} with digest {self._digest}: a state message is needed"
             )
 
-    def _verify(self, mask: _Mask, message: Message, changes: list[_Change], results: list[int]) -> list[int]:
+    def _verify(self, mask: ReceiverMask, message: Message, changes: list[Change], results: list[int]) -> list[int]:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
 
         Args:
-            results: of `_sums`, flattened.
+            results: of `Arriving.copy_sums`.
         """
         found = iter(results)
         sent, sums = 0, list(self._sums)
@@ -350,45 +353,10 @@ class WeightReceiver:
         return sums
 
 
-def _sums_of_weights(mask: _Mask) -> list[int]:
+def _sums_of_weights(mask: ReceiverMask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
-
-
-def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
-    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
-    sums = []
-    for group, change in zip(mask.layout.groups, changes, strict=True):
-        if change.values is not None:
-            sums.append(mask.backend.digest_sum(change.values, group.first))
-        elif change.changes is not None:
-            sums.append(change.changes.sums(read_old=mask.is_whole))
-    return sums
-
-
-def _all_valid(message: Message, changes: Sequence[_Change], results: Sequence[Tensor]) -> Tensor | None:
-    """Return [1] bool on the device: whether all values have the digest of the message and of the weights after it.
-
-    None: the message does not bring all values, or is to be refused whatever their digest.
-    """
-    expected = message.payload_digest
-    if not results or expected != message.result_digest or any(change.values is None for change in changes):
-        return None
-    number = from_hex(expected)
-    if number is None:
-        return None
-    total = results[0] if len(results) == 1 else torch.stack(list(results)).sum()
-    return total.view(1) == number
-
-
-def _write(mask: _Mask, changes: Sequence[_Change], valid: Tensor | None = None) -> None:
-    """Write what a message carries; its values only if `valid` is not a False [1] on the device."""
-    for index, change in zip(mask.indices, changes, strict=True):
-        if change.values is not None:
-            index.put(change.values, valid)
-        elif change.changes is not None:
-            change.changes.write()
 
 
 def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
@@ -404,34 +372,3 @@ def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
                 raise ForeignMessage(
                     f"{other!r} and {name!r} share their memory here, and are two weights in the message"
                 )
-
-
-def _change(message: Message, group: Group, index: Index, device: torch.device) -> _Change:
-    values, bitmap, changed = (message.tensors.get(f"{group.dtype}.{kind}") for kind in ("values", "bitmap", "changed"))
-    if values is not None:
-        _check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
-        if bitmap is not None or changed is not None:
-            raise DamagedMessage(f"the message has both {group.dtype}.values and changed values")
-        return _Change(values.to(device, non_blocking=True))
-    if message.kind == "state":
-        raise DamagedMessage(f"the state message has no {group.dtype}.values")
-    if bitmap is None and changed is None:
-        return _Change()
-    if bitmap is None or changed is None:
-        raise DamagedMessage(f"the message has only one of {group.dtype}.bitmap and {group.dtype}.changed")
-    _check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
-    _check(f"{group.dtype}.changed", changed, group.torch_dtype, changed.numel())
-    found = index.changes(bitmap.to(device, non_blocking=True), changed.to(device, non_blocking=True))
-    return _Change(None, found, changed.numel())
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != (numel,) or not tensor.is_contiguous():
-        raise DamagedMessage(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[numel]}")
-
-
-def _refuse_others(message: Message, layout: Layout) -> None:
-    kinds = ("values",) if message.kind == "state" else ("values", "bitmap", "changed")
-    known = {f"{group.dtype}.{kind}" for group in layout.groups for kind in kinds}
-    if others := sorted(set(message.tensors) - known):
-        raise DamagedMessage(f"the {message.kind} message has the tensor {others[0]!r}, which the mask does not have")

@@ -137,22 +137,33 @@ class ReferenceIndex:
                 _bits(out)[block.begin : block.end][inside] = _memory(part)[offsets]
         return out
 
-    def put(self, values: Tensor, valid: Tensor | None = None) -> None:
-        """Write the active values [nnz] to all destinations; nothing if `valid`, [1] bool on their device, is False."""
+    @property
+    def single(self) -> bool:
+        """Whether no tensor has more than one destination."""
+        return all(len(block.tensor.destinations) <= 1 for block in self._blocks)
+
+    def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
+        """Write the active values [nnz] to all destinations.
+
+        Args:
+            valid: [1] bool on their device; False writes nothing.
+            keep_old: put the values that are replaced in the place of the new ones in `values`, so that the same call
+                brings them back. Only if the index is `single`.
+        """
         if valid is not None and not valid:
             return
         for block in self._blocks:
             positions = block.positions()
+            of_block = _bits(values)[block.begin : block.end]
             for part in block.tensor.destinations:
-                inside, offsets = block.find(part, positions)
-                _memory(part)[offsets] = _bits(values)[block.begin : block.end][inside]
+                _write(part, *block.find(part, positions), of_block, keep_old=keep_old)
 
     def changes(self, bitmap: Tensor, changed: Tensor) -> ReferenceChanges:
         """Return the changed elements of an update, to verify and to write them.
 
         Args:
             bitmap: [bitmap_bytes(nnz)] uint8.
-            changed: [n], the values of the elements that the bitmap marks.
+            changed: [n], the values of the elements that the bitmap marks. What follows the last one is not used.
         """
         return ReferenceChanges(self._group, self._blocks, bitmap, changed)
 
@@ -184,12 +195,18 @@ class ReferenceChanges:
                     old += mix(self._numbers[within][inside] + first, held).sum()
         return torch.stack([sent, old, count])
 
-    def write(self) -> None:
-        """Write the changed values to all destinations. `sums` must have been compared with the message first."""
+    def write(self, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
+        """Write the changed values to all destinations. `sums` must have been compared with the message first.
+
+        Args:
+            valid, keep_old: as of `ReferenceIndex.put`; the values that are replaced come to `changed`.
+        """
+        if valid is not None and not valid:
+            return
         for block, within, positions in self._found:
+            of_block = _bits(self._changed)[within]
             for part in block.tensor.destinations:
-                inside, offsets = block.find(part, positions)
-                _memory(part)[offsets] = _bits(self._changed)[within][inside]
+                _write(part, *block.find(part, positions), of_block, keep_old=keep_old)
 
 
 @dataclass(frozen=True)
@@ -253,6 +270,15 @@ def _memory(part: Placed) -> Tensor:
         return _bits(tensor.new_empty(0))
     extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return _bits(tensor.as_strided((extent,), (1,)))
+
+
+def _write(part: Placed, inside: Tensor | slice, offsets: Tensor, values: Tensor, *, keep_old: bool) -> None:
+    """Write those of some values that are `inside` a destination; with `keep_old` exchange them with what is there."""
+    memory = _memory(part)
+    new = values[inside].clone() if keep_old else values[inside]
+    if keep_old:
+        values[inside] = memory[offsets]
+    memory[offsets] = new
 
 
 def _bits(tensor: Tensor) -> Tensor:

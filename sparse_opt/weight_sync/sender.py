@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..masks import MaskSet
 from .active_values import ActiveValues, Source, WeightsOf
@@ -17,11 +19,24 @@ from .backend import Backend
 from .destinations import Parts
 from .digest import digest_sum, to_hex
 from .host_copy import HostCopy
-from .message import Message
+from .message import TOTALS, Entry, Message
 from .positions import units_of
 from .reference import bitmap_bytes, only_parts
 
 Encoding = Literal["auto", "values", "bitmap"]
+
+# An announcement has room for the largest number of changes in so many updates, and for a part of it more.
+_LAST_COUNTS, _MORE_CHANGES = 4, 25
+
+
+def is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
+    """Whether an encoding sends `count` changed values of nnz with a bitmap, if they have `size` bytes."""
+    return encoding == "bitmap" or (encoding == "auto" and count * size + bitmap_bytes(nnz) < nnz * size)
+
+
+def _capacity(nnz: int, stream: torch.cuda.Stream | None) -> int:
+    """Return how many changed values are packed before their number is known: few are usual on a GPU."""
+    return nnz if stream is None else -(-nnz // 8)
 
 
 class WeightSender:
@@ -71,6 +86,7 @@ class WeightSender:
             values.backend,
         )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._counts: dict[str, deque[int]] = {}  # of each dtype: how many values the last updates have changed
         sent, gathered = self._take()
         self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
 
@@ -88,12 +104,27 @@ class WeightSender:
         """Device of the active values, and of the tensors of updates and states."""
         return self._device
 
-    @property
-    def announced_tensors(self) -> list[list[Any]] | None:
-        """[name, dtype, shape] of each tensor of the next update; None if they depend on how many values change."""
-        if self._encoding != "values":
-            return None
-        return [[f"{group.dtype}.values", group.dtype, [group.nnz]] for group in self._layout.groups]
+    def announcement(self) -> list[Entry] | None:
+        """Return the names, dtypes and shapes of tensors that can be sent before the message of the next update.
+
+        They have room for as many changed values as the last updates had, and a few more. The last one is
+        `PendingMessage.totals`. With the encoding "values" the message has these tensors, otherwise see `message.fits`.
+        None if the next update cannot be foreseen, because there was none yet, for example.
+        """
+        entries: list[Entry] = []
+        for group in self._layout.groups:
+            dtype, last = group.dtype, self._counts.get(group.dtype)
+            if self._encoding != "values" and not last:
+                return None
+            if last and is_smaller(self._encoding, max(last), group.torch_dtype.itemsize, group.nnz):
+                room = min(max(last) + max(last) // _MORE_CHANGES + 64, group.nnz)
+                if room > _capacity(group.nnz, self._stream):
+                    return None
+                entries.append((f"{dtype}.bitmap", "uint8", [bitmap_bytes(group.nnz)]))
+                entries.append((f"{dtype}.changed", dtype, [room]))
+            else:
+                entries.append((f"{dtype}.values", dtype, [group.nnz]))
+        return [*entries, (TOTALS, "int64", [len(self._layout.groups), 1 if self._encoding == "values" else 3])]
 
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
@@ -144,8 +175,7 @@ class WeightSender:
             with _aside(self._stream, gathered, [*new.values(), *base.values.values()]):
                 found = []
                 for dtype, values in new.items():
-                    # On a GPU before the number of changes is known: few are usual, and the host then waits once.
-                    capacity = 0 if self._stream is None else -(-values.numel() // 8)
+                    capacity = _capacity(values.numel(), self._stream)
                     old = base.values[dtype]
                     bitmap, of_dtype, changed = self._backend.compare(old, values, self._first(dtype), capacity)
                     changes[dtype] = bitmap, changed
@@ -161,6 +191,7 @@ class WeightSender:
             backend=self._backend,
             stream=self._stream,
             gathered=gathered,
+            counts=self._counts,
         )
 
     @torch.no_grad()
@@ -288,11 +319,14 @@ class PendingMessage:
         backend: Backend,
         stream: torch.cuda.Stream | None,
         gathered: torch.cuda.Event | None,
+        counts: dict[str, deque[int]],
     ) -> None:
         self.version = sent.version
         self._sent, self._base, self._changes = sent, base, changes
         self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
-        self._gathered = gathered  # the values are complete
+        # The values are complete, or what was compared with them.
+        self._complete = gathered if encoding == "values" else sent.totals.begin().arrived
+        self._counts = counts  # of the sender
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
         self._lock = threading.Lock()
@@ -308,23 +342,42 @@ class PendingMessage:
             self._usable(message.tensors, self._ready)
             return message
 
-    def values(self) -> dict[str, Tensor]:
-        """Return the tensors of the message, before their digests are known. May be called from any thread.
+    def announced(self, announcement: Sequence[Entry]) -> dict[str, Tensor] | None:
+        """Return the tensors of an announcement without the totals, which are not waited for.
 
-        They can be used on the stream that is current in the calling thread.
+        They can be used on the stream that is current in the calling thread, which may be any. There are as many
+        changed values as were announced, whatever their number. None if the message is known, and has other tensors.
 
-        Raises:
-            ValueError: the sender's encoding is another one than "values".
+        Args:
+            announcement: of `WeightSender.announcement`, for this update.
         """
-        if self._encoding != "values":
-            raise ValueError(
-                f"the encoding is {self._encoding!r}: the tensors of the message depend on what has changed"
-            )
         with self._lock:
-            if self._message is not None:
-                return self._usable(self._message.tensors, self._ready)
-            tensors = {f"{dtype}.values": tensor for dtype, tensor in self._sent.values.items()}
-            return self._usable(tensors, self._gathered)
+            known = {} if self._message is None else self._message.tensors
+            tensors: dict[str, Tensor] = {}
+            for name, _, (size, *_) in announcement[:-1]:
+                dtype, kind = name.rsplit(".", 1)
+                bitmap, changed = self._changes.get(dtype, (None, None))
+                if kind == "changed" and changed is not None and changed.numel() < size:  # by the reference
+                    changed = pad(changed, (0, size - changed.numel()))
+                tensor = {
+                    "values": known.get(name, self._sent.values.get(dtype)),
+                    "bitmap": bitmap,
+                    "changed": None if changed is None else changed[:size],
+                }[kind]
+                if tensor is None:
+                    return None
+                tensors[name] = tensor
+            return self._usable(tensors, self._ready or self._complete)
+
+    def totals(self) -> Tensor:
+        """Return the totals of `WeightSender.announcement`, [dtypes, 1 or 3] int64, which the host does not wait for.
+
+        They can be used on the stream that is current in the calling thread. Of each dtype: the digest of all values,
+        and with another encoding than "values" that of the changed ones, and their number.
+        """
+        copy = self._sent.totals.begin()
+        columns = 1 if self._encoding == "values" else 3
+        return self._usable({TOTALS: copy.source.view(-1, columns)}, copy.arrived)[TOTALS]
 
     def _usable(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
         """Let the current stream wait until tensors are complete, and return them."""
@@ -344,7 +397,9 @@ class PendingMessage:
         with side, torch.no_grad():
             self._message = self._build()
             self._ready = None if self._stream is None else self._stream.record_event()
-        self._sent, self._changes = self._sent._replace(values={}), {}  # frees the values that are not in the message
+        # Frees the values that are not in the message.
+        self._sent = self._sent._replace(values={})
+        self._changes = {d: found for d, found in self._changes.items() if f"{d}.bitmap" in self._message.tensors}
         return self._message
 
     def _build(self) -> Message:
@@ -352,8 +407,8 @@ class PendingMessage:
         payload = 0
         rows = self._sent.totals.rows
         for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
-            size, n = values.element_size(), values.numel()
-            smaller = self._encoding == "bitmap" or count * size + bitmap_bytes(n) < n * size
+            self._counts.setdefault(dtype, deque(maxlen=_LAST_COUNTS)).append(count)
+            smaller = is_smaller(self._encoding, count, values.element_size(), values.numel())
             if self._encoding == "values" or (count and not smaller):
                 tensors[f"{dtype}.values"] = values
                 payload += whole

@@ -65,9 +65,13 @@ class TritonIndex:
             _kernels().take(table, out)
         return out
 
-    def put(self, values: Tensor, valid: Tensor | None = None) -> None:
+    @property
+    def single(self) -> bool:
+        return all(table.single for table in self._tables)
+
+    def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
         for table in self._tables:
-            _kernels().put(table, values, valid)
+            _kernels().put(table, values, valid, keep_old=keep_old)
 
     def changes(self, bitmap: Tensor, changed: Tensor) -> _Changes:
         return _Changes(self._tables, self._group.first, self._group.nnz, bitmap, changed)
@@ -100,13 +104,13 @@ class _Changes:
         parts = [kernels.check(table, *arguments, read_old=read_old) for table in self._tables]
         return torch.cat([torch.stack(parts).sum(dim=0), self._ranks[-1:]])
 
-    def write(self) -> None:
+    def write(self, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
         kernels = _kernels()
         if self._list is not None:
-            kernels.listed_write(self._changed, self._list[1])
+            kernels.listed_write(self._changed, self._list[1], valid, keep_old=keep_old)
             return
         for table in self._tables:
-            kernels.write(table, self._bitmap, self._changed, self._ranks)
+            kernels.write(table, self._bitmap, self._changed, self._ranks, valid, keep_old=keep_old)
 
 
 def _kernels() -> Any:
@@ -197,9 +201,11 @@ def _tiled(
     )
 
 
-def _kind(group: Group, tensors: Sequence[PlacedTensor]) -> tuple[int, bool]:
-    """Return `IndexTable.element_size` and `IndexTable.single`."""
-    return group.torch_dtype.itemsize, all(len(tensor.destinations) <= 1 for tensor in tensors)
+def _kind(group: Group, tensors: Sequence[PlacedTensor]) -> tuple[int, bool, bool]:
+    """Return `IndexTable.element_size`, `IndexTable.single` and `IndexTable.plain`."""
+    single = all(len(tensor.destinations) <= 1 for tensor in tensors)
+    plain = single and all(any(map(tensor.is_plain, tensor.destinations)) for tensor in tensors)
+    return group.torch_dtype.itemsize, single, plain
 
 
 def _tensor_rows(

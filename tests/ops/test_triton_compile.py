@@ -97,6 +97,10 @@ _BITMAP = {"bitmap": "*u8", "bits": "i64", "BLOCK": 1024}
 _MARKED = {**_BITMAP, "changed": "*i16", "ranks": "*i64", "changes": "i64"}
 _LIST_OF_CHANGES = {**_BITMAP, "ranks": "*i64", "slots_out": "*i64", "addresses": "*i64", "changes": "i64"}
 _LISTED = {"changed": "*i16", "addresses": "*i64", "changes": "i64", "BITS": "uint16", "BLOCK": 1024}
+_SINGLE = {"SINGLE": True, "PLAIN": False}
+_PLAIN = {"SINGLE": True, "PLAIN": True}
+_SEVERAL = {"SINGLE": False, "PLAIN": False}
+_PUT = {"values": "*i16", "valid": "*u8", "KEEP": True}
 _CONSECUTIVE = {"partials": "*i64", "n": "i64", "first": "i64", "BITS": "uint16", "BLOCK": 2048}
 
 _ONE_TENSOR = {"blocks": None}
@@ -187,23 +191,27 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         *[
             (f"weights-{name}", f"weight_sync.{_FILE_OF_WEIGHT_KERNEL[kernel]}", f"weight_{kernel}", parameters)
             for name, kernel, parameters in [
-                ("take", "take", {**_WEIGHTS, "out": "*i16"}),
-                ("take-runs", "take", {**_WEIGHTS, "out": "*i16", "RUN": 32}),
-                ("take-4-bytes", "take", {**_WEIGHTS, "out": "*i32", "BITS": "uint32"}),
-                ("take-tiles", "take", {**_TILED_WEIGHTS, "out": "*i16"}),
+                ("take", "take", {**_WEIGHTS, **_SINGLE, "out": "*i16"}),
+                ("take-several", "take", {**_WEIGHTS, **_SEVERAL, "out": "*i16"}),
+                ("take-runs", "take", {**_WEIGHTS, **_SINGLE, "out": "*i16", "RUN": 32}),
+                ("take-4-bytes", "take", {**_WEIGHTS, **_SINGLE, "out": "*i32", "BITS": "uint32"}),
+                ("take-tiles", "take", {**_TILED_WEIGHTS, **_SINGLE, "out": "*i16"}),
+                ("take-tiles-plain", "take", {**_TILED_WEIGHTS, **_PLAIN, "out": "*i16"}),
                 ("pieces", "pieces", {"values": "*i16", "pieces": "*i64", "out": "*i16", "BLOCK": 2048}),
-                ("put", "put", {**_WEIGHTS, "values": "*i16", "valid": "*u8"}),
-                ("put-always", "put", {**_WEIGHTS, "values": "*i16", "valid": None}),
-                ("put-wide", "put", {**_WEIGHTS, "values": "*i16", "valid": "*u8", "WIDE": True}),
-                ("put-tiles", "put", {**_TILED_WEIGHTS, "values": "*i16", "valid": "*u8", "TILE": 128}),
-                ("put-tiles-wide", "put", {**_TILED_WEIGHTS, "values": "*i16", "valid": "*u8", "WIDE": True}),
+                ("put", "put", {**_WEIGHTS, **_SINGLE, **_PUT}),
+                ("put-several", "put", {**_WEIGHTS, **_SEVERAL, **_PUT, "KEEP": False}),
+                ("put-always", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "valid": None, "KEEP": False}),
+                ("put-wide", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "WIDE": True}),
+                ("put-tiles", "put", {**_TILED_WEIGHTS, **_SINGLE, **_PUT, "TILE": 128}),
+                ("put-tiles-wide", "put", {**_TILED_WEIGHTS, **_PLAIN, **_PUT, "WIDE": True}),
                 ("check", "check", {**_WEIGHTS, **_MARKED, "partials": "*i64", "first": "i64", "READ_OLD": True}),
                 (
                     "check-tiles",
                     "check",
                     {**_MARKED, **_TILED_WEIGHTS, "partials": "*i64", "first": "i64", "READ_OLD": False},
                 ),
-                ("write", "write", {**_WEIGHTS, **_MARKED}),
+                ("write", "write", {**_WEIGHTS, **_MARKED, "valid": "*u8", "KEEP": True}),
+                ("write-always", "write", {**_WEIGHTS, **_MARKED, "valid": None, "KEEP": False}),
                 ("list", "list", {**_WEIGHTS, **_LIST_OF_CHANGES}),
                 ("list-tiles", "list", {**_LIST_OF_CHANGES, **_TILED_WEIGHTS}),
                 (
@@ -218,7 +226,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                         "READ_OLD": True,
                     },
                 ),
-                ("listed-write", "listed_write", _LISTED),
+                ("listed-write", "listed_write", {**_LISTED, "valid": "*u8", "KEEP": True}),
+                ("listed-write-always", "listed_write", {**_LISTED, "valid": None, "KEEP": False}),
                 ("count", "count", {**_BITMAP, "counts": "*i32"}),
                 (
                     "select",

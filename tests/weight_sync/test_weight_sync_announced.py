@@ -1,4 +1,4 @@
-"""Updates with all values, whose tensors are on their way before their digests are known (gloo)."""
+"""Updates whose tensors are on their way before their message, and are written before it (gloo)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+import torch
 from followers import PATIENCE, Follower, sending, weights_and_mask
 from samples import bits, change, clones, same_bits
 from torch import Tensor
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import DamagedMessage, WeightSyncError
-from sparse_opt.weight_sync import PendingMessage, WeightReceiver, WeightSender
+from sparse_opt.weight_sync import Destination, Message, PendingMessage, WeightReceiver, WeightSender
+from sparse_opt.weight_sync.message import fits
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender, process_group
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
 
 
 class Events(list[str]):
@@ -66,12 +71,13 @@ class Followed(NamedTuple):
 
 
 @contextmanager
-def followed(n_receivers: int) -> Iterator[Followed]:
+def followed(n_receivers: int, encoding: Any = "values") -> Iterator[Followed]:
     """Several receivers, none of which may meet an error."""
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
+    with sending(WeightSender(weights, mask, encoding=encoding), timeout=5.0) as channel:
         followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
         channel.wait_for_receivers(n_receivers, PATIENCE)
+        change(weights, mask, 0.1, seed=0)
         channel.update()
         change(weights, mask, 0.1, seed=1)
         yield Followed(weights, mask, channel, followers)
@@ -93,14 +99,47 @@ def test_all_join_if_none_has_missed_anything(announced: Events) -> None:
     assert announced == ["join", "join", "begin"] * 5
 
 
-def test_values_that_may_be_sent_as_a_bitmap_are_not_announced(announced: Events) -> None:
+def test_changed_values_are_announced_with_room_for_as_many_as_before(announced: Events) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask)) as channel:
         follower = Follower(channel.address, clones(weights), "follower")
         channel.wait_for_receivers(1, PATIENCE)
-        for version in (1, 2):
+        # As many as before, more than there is room for, all of them, which are sent without a bitmap, and none.
+        for version, share in enumerate((0.2, 0.2, 0.5, 0.5, 1.0, 1.0, 0.0, 0.2), start=1):
+            change(weights, mask, share, seed=version)
+            announced.clear()
             assert channel.update() == version
-    assert follower.ended() and announced == []
+            assert announced == ([] if version == 1 else ["join", "begin"])
+            assert same_bits(weights, follower.weights)
+        assert channel._made == 1, "the group was made again"
+    assert follower.ended()
+    assert not follower.errors
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_what_fits_an_announcement(share: float) -> None:
+    weights, mask = weights_and_mask()
+    sender = WeightSender(weights, mask)
+    assert sender.announcement() is None
+    change(weights, mask, 0.2, seed=0)
+    sender.update().wait()
+    change(weights, mask, share, seed=1)
+    announcement = sender.announcement()
+    assert announcement is not None and announcement[-1][0] == "totals"
+    update = sender.update()
+    tensors = update.announced(announcement)
+    assert tensors is not None
+    assert [(name, list(t.shape)) for name, t in tensors.items()] == [
+        (name, shape) for name, _, shape in announcement[:-1]
+    ]
+    message = update.wait()
+    assert fits(message.entries, announcement) == (share < 0.5)
+    if share < 0.5:
+        parts = {name: tensors[name][: tensor.numel()] for name, tensor in message.tensors.items()}
+        assert all(torch.equal(raw(part), raw(message.tensors[name])) for name, part in parts.items())
+    assert not fits([*message.entries, ("bfloat16.values", "bfloat16", [3])], announcement)
+    assert fits([], announcement)  # nothing has changed
+    assert not fits([], [("bfloat16.values", "bfloat16", [3]), announcement[-1]])
 
 
 def test_the_others_leave_if_one_needs_a_state(announced: Events) -> None:
@@ -254,6 +293,75 @@ def test_the_next_update_is_right_after_a_round_that_was_interrupted(
         assert len(found.channel.receivers) == n_receivers
 
 
+@contextmanager
+def beginning_early(found: Followed) -> Iterator[list[Any]]:
+    """Receivers that begin announced updates as with NCCL, whose broadcasts the host does not wait for; gloo's does."""
+    begin, begun = WeightReceiver.begin, list[Any]()
+
+    def noted(receiver: WeightReceiver, tensors: Any) -> Any:
+        begun.append(begin(receiver, tensors))
+        return begun[-1]
+
+    with patch.object(ProcessGroupReceiver, "transport", "gloo"), patch.object(WeightReceiver, "begin", noted):
+        for follower in found.followers:
+            follower.channel._backend = "nccl"
+        yield begun
+        for follower in found.followers:
+            follower.channel._backend = "gloo"
+
+
+@pytest.mark.parametrize("encoding", ["values", "auto"])
+def test_receivers_write_before_the_message(announced: Events, encoding: Any) -> None:
+    with followed(2, encoding) as found, beginning_early(found) as begun:
+        # With "auto" the third one has more changes than there is room for, and is sent again.
+        for version, share in enumerate((0.1, 0.1, 0.5, 0.4), start=2):
+            change(found.weights, found.mask, share, seed=version)
+            assert found.channel.update() == version
+            assert found.are_equal()
+        assert len(begun) == 8
+        assert None not in begun
+        assert found.channel._made == 1
+        assert announced.count("begin") == 4 + (encoding == "values")
+
+
+@pytest.mark.parametrize("encoding", ["values", "auto"])
+@pytest.mark.parametrize("where", ["wait", "posted"])
+def test_what_was_written_before_the_message_is_undone_if_it_does_not_come(where: str, encoding: Any) -> None:
+    with followed(2, encoding) as found:
+        before = [clones(follower.weights) for follower in found.followers]
+        with beginning_early(found) as begun:
+            written = threading.Barrier(3)
+            join = ProcessGroupReceiver._join
+
+            def joined(channel: Any) -> None:
+                join(channel)
+                written.wait(PATIENCE)  # the weights are the new ones
+                written.wait(PATIENCE)  # and this was seen
+
+            def interrupt(*arguments: Any, **options: Any) -> None:
+                written.wait(PATIENCE)
+                assert found.are_equal()
+                written.wait(PATIENCE)
+                raise KeyboardInterrupt
+
+            with (
+                patch.object(ProcessGroupReceiver, "_join", joined),
+                patch.object(*INTERRUPTED[where], interrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                found.channel.update()
+            if where == "wait":
+                # The receivers have been told that no message comes.
+                deadline = time.monotonic() + PATIENCE
+                while not all(map(same_bits, before, [f.weights for f in found.followers])):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+            assert len(begun) == 2
+        change(found.weights, found.mask, 0.1, seed=2)
+        found.channel.update()
+        assert found.are_equal()
+
+
 def test_a_question_of_an_interrupted_round_is_not_taken_for_another(announced: Events) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
@@ -344,10 +452,10 @@ def test_damaged_values_are_refused_and_followed_by_a_state() -> None:
         fetch = follower.channel._fetch
 
         def damaged(command: dict[str, Any]) -> Any:
-            assert command["announced"]
-            tensors, digests = fetch(command)
+            assert command["announced"] == "used"
+            tensors, begun = fetch(command)
             bits(next(iter(tensors.values())))[0] ^= 1
-            return tensors, digests
+            return tensors, begun
 
         change(weights, mask, 0.1, seed=1)
         with (
@@ -363,43 +471,142 @@ def test_damaged_values_are_refused_and_followed_by_a_state() -> None:
     assert len(follower.errors) == 1
 
 
-def test_digests_of_other_tensors_are_not_taken() -> None:
-    weights, mask = weights_and_mask()
+class Begun(NamedTuple):
+    """An update that a receiver has begun, with its message, and the weights before it."""
+
+    weights: dict[str, Tensor]  # of the sender
+    copy: dict[str, Tensor]  # of the receiver
+    before: dict[str, Tensor]
+    receiver: WeightReceiver
+    tensors: dict[str, Tensor]  # with the totals
+    message: Message
+
+
+def begun_update(encoding: Any, pattern: str = "element") -> Begun:
+    weights, mask = weights_and_mask(pattern)
     copy = clones(weights)
-    sender, receiver = WeightSender(weights, mask, encoding="values"), WeightReceiver(copy)
-    assert receiver.begin_digests({}) is None  # there was no mask message
+    sender, receiver = WeightSender(weights, mask, encoding=encoding), WeightReceiver(copy)
+    assert receiver.begin({}) is None  # there was no mask message
     receiver.receive(sender.mask_message())
-    change(weights, mask, 0.1, seed=1)
-    update = sender.update()
-    tensors = update.values()
-    announced = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-    assert announced == sender.announced_tensors
-    message = update.wait()
-    assert update.values() == message.tensors
-    assert receiver.begin_digests(dict(list(tensors.items())[1:])) is None
-    digests = receiver.begin_digests(tensors)
+    change(weights, mask, 0.3, seed=1)
+    receiver.receive(sender.update())
     before = clones(copy)
-    # Digests that were begun for these tensors are taken, so that wrong ones are noticed.
-    wrong = digests._replace(found=SimpleNamespace(numbers=[number + 1 for number in digests.found.numbers]))
-    with pytest.raises(DamagedMessage):
-        receiver.receive(replace(message, digests=wrong._replace(sums=[total + 1 for total in wrong.sums])))
-    damaged = {name: tensor.clone() for name, tensor in tensors.items()}
-    bits(next(iter(damaged.values())))[0] ^= 1
-    with pytest.raises(DamagedMessage):
-        receiver.receive(replace(message, tensors=damaged, digests=digests))
-    assert receiver.version == 0
-    assert same_bits(before, copy)
-    assert receiver.receive(replace(message, digests=digests)) == 1
-    assert same_bits(weights, copy)
+    change(weights, mask, 0.3, seed=2)
+    announcement = sender.announcement()
+    update = sender.update()
+    assert announcement is not None
+    tensors = update.announced(announcement)
+    assert tensors is not None
+    tensors = clones(tensors | {"totals": update.totals()})
+    message = update.wait()
+    arrived = {name: tensors[name][: shape[0]] for name, _, shape in message.entries}
+    return Begun(weights, copy, before, receiver, tensors, replace(message, tensors=arrived))
 
 
-def test_tensors_that_depend_on_the_values_are_not_known_before() -> None:
+ENCODINGS = ["values", "bitmap", "auto"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
+def test_an_update_is_written_before_its_message_and_confirmed_by_it(encoding: str, pattern: str) -> None:
+    found = begun_update(encoding, pattern)
+    begun = found.receiver.begin(found.tensors)
+    assert begun is not None
+    assert same_bits(found.weights, found.copy)
+    assert found.receiver.version == 1
+    assert found.receiver.receive(replace(found.message, begun=begun)) == 2
+    assert same_bits(found.weights, found.copy)
+    begun.undo()  # as by a channel that is interrupted before the message
+    assert same_bits(found.before, found.copy)
+    begun.undo()
+    assert same_bits(found.before, found.copy)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("what", ["a value", "a digest", "a number", "the bitmap"])
+def test_damaged_tensors_are_not_written(encoding: str, what: str) -> None:
+    found = begun_update(encoding)
+    if what in ("a number", "the bitmap") and encoding == "values":
+        return
+    if what == "a value":
+        bits(next(t for name, t in found.tensors.items() if name.endswith(("values", "changed"))))[0] ^= 1
+    elif what == "the bitmap":
+        next(t for name, t in found.tensors.items() if name.endswith("bitmap"))[0] ^= 1
+    else:
+        found.tensors["totals"][0, -1 if what == "a number" else 0] ^= 1
+    begun = found.receiver.begin(found.tensors)
+    assert same_bits(found.before, found.copy)
+    with pytest.raises(DamagedMessage):
+        found.receiver.receive(replace(found.message, begun=begun))
+    assert same_bits(found.before, found.copy)
+    assert found.receiver.version == 1
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    "field", ["payload_digest", "result_digest", "base_version", "base_digest", "mask_digest", "tensors"]
+)
+def test_a_message_that_does_not_agree_brings_the_weights_back(encoding: str, field: str) -> None:
+    found = begun_update(encoding)
+    begun = found.receiver.begin(found.tensors)
+    assert same_bits(found.weights, found.copy)
+    wrong: Any = 7 if field == "base_version" else "0123456789abcdef"
+    if field == "tensors":  # others than those that were begun, and damaged ones
+        wrong = clones(found.message.tensors)
+        bits(wrong[found.message.entries[-1][0]])[0] ^= 1
+    with pytest.raises(WeightSyncError):
+        found.receiver.receive(replace(found.message, begun=begun, **{field: wrong}))
+    assert same_bits(found.before, found.copy)
+    assert found.receiver.version == 1
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_message_with_other_tensors_than_those_begun_is_received_as_any_other(encoding: str) -> None:
+    found = begun_update(encoding)
+    whole = replace(found.message, tensors=clones(found.message.tensors))
+    assert found.receiver.receive(replace(whole, begun=found.receiver.begin(found.tensors))) == 2
+    assert same_bits(found.weights, found.copy)
+
+
+def test_updates_that_have_to_wait_for_their_messages() -> None:
+    found = begun_update("values")
+    begin = found.receiver.begin
+    assert begin({n: t for n, t in found.tensors.items() if n != "totals"}) is None
+    assert begin({**found.tensors, "totals": found.tensors["totals"][:-1]}) is None
+    assert begin({**found.tensors, "totals": found.tensors["totals"].view(-1)}) is None
+    with pytest.raises(DamagedMessage, match="expected"):
+        begin({n: t[:-1] if n.endswith("values") else t for n, t in found.tensors.items()})
+    with pytest.raises(DamagedMessage, match="which the mask does not have"):
+        begin({**found.tensors, "int8.values": torch.zeros(3)})
+    changed = begun_update("bitmap")
+    assert changed.receiver.begin({**changed.tensors, "totals": changed.tensors["totals"][:, :1]}) is None
+    assert same_bits(found.before, found.copy)
+    assert same_bits(changed.before, changed.copy)
+    # A weight in two places, of which the one that was not compared may have other values.
+    weights, mask = weights_and_mask()
+    sender, copy = WeightSender(weights, mask, encoding="values"), clones(weights)
+    twice = {"b": [Destination(copy["b"]), Destination(copy["b"].clone())]}
+    receiver = WeightReceiver(copy, destinations=twice)
+    receiver.receive(sender.mask_message())
+    announcement = sender.announcement()
+    assert announcement is not None
+    update = sender.update()
+    tensors = update.announced(announcement)
+    assert tensors is not None
+    assert receiver.begin({**tensors, "totals": update.totals()}) is None
+    assert receiver.receive(update) == 1
+
+
+def test_a_message_that_is_known_has_no_other_tensors() -> None:
     weights, mask = weights_and_mask()
     sender = WeightSender(weights, mask)
-    assert sender.announced_tensors is None
+    sender.update().wait()
+    announcement = sender.announcement()
+    assert announcement is not None
+    change(weights, mask, 1.0, seed=1)
     update = sender.update()
-    with pytest.raises(ValueError, match="^the encoding is 'auto'"):
-        update.values()
+    update.wait()  # all values, where changed ones were announced
+    assert update.announced(announcement) is None
 
 
 def test_a_sender_is_freed_with_its_last_reference() -> None:

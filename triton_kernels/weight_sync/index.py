@@ -6,6 +6,9 @@ blocks).
 Bytes per active element, with b those of an element and i those of the index (2 for elements, 2 / W for runs of W, 0
 for tiles): take reads i and the 64-byte granules that have an active element, and writes b; put reads i + b and the
 granules, and writes those whose bits change.
+
+A program looks for its destinations in a loop, except in tables whose tensors have at most one (`single`). If all are
+stored whole (`plain`) it compares no rows and columns, which is faster for tiles, and slower for elements.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .values import BLOCK, OPTIONS, TILE_BLOCK, UNSIGNED, as_integers, marks_of
+from .values import BLOCK, TILE_BLOCK, UNSIGNED, as_integers, marks_of
 
 TENSOR_COLUMNS = tl.constexpr(6)
 PART_COLUMNS = tl.constexpr(8)
@@ -45,6 +48,7 @@ class IndexTable(NamedTuple):
     wide: bool  # offsets in a program's rows exceed int32
     element_size: int  # bytes
     single: bool  # no tensor has more than one destination
+    plain: bool  # each tensor has one, with element p at its address + p
 
     @property
     def grid(self) -> tuple[int]:
@@ -56,6 +60,12 @@ class IndexTable(NamedTuple):
 
     def constants(self) -> dict[str, int | bool]:
         return {"BLOCK": self.block, "RUN": self.run, "TILE": self.tile, "WIDE": self.wide}
+
+    def options(self) -> dict[str, int | bool]:
+        """Constants and launch options of the kernels that read and write all elements, as measured on an H200."""
+        plain = self.plain and self.tile > 0
+        n_warps = 4 if not self.single or (self.tile and not plain) else 8 if self.tile else 16
+        return {**self.constants(), "SINGLE": self.single, "PLAIN": plain, "num_warps": n_warps}
 
 
 @triton.jit
@@ -163,16 +173,38 @@ def _weight_take_kernel(
     RUN: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
+    SINGLE: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     _, slots, mask, _, at, start, offset = located(
         programs, tensors, units, bands, None, 0, False, BLOCK, RUN, TILE, WIDE
     )
-    columns = tl.load(at)
     value = tl.zeros((BLOCK,), dtype=BITS)
-    for i in range(tl.load(at + 3), tl.load(at + 4)):
-        pointers, inside = addresses_of(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
-        value = tl.where(inside, tl.load(pointers, mask=inside, other=0), value)
+    part = tl.load(at + 3)
+    if PLAIN:
+        memory = tl.load(parts + part * PART_COLUMNS).to(tl.pointer_type(BITS)) + start
+        value = tl.load(memory + offset, mask=mask, other=0)
+    elif SINGLE:
+        if part < tl.load(at + 4):
+            columns = tl.load(at)
+            pointers, inside = addresses_of(parts + part * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
+            value = tl.load(pointers, mask=inside, other=0)
+    else:
+        columns = tl.load(at)
+        for i in range(part, tl.load(at + 4)):
+            pointers, inside = addresses_of(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
+            value = tl.where(inside, tl.load(pointers, mask=inside, other=0), value)
     tl.store(out + slots, value.to(out.dtype.element_ty, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _exchange(pointers, inside, value, values, slots, KEEP: tl.constexpr):
+    # Few of the values of an update differ. The write of a part of a sector would read it, too.
+    held = tl.load(pointers, mask=inside, other=0)
+    differs = inside & (held != value)
+    tl.store(pointers, value, mask=differs)
+    if KEEP:
+        tl.store(values + slots, held.to(values.dtype.element_ty, bitcast=True), mask=differs)
 
 
 @triton.jit
@@ -184,42 +216,58 @@ def _weight_put_kernel(
     parts,
     values,  # [slots] bits
     valid,  # [1] uint8, or None: 0 writes nothing
+    KEEP: tl.constexpr,  # write what was there to `values`
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
+    SINGLE: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):
     _, slots, mask, _, at, start, offset = located(
         programs, tensors, units, bands, None, 0, False, BLOCK, RUN, TILE, WIDE
     )
-    columns = tl.load(at)
     if valid is not None:
         mask = mask & (tl.load(valid) != 0)
     value = tl.load(values + slots, mask=mask, other=0, eviction_policy="evict_first").to(BITS, bitcast=True)
-    for i in range(tl.load(at + 3), tl.load(at + 5)):
-        pointers, inside = addresses_of(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
-        # Few of the values of an update differ. The write of a part of a sector would read it, too.
-        held = tl.load(pointers, mask=inside, other=0)
-        tl.store(pointers, value, mask=inside & (held != value))
+    part = tl.load(at + 3)
+    if PLAIN:
+        memory = tl.load(parts + part * PART_COLUMNS).to(tl.pointer_type(BITS)) + start
+        _exchange(memory + offset, mask, value, values, slots, KEEP)
+    elif SINGLE:
+        if part < tl.load(at + 5):
+            columns = tl.load(at)
+            pointers, inside = addresses_of(parts + part * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
+            _exchange(pointers, inside, value, values, slots, KEEP)
+    else:
+        columns = tl.load(at)
+        for i in range(part, tl.load(at + 5)):
+            pointers, inside = addresses_of(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
+            _exchange(pointers, inside, value, values, slots, False)
 
 
 def take(table: IndexTable, out: Tensor) -> None:
     """Write the active values to their slots in `out`; 0 for elements without a destination. One launch."""
     with torch.cuda.device_of(out):
         _weight_take_kernel[table.grid](
-            *table[:5], as_integers(out), BITS=UNSIGNED[out.element_size()], **table.constants(), **OPTIONS
+            *table[:5], as_integers(out), BITS=UNSIGNED[out.element_size()], **table.options()
         )
 
 
-def put(table: IndexTable, values: Tensor, valid: Tensor | None = None) -> None:
-    """Write the values [slots] to all their destinations, or nothing if `valid`, [1] bool, is False. One launch."""
+def put(table: IndexTable, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
+    """Write the values [slots] to all their destinations, or nothing if `valid`, [1] bool, is False. One launch.
+
+    Args:
+        keep_old: put the values that are replaced in the place of the new ones in `values`, so that the same call
+            brings them back. For a table that is `single`.
+    """
     with torch.cuda.device_of(values):
         _weight_put_kernel[table.grid](
             *table[:5],
             as_integers(values),
             None if valid is None else valid.view(torch.uint8),
+            KEEP=keep_old,
             BITS=UNSIGNED[values.element_size()],
-            **table.constants(),
-            **OPTIONS,
+            **table.options(),
         )

@@ -4,8 +4,9 @@ A round asks every receiver for its state. A receiver without the mask gets the 
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
 update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
 
-An update with all values is announced with the question, if no receiver has missed a version: its tensors are on their
-way while their digests are computed, and the message follows them.
+If no receiver has missed a version, the update is announced with the question: its tensors are on their way, and the
+receivers' devices verify and write them, while the hosts make and send the message. Changed values are announced with
+room for as many as the last updates had. If there are more, they are sent again with the message.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...errors import WeightSyncError, listed
 from ...tensors import compact_json
 from ..background import Background
 from ..distributed import DistributedWeightSender
-from ..message import Message
+from ..message import Entry, Message, fits
 from ..sender import PendingMessage, WeightSender
 from .control import ControlServer, TransportName
 
@@ -42,10 +42,11 @@ class _Problems:
 
 
 class _Asked(NamedTuple):
-    """The receivers that were asked for their states, and the version of the update that follows, if one does."""
+    """The receivers that were asked for their states, and the update that follows, if one does."""
 
     receivers: list[int]
     next_version: int | None
+    tensors: list[Entry] | None  # that were announced
 
 
 class SenderChannel(ABC):
@@ -244,17 +245,17 @@ class SenderChannel(ABC):
         announced = None if next_version is None else self._announcement(receivers, next_version - 1)
         self._is_announced = announced is not None
         control.post(receivers, command if announced is None else {**command, "announced": announced})
-        return _Asked(receivers, next_version)
+        return _Asked(receivers, next_version, None if announced is None else announced["tensors"])
 
     def _announcement(self, receivers: Sequence[int], base_version: int) -> dict[str, Any] | None:
         _, sender = self._connected()
-        tensors = sender.announced_tensors
-        if tensors is None or self._differing or any(self._held.get(r) != base_version for r in receivers):
+        if self._differing or any(self._held.get(r) != base_version for r in receivers):
             return None
         if not self._cannot_join.isdisjoint(receivers):
             return None
         offer = self._early_offer(receivers)
-        if offer is None:
+        tensors = None if offer is None else sender.announcement()
+        if offer is None or tensors is None:
             return None
         return {"mask": sender.mask.digest, "base_version": base_version, "tensors": tensors, **offer}
 
@@ -358,11 +359,11 @@ class SenderChannel(ABC):
             missing = self._missing(receivers, self.timeout if timeout is None else timeout)
             asked = self._ask(control, None if update is None else update.version)
         problems = _Problems()
-        message = None  # an update whose tensors are on their way
+        message = None  # an update that has been announced, and whose tensors are on their way
         try:
             states = self._collect(asked.receivers, problems)
-            if update is not None and self._have_joined(asked, states):
-                if self._begin(update.values()):
+            if update is not None and asked.tensors is not None and self._have_joined(asked, states):
+                if self._begin(update, asked.tensors):
                     message = update.wait()
                 else:
                     self._take_back()
@@ -381,8 +382,9 @@ class SenderChannel(ABC):
         if behind:
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
-        if message is not None:
-            self._send(message, following, problems, verify=verify, announced=True)
+        if message is not None and asked.tensors is not None:
+            is_used = fits(message.entries, asked.tensors)
+            self._send(message, following, problems, verify=verify, announced="used" if is_used else "unused")
             self._is_announced = False
         elif update is not None and following:
             self._send(update.wait(), following, problems, verify=verify)
@@ -409,20 +411,23 @@ class SenderChannel(ABC):
         problems: _Problems,
         *,
         verify: bool = False,
-        announced: bool = False,
+        announced: Literal["used", "unused"] | None = None,
     ) -> dict[int, dict[str, Any]]:
         """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer.
 
         Args:
-            announced: the transfer of its tensors has begun.
+            announced: if a transfer has begun: whether its tensors are those of the message.
         """
         control, _ = self._connected()
         remaining, reason = list(receivers), ""
         states: dict[int, dict[str, Any]] = {}
         for _ in range(2):
             command = {"do": "message", "header": message.header(), "verify": verify}
-            control.post(remaining, command | ({"announced": True} if announced else self._offer(message, remaining)))
-            failure, announced = self._transfer(message), False
+            if announced is not None:
+                command["announced"] = announced
+            control.post(remaining, command if announced == "used" else command | self._offer(message, remaining))
+            failure = self._transfer(message, is_sent=announced == "used")
+            announced = None
             replies = self._collect(remaining, problems)
             failed = [r for r, reply in replies.items() if "failed" in reply]
             self._after(message, complete=failure is None and not failed and not problems.lost)
@@ -467,10 +472,14 @@ class SenderChannel(ABC):
         """
         return None
 
-    def _begin(self, tensors: Mapping[str, Tensor]) -> bool:
+    def _begin(self, update: PendingMessage, announced: Sequence[Entry]) -> bool:
         """Begin the transfer of announced tensors to the receivers, which have all joined; `_transfer` ends it.
 
-        Returns whether it has begun.
+        Args:
+            announced: see `WeightSender.announcement`.
+
+        Returns:
+            Whether it has begun.
         """
         raise NotImplementedError
 
@@ -479,8 +488,12 @@ class SenderChannel(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _transfer(self, message: Message) -> str | None:
-        """Move the tensors, after the command was posted; return why it failed, or None."""
+    def _transfer(self, message: Message, *, is_sent: bool) -> str | None:
+        """Move the tensors, after the command was posted; return why it failed, or None.
+
+        Args:
+            is_sent: the announced tensors, whose transfer has begun, are those of the message.
+        """
 
     @abstractmethod
     def _after(self, message: Message, *, complete: bool) -> None:

@@ -4,21 +4,24 @@ The sender hosts a `torch.distributed.TCPStore`; each receiver connects to it. B
 their own, which are neither used nor changed. A receiver joins at any time by taking the next number. The sender writes
 one command after the other into the receiver's inbox, and the receiver answers each with one reply:
 
-    receivers                count of the receivers that have joined
+    members                  count of the receivers that have joined, plus 2**32 for each one that has left
     receiver/{r}             JSON: the receiver's name
-    left                     count of the receivers that have left
     left/{r}                 set by a receiver that has left
     inbox/{r}/{n}            JSON: command n
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-                             If "announced" is there, an update with all values follows. It gives the "tensors" (name,
-                             dtype and shape), "mask" and "base_version" of the update, and what the transport adds. The
-                             receiver adds "joined" to its reply: true if it has this mask and version, and then begins
-                             the transfer. It ends the transfer if the next command is not the message of the update.
-    {"do": "message", "header": the message's header, "verify": ..., and what the transport adds, or "announced": true}
+                             If "announced" is there, an update follows, and its tensors come before its message. It
+                             gives the "tensors" (`WeightSender.announcement`), "mask" and "base_version" of the update,
+                             and what the transport adds. The receiver adds "joined" to its reply: true if it has this
+                             mask and version, and then begins the transfer. It ends the transfer if the next command is
+                             not the message of the update.
+    {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}
+                             "announced" is there after a transfer that was announced and begun. If it is "used", the
+                             tensors are those, and the transport adds nothing. If it is "unused", they did not fit, and
+                             the tensors of the message follow.
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
                              or {"refused": why they cannot be read}
     {"do": "nothing"}        no reply; no message follows the status
@@ -45,6 +48,9 @@ from ...errors import WeightSyncError
 from ...tensors import compact_json
 
 TransportName = Literal["gloo", "nccl", "cuda_ipc", "folder"]
+
+_NONE = "none"  # no key of the store has this value
+_LEFT = 2**32  # counts in "members" as a receiver that has left
 
 # Seconds between two polls: a thousandth of the time waited so far, so that polls delay no round noticeably, and many
 # idle receivers do not keep the sender's store busy. A poll takes about 20 us.
@@ -82,18 +88,17 @@ class ControlServer:
         self.names: dict[int, str] = {}
         self._known = self._left = 0
         self._sent: dict[int, int] = {}
-        self._read: list[str] = []  # keys to delete
+        self._taken: list[str] = []  # keys of replies that are no longer needed
 
     def discover(self) -> None:
         """Add the receivers that have joined since the last call to `names`, and remove those that have left."""
-        joined = self.store.add("receivers", 0)
+        left, joined = divmod(self.store.add("members", 0), _LEFT)
         for number in range(self._known + 1, joined + 1):
-            key = f"receiver/{number}"
-            if _appears(self.store, key, time.monotonic() + self.timeout):
-                self.names[number] = str(json.loads(self.store.get(key))["name"])
+            text = _read(self.store, f"receiver/{number}", time.monotonic() + self.timeout, [])
+            if text is not None:
+                self.names[number] = str(json.loads(text)["name"])
                 self._sent[number] = 0
         self._known = joined
-        left = self.store.add("left", 0)
         if left != self._left:
             self._left = left
             for number in [number for number in self.names if self.store.check([f"left/{number}"])]:
@@ -110,14 +115,12 @@ class ControlServer:
         """Return the replies to the command posted last; receivers that have not replied in time are missing."""
         deadline = time.monotonic() + timeout
         replies = {}
-        # The replies to the command before, while those to this one are on their way.
-        while self._read:
-            self.store.delete_key(self._read.pop())
         for number in receivers:
             key = f"reply/{number}/{self._sent[number] - 1}"
-            if _appears(self.store, key, deadline):
-                replies[number] = json.loads(self.store.get(key))
-                self._read.append(key)
+            text = _read(self.store, key, deadline, self._taken)
+            if text is not None:
+                replies[number] = json.loads(text)
+                self._taken.append(key)
         return replies
 
     def drop(self, number: int) -> str:
@@ -152,18 +155,18 @@ class ControlClient:
     def join(self) -> None:
         """Take a number of its own, with an empty inbox."""
         try:
-            self.number = self.store.add("receivers", 1)
+            self.number = self.store.add("members", 1) % _LEFT
             self.store.set(f"receiver/{self.number}", compact_json({"name": self.name}))
         except RuntimeError as error:
             raise self._lost(error) from error
         self._taken = 0
-        self._read = ""  # key to delete
+        self._used: list[str] = []  # keys of commands that are no longer needed
 
     def leave(self) -> None:
         """Notify the sender that this receiver takes no more commands; does nothing if the sender is lost."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.number}", "")
-            self.store.add("left", 1)
+            self.store.add("members", _LEFT)
 
     def next(self, timeout: float) -> dict[str, Any]:
         """Wait for the next command and return it.
@@ -172,18 +175,13 @@ class ControlClient:
             WeightSyncError: no command has come within `timeout` seconds, or the sender is lost.
         """
         key = f"inbox/{self.number}/{self._taken}"
-        text = None
         try:
-            if self._read:  # the command before, whose reply the sender no longer waits for
-                self.store.delete_key(self._read)
-                self._read = ""
-            if _appears(self.store, key, time.monotonic() + timeout):
-                text = self.store.get(key)
-                self._read = key
+            text = _read(self.store, key, time.monotonic() + timeout, self._used)
         except RuntimeError as error:
             raise self._lost(error) from error
         if text is None:
             raise WeightSyncError(f"no message from the sender at {self.address} within {timeout:.3g} s")
+        self._used.append(key)
         self._taken += 1
         command: dict[str, Any] = json.loads(text)
         return command
@@ -199,19 +197,25 @@ class ControlClient:
         return WeightSyncError(f"the sender at {self.address} is lost: {first_line(error)}")
 
 
-def _appears(store: dist.Store, key: str, deadline: float) -> bool:
-    """Wait until a key is in the store, at most until `deadline` (`time.monotonic`), and return whether it is.
+def _read(store: dist.Store, key: str, deadline: float, useless: list[str]) -> str | None:
+    """Wait for a key, at most until `deadline` (`time.monotonic`), and return its value; None if it has not come.
 
-    Polls, since `Store.wait` cannot be interrupted and logs a warning at every timeout.
+    Polls, since `Store.get` and `Store.wait` cannot be interrupted and log a warning at every timeout. Deletes the
+    `useless` keys while there is nothing to read, because a deletion takes as long as a poll.
     """
     begin = time.monotonic()
-    while not store.check([key]):
+    while True:
+        # The value, or what is expected if there is none: one round trip, where `check` and `get` take three.
+        value: bytes = store.compare_set(key, _NONE, _NONE)
+        if value != _NONE.encode():
+            return value.decode()
+        while useless:
+            store.delete_key(useless.pop())
         now = time.monotonic()
         if now >= deadline:
-            return False
+            return None
         if now - begin > BUSY_SECONDS:
             time.sleep(min(max(_SHORTEST_POLL, _PART * (now - begin)), _LONGEST_POLL))
-    return True
 
 
 def first_line(error: BaseException) -> str:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import DamagedMessage
-from ...tensors import compact_json
+from ...tensors import compact_json, dtype_name
+from ..arriving import Arriving
 from ..distributed import DistributedWeightSender
-from ..message import Message, tensor_list
-from ..receiver import Digests, WeightReceiver
-from ..sender import WeightSender
+from ..message import TOTALS, Entry, Message, checked_header, fits, tensor_list
+from ..receiver import WeightReceiver
+from ..sender import PendingMessage, WeightSender
 from .channel import SenderChannel
 from .control import BUSY_SECONDS, TransportName, first_line
 from .receiver_channel import ReceiverChannel, empty_tensors, tensors_of
@@ -145,27 +146,36 @@ class ProcessGroupSender(SenderChannel):
         is_made = self._group is not None and self._members == list(receivers)
         return {"group": str(self._made)} if is_made else None
 
-    def _begin(self, tensors: Mapping[str, Tensor]) -> bool:
+    def _begin(self, update: PendingMessage, announced: Sequence[Entry]) -> bool:
         assert self._group is not None
         try:
-            on_device = [tensor.to(self._device).contiguous() for tensor in tensors.values()]
-            self._begun = self._group.begin(on_device), on_device
+            tensors = update.announced(announced)
+            if tensors is None:
+                return False
+            on_device = self._on_device(tensors.values())
+            works = self._group.begin(on_device)
+            # The digests are computed while the values are on their way.
+            totals = self._on_device([update.totals()])
+            self._begun = works + self._group.begin(totals), on_device + totals
         except RuntimeError:  # raised again for the message
             return False
         return True
 
+    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [tensor.to(self._device).contiguous() for tensor in tensors]
+
     def _withdraw(self) -> None:
         self._drop()
 
-    def _transfer(self, message: Message) -> str | None:
+    def _transfer(self, message: Message, *, is_sent: bool) -> str | None:
         control, _ = self._connected()
         begun, self._begun = self._begun, None
-        tensors = [] if begun else [tensor.to(self._device).contiguous() for tensor in message.tensors.values()]
+        tensors = [] if is_sent else self._on_device(message.tensors.values())
         try:
             if self._group is None:
                 size = 1 + len(self._members)
                 self._group = _Group(control.store, str(self._made), 0, size, self._backend, self.timeout)
-            self._group.finish(begun[0] if begun else self._group.begin(tensors))
+            self._group.finish([*(begun[0] if begun else []), *self._group.begin(tensors)])
         except RuntimeError as error:
             return first_line(error)
         return None
@@ -185,11 +195,11 @@ class ProcessGroupSender(SenderChannel):
 
 @dataclass
 class _Accepted:
-    """Announced tensors, their broadcasts, their digests if they have begun, and what has failed."""
+    """Announced tensors, their broadcasts, what the device does with them if it has begun, and what has failed."""
 
     tensors: dict[str, Tensor]
     works: list[Any] = field(default_factory=list)
-    digests: Digests | None = None
+    begun: Arriving | None = None
     error: Exception | None = None
 
 
@@ -231,9 +241,10 @@ class ProcessGroupReceiver(ReceiverChannel):
         if self._backend == "nccl" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
             return False  # `_join` would wait for the broadcast, while the sender might withdraw it
         try:
-            entries = tensor_list({"tensors": compact_json(announced["tensors"])})
-            self._accepted = _Accepted(tensors_of(entries, self._device))
-        except (RuntimeError, DamagedMessage):  # raised again for the message
+            tensors = tensors_of(tensor_list({"tensors": compact_json(announced["tensors"])}), self._device)
+            tensors[TOTALS].zero_()  # if the broadcast fails, not those of an earlier update by chance
+            self._accepted = _Accepted(tensors)
+        except (RuntimeError, DamagedMessage, KeyError):  # raised again for the message
             return False
         return True
 
@@ -246,7 +257,7 @@ class ProcessGroupReceiver(ReceiverChannel):
             if self._backend == "nccl":
                 for work in accepted.works:
                     work.wait()  # lets the current stream wait
-                accepted.digests = self.weights.begin_digests(accepted.tensors)
+                accepted.begun = self.weights.begin(accepted.tensors)
         except Exception as error:  # of any type: `_fetch` raises it, so that the sender gets a reply
             accepted.error = error
 
@@ -254,20 +265,14 @@ class ProcessGroupReceiver(ReceiverChannel):
         if self._accepted is not None:
             self._end()
 
-    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Digests | None]:
-        if command.get("announced"):
-            accepted, group = self._accepted, self._group
-            if accepted is None or group is None:
-                raise RuntimeError("the transfer of the announced tensors was ended")
-            try:
-                group.finish(accepted.works)
-                if accepted.error is not None:
-                    raise accepted.error
-            except RuntimeError:
-                self._end()
-                raise
-            self._accepted = None
-            return accepted.tensors, accepted.digests
+    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Arriving | None]:
+        if "announced" in command:
+            accepted = self._finished()
+            if command["announced"] == "used":
+                entries = tensor_list(checked_header(command["header"]))
+                return _parts_of(accepted.tensors, entries), accepted.begun
+            if accepted.begun is not None:
+                accepted.begun.undo()
         if command["group"] == self._ended:
             raise RuntimeError("the process group has ended here")
         receivers = command["receivers"]
@@ -285,11 +290,37 @@ class ProcessGroupReceiver(ReceiverChannel):
             raise
         return tensors, None
 
+    def _finished(self) -> _Accepted:
+        """Wait until the announced tensors have arrived."""
+        accepted, group = self._accepted, self._group
+        if accepted is None or group is None:
+            raise RuntimeError("the transfer of the announced tensors was ended")
+        try:
+            group.finish(accepted.works)
+            if accepted.error is not None:
+                raise accepted.error
+        except RuntimeError:
+            self._end()
+            raise
+        self._accepted = None
+        return accepted
+
     def _end(self) -> None:
-        group, self._group, self._accepted = self._group, None, None
+        group, accepted = self._group, self._accepted
+        self._group = self._accepted = None
         if group is not None:
             self._ended = group.key
             group.abort()
+        if accepted is not None and accepted.begun is not None:
+            accepted.begun.undo()
+
+
+def _parts_of(tensors: Mapping[str, Tensor], entries: Sequence[Entry]) -> dict[str, Tensor]:
+    """Return the tensors of a message from announced ones. Raises DamagedMessage if they do not fit."""
+    announced = [(name, dtype_name(tensor), list(tensor.shape)) for name, tensor in tensors.items()]
+    if not fits(entries, announced):
+        raise DamagedMessage("the tensors of the message are not among those that were announced")
+    return {name: tensors[name][: shape[0]] for name, _, shape in entries}
 
 
 def _device(backend: Backend, device: torch.device | str | None) -> torch.device:

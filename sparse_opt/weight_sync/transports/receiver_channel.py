@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...errors import WeightSyncError
+from ..arriving import Arriving
 from ..message import Message, checked_header, tensor_list
-from ..receiver import Digests, WeightReceiver
+from ..receiver import WeightReceiver
 from .control import ControlClient, TransportName, first_line
 
 # A receiver that has replied to a status waits for its message this many timeouts of the sender, which waits once for
@@ -69,7 +70,7 @@ class ReceiverChannel(ABC):
             # Once the sender has counted on this receiver, the round is not left before its message.
             left = max(deadline - time.monotonic(), reserved)
             command = self._control.next(left)
-            if not (command["do"] == "message" and command.get("announced")):
+            if "announced" not in command or command["do"] != "message":
                 self._leave()
             if command["do"] == "close":
                 self._control.reply({})
@@ -94,11 +95,11 @@ class ReceiverChannel(ABC):
                 continue
             try:
                 try:
-                    tensors, digests = self._fetch(command)
+                    tensors, begun = self._fetch(command)
                 except RuntimeError as error:  # of the transport; the sender sends the message again
                     self._control.reply({"failed": first_line(error)})
                     continue
-                message = replace(Message.from_header(command["header"], tensors), digests=digests)
+                message = replace(Message.from_header(command["header"], tensors), begun=begun)
                 self.weights.receive(message)
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
@@ -150,8 +151,8 @@ class ReceiverChannel(ABC):
         """The name of the transport, which must be that of the sender."""
 
     @abstractmethod
-    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Digests | None]:
-        """Return the tensors of a message, and of announced ones `WeightReceiver.begin_digests`.
+    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Arriving | None]:
+        """Return the tensors of a message, and of announced ones what `WeightReceiver.begin` returned.
 
         Raises RuntimeError if the transfer fails.
         """
