@@ -11,6 +11,7 @@ from rollout_models import snapshot
 from safetensors.torch import load_file
 from small_models import EPS, random_sequences, small
 from test_logprobs import Head, with_logits
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from sparse_opt.cli.main import main
@@ -28,6 +29,7 @@ from sparse_opt.trainers.rollouts import ContinuousBatchingEngine, GenerateEngin
 def graphs(monkeypatch):
     """The fused functions are traced as they are for inductor, and run by torch; gives the graphs there are of each."""
     made: list[str] = []
+    torch._dynamo.reset()  # dynamo compiles a function for a few widths of slices, and then runs others as they are
 
     @functools.cache
     def compiled(function):
@@ -41,18 +43,18 @@ def graphs(monkeypatch):
     return made
 
 
-@pytest.fixture(params=[28 * 64, 10**9], ids=["slices of 64", "one slice"])
-def chunk_elements(request, monkeypatch):
-    """Of 300 words: four slices of 64 and one of 44, or one slice."""
-    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", request.param)
-    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 1)
+@pytest.fixture(params=[28 * 300 - 1, 28 * 300], ids=["slices of 64", "kept logits"])
+def kept_elements(request, monkeypatch):
+    """Of 28 times 300 logits: four slices of 64 words and one of 44, or one slice that is kept."""
+    monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", request.param)
+    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 64)
 
 
 fused = functools.partial(linear_logprobs, fused=True)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_fused_logprobs_in_fp32_are_exact(chunk_elements, graphs, temperature):
+def test_fused_logprobs_in_fp32_are_exact(kept_elements, graphs, temperature):
     head = Head(torch.float32, temperature)
     eps, scale = EPS[torch.float32], 60 / temperature  # the largest logit; it is a sum of 24 products, each rounded
     found, grad_hidden, grad_weight = head.run(fused)
@@ -64,7 +66,7 @@ def test_fused_logprobs_in_fp32_are_exact(chunk_elements, graphs, temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_fused_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(chunk_elements, temperature):
+def test_fused_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(kept_elements, temperature):
     head = Head(torch.bfloat16, temperature)
     exact = [head.selected, *head.grads]
     with torch.compiler.set_stance("force_eager"):
@@ -77,12 +79,36 @@ def test_fused_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(ch
 
 
 def test_other_sizes_take_the_same_graph(graphs, monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", 0)
     monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 64)
     for n in (5, 9, 12):
         hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
         fused(hidden, weight, torch.randint(240, (n,)), 0.9).sum().backward()
-    assert sorted(graphs) == ["_fold", "_fused_grad_logits"]
+    assert sorted(graphs) == ["_fold"] * 2 + ["_fused_grad_logits"] * 2  # slices of 64 words, and the last one of 48
+
+
+def test_kept_logits_are_computed_once(monkeypatch):
+    monkeypatch.setattr(logprobs_module, "_compiled", lambda function: function)  # nothing compiles under a dispatch mode
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
+    products = {torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default}
+
+    class Products(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.n += func in products
+            return func(*args, **(kwargs or {}))
+
+    def count(kept_elements):
+        monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", kept_elements)
+        monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 120)
+        with Products() as mode:
+            fused(hidden, weight, torch.arange(5), 0.9).sum().backward()
+        return mode.n
+
+    # The logits, the gradient of the hidden states, and that of the weight; of two slices, with the logits twice.
+    assert count(5 * 240) == 3
+    assert count(5 * 240 - 1) == 2 * 4
 
 
 def test_only_models_with_compiled_layers_are_fused(graphs):

@@ -21,7 +21,8 @@ and random weights, and the mask is random.
 # their product (67 MB). The peak does not contain, unlike that of a plain step: the logits, their gradient and fp32
 # copies, which are computed in slices; the output layer's weight gradient, 0.73 GiB, which is computed after the
 # activations are freed; copies of keys and values for each query head, because attention runs without a mask
-# (`trainers.policy.logprobs`, `trainers.policy.models`). If the mask excludes the norms (`--exclude '*norm*'`), their
+# (`trainers.policy.logprobs`, `trainers.policy.models`). With --compile, the logits of the trained tokens and their
+# exponentials are held as a whole, 2 x 0.21 GiB in bf16. If the mask excludes the norms (`--exclude '*norm*'`), their
 # bf16 casts, 6.3 MB each, are not kept. With activation checkpointing the peak is at the end of the backward pass,
 # where the tied embedding has two gradients of 0.73 GiB; with tiles there is one. Compact gradients in fp32 would add
 # 0.15 GiB; they are bf16 like the dense ones they are taken from.

@@ -1,8 +1,9 @@
 """Log-probabilities of labels without all fp32 logits at once, from logits or from hidden states.
 
 `selected_logprobs` takes logits in chunks of rows. `linear_logprobs` computes the logits one slice of the vocabulary at
-a time and never holds all of them. If `fused`, the work on a slice's logits between its two matrix products is
-compiled: one or two kernels read the logits and write the input of the second product.
+a time. If `fused`, the work on a slice's logits between its two matrix products is compiled: one or two kernels read
+the logits and write the input of the second product. A batch with few logits then has one slice, whose logits are kept
+for the backward pass; all others are computed a second time there, and never held as a whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _CHUNK_ELEMENTS = 1 << 24
 # Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow slices leave a GPU idle. A slice of
 # this many words takes 32 KiB in fp32 per token, a hundredth of the activations of Llama-3.2-3B's layers.
 _LEAST_WORDS = 8192
+# If fused, up to this many logits are one slice and kept: 256 MiB in bf16, those of 1046 tokens over 128k words, next to
+# 3.5 GiB of activations of Llama-3.2-3B's layers. `bench baseline dpo --cuda_graphs` timed it.
+_KEPT_ELEMENTS = 1 << 27
 
 
 # From logits
@@ -108,7 +112,7 @@ def linear_logprobs(
     weight_grad: WeightGrad | None = None,
     fused: bool = False,
 ) -> Tensor:
-    """log_softmax(hidden @ weight.T / temperature)[..., labels] without holding all logits: [...] fp32.
+    """log_softmax(hidden @ weight.T / temperature)[..., labels] without holding many logits: [...] fp32.
 
     The logits are computed one slice of the vocabulary at a time, rounded to the inputs' dtype as in a linear layer,
     and reduced to a running maximum and sum in fp32 (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867). The
@@ -119,8 +123,8 @@ def linear_logprobs(
     where 1 - p(label) is the sum of the other probabilities, so that it stays accurate if the label is nearly certain.
     The products are accumulated in fp32 (accumulating slices in bf16 biases training, as TRL found:
     https://github.com/huggingface/trl, kernels/chunked_logprob.py) and rounded once. The gradient of the weight is
-    computed from recomputed logits, one slice of words at a time and over all positions at once, so that each of its
-    elements is one product with one rounding, as in a linear layer. It is computed at the end of the backward pass, see
+    computed from kept or recomputed logits, one slice of words at a time and over all positions at once, so that each
+    of its elements is one product with one rounding, as in a linear layer. It is computed at the end of the backward pass, see
     `WeightGrad`. Fused losses of other libraries keep this gradient in fp32, twice the size of a bf16 weight, from the
     start of the backward pass or earlier.
 
@@ -131,7 +135,8 @@ def linear_logprobs(
         temperature: divisor of the logits.
         weight_grad: computes the gradient of the weight; made before the model's forward pass, if that is part of the
             graph. None makes one here.
-        fused: compile the work on a slice of logits between the two matrix products.
+        fused: compile the work on a slice of logits between the two matrix products. Up to 2^27 logits are then one
+            slice, and are kept for the gradient of the weight.
 
     Raises:
         ValueError: the dtypes of hidden and weight differ.
@@ -163,7 +168,7 @@ class WeightGrad:
 
     def __init__(self, weight: Tensor, route: Route | None, *, fused: bool):
         self.route, self.fused = route, fused
-        self.work: tuple[Tensor, Tensor, Tensor, Tensor, float] | None = None
+        self.work: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, float] | None = None
         self.token: Tensor = _WeightGradNode.apply(weight, self)
 
     @classmethod
@@ -184,19 +189,19 @@ class _WeightGradNode(torch.autograd.Function):
     def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor | None, None]:
         (weight,) = ctx.saved_tensors
         owner = ctx.owner()
-        (hidden, labels, log_norm, grad_selected, temperature), owner.work = owner.work, None
+        (hidden, labels, log_norm, grad_selected, kept, temperature), owner.work = owner.work, None
 
         def grad_logits(words: slice) -> Tensor:
-            logits = hidden @ weight[words].T
+            logits = hidden @ weight[words].T if kept is None else kept
             if owner.fused:
                 local, factor = labels[:, None] - words.start, (grad_selected / temperature)[:, None]
                 return _compiled(_fused_grad_logits)(
-                    logits, local, log_norm[:, None], factor, factor.new_full((), temperature)
+                    _of_static_width(logits), local, log_norm[:, None], factor, factor.new_full((), temperature)
                 )
             found = _grad_logits(logits, labels, log_norm, grad_selected, temperature, words.start)
             return found.to(weight.dtype)
 
-        slices = _word_slices(len(hidden), len(weight))
+        slices = _word_slices(len(hidden), len(weight), fused=owner.fused)
         parts = ((words.start, grad_logits(words)) for words in slices)
         if owner.route is not None and owner.route.add_product_rows(parts, hidden):
             return None, None
@@ -223,10 +228,14 @@ class _LinearLogprobs(torch.autograd.Function):
         own = torch.zeros_like(top)  # the label's logit
         others = torch.zeros_like(top)  # sum of exp(logit - top) over the other words
         mixed = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad else None  # the same sum of their weights
-        for words in _word_slices(len(hidden), len(weight)):
+        slices = _word_slices(len(hidden), len(weight), fused=fused)
+        kept = None
+        for words in slices:
             logits = hidden @ weight[words].T
             if fused:
-                found = logits, labels[:, None] - words.start, top, own, others, top.new_full((), temperature)
+                if len(slices) == 1 and weight_grad is not None:
+                    kept = logits
+                found = _of_static_width(logits), labels[:, None] - words.start, top, own, others, top.new_full((), temperature)
                 if mixed is None:
                     top, own, others = _compiled(_fold_sums)(*found)
                 else:
@@ -260,19 +269,19 @@ class _LinearLogprobs(torch.autograd.Function):
         if mixed is not None:
             grad_hidden = weight[labels].float().mul_(others / total).sub_(mixed.div_(total)).div_(temperature)
         log_norm = log_total + top / temperature
-        ctx.save_for_backward(hidden, labels, log_norm[:, 0], grad_hidden)
+        ctx.save_for_backward(hidden, labels, log_norm[:, 0], grad_hidden, kept)
         ctx.temperature, ctx.weight_grad, ctx.token = temperature, weight_grad, token is not None
         return (exponent - log_total)[:, 0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None, None]:
-        hidden, labels, log_norm, grad_hidden = ctx.saved_tensors
+        hidden, labels, log_norm, grad_hidden, kept = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_selected[:, None] * grad_hidden).to(hidden.dtype)
         grad_token = None
         if ctx.weight_grad is not None:
-            ctx.weight_grad.work = (hidden.detach(), labels, log_norm, grad_selected, ctx.temperature)
+            ctx.weight_grad.work = (hidden.detach(), labels, log_norm, grad_selected, kept, ctx.temperature)
             grad_token = hidden.new_zeros(())
         return grad_hidden, None, grad_token, None, None, None, None
 
@@ -330,13 +339,25 @@ def _columns(logits: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch.compile with dynamic sizes, because the last slice and batches differ in size."""
+    """The function under torch.compile, for any number of rows."""
     return torch.compile(function, dynamic=True)
 
 
-def _word_slices(n_rows: int, n_words: int) -> list[slice]:
-    size = max(_LEAST_WORDS, _CHUNK_ELEMENTS // max(n_rows, 1))
-    size -= size % min(size, 128)  # whole tiles of a matrix product
+def _of_static_width(logits: Tensor) -> Tensor:
+    """The logits, marked so that there is a kernel for each of the few widths of fused slices.
+
+    Kernels for any width divide each element's index by it, and load element by element: they take twice as long.
+    """
+    torch._dynamo.mark_static(logits, 1)
+    return logits
+
+
+def _word_slices(n_rows: int, n_words: int, *, fused: bool) -> list[slice]:
+    if fused:
+        size = n_words if n_rows * n_words <= _KEPT_ELEMENTS else _LEAST_WORDS
+    else:
+        size = max(_LEAST_WORDS, _CHUNK_ELEMENTS // max(n_rows, 1))
+        size -= size % min(size, 128)  # whole tiles of a matrix product
     return [slice(start, min(start + size, n_words)) for start in range(0, n_words, size)]
 
 
