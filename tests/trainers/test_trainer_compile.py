@@ -88,7 +88,7 @@ def test_other_sizes_take_the_same_graph(graphs, monkeypatch):
 
 
 def test_kept_logits_are_computed_once(monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_compiled", lambda function: function)  # nothing compiles under a dispatch mode
+    monkeypatch.setattr(logprobs_module, "_compiled", lambda function: function)  # no compilation under a mode
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
     products = {torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default}
 

@@ -24,8 +24,8 @@ _CHUNK_ELEMENTS = 1 << 24
 # Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow slices leave a GPU idle. A slice of
 # this many words takes 32 KiB in fp32 per token, a hundredth of the activations of Llama-3.2-3B's layers.
 _LEAST_WORDS = 8192
-# If fused, up to this many logits are one slice and kept: 256 MiB in bf16, those of 1046 tokens over 128k words, next to
-# 3.5 GiB of activations of Llama-3.2-3B's layers. `bench baseline dpo --cuda_graphs` timed it.
+# If fused, up to this many logits are one slice and kept: 256 MiB in bf16, those of 1046 tokens over 128k words, of
+# which Llama-3.2-3B's layers keep 3.5 GiB of activations. `bench baseline dpo --cuda_graphs` timed it.
 _KEPT_ELEMENTS = 1 << 27
 
 
@@ -124,9 +124,9 @@ def linear_logprobs(
     The products are accumulated in fp32 (accumulating slices in bf16 biases training, as TRL found:
     https://github.com/huggingface/trl, kernels/chunked_logprob.py) and rounded once. The gradient of the weight is
     computed from kept or recomputed logits, one slice of words at a time and over all positions at once, so that each
-    of its elements is one product with one rounding, as in a linear layer. It is computed at the end of the backward pass, see
-    `WeightGrad`. Fused losses of other libraries keep this gradient in fp32, twice the size of a bf16 weight, from the
-    start of the backward pass or earlier.
+    of its elements is one product with one rounding, as in a linear layer. It is computed at the end of the backward
+    pass, see `WeightGrad`. Fused losses of other libraries keep this gradient in fp32, twice the size of a bf16 weight,
+    from the start of the backward pass or earlier.
 
     Args:
         hidden: [..., H] bf16, fp16 or fp32.
@@ -235,7 +235,8 @@ class _LinearLogprobs(torch.autograd.Function):
             if fused:
                 if len(slices) == 1 and weight_grad is not None:
                     kept = logits
-                found = _of_static_width(logits), labels[:, None] - words.start, top, own, others, top.new_full((), temperature)
+                local, scale = labels[:, None] - words.start, top.new_full((), temperature)
+                found = _of_static_width(logits), local, top, own, others, scale
                 if mixed is None:
                     top, own, others = _compiled(_fold_sums)(*found)
                 else:
