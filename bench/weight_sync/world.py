@@ -8,7 +8,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.message import Entry, fits
+from sparse_opt.weight_sync.message import Entry
 from sparse_opt.weight_sync.transports import (
     CudaIpcReceiver,
     CudaIpcSender,
@@ -49,19 +49,18 @@ class Counted(WeightReceiver):
             self._last = replace(message, tensors=on_meta, begun=None)
         return super().receive(message)
 
-    def sizes(self, announced: list[Entry] | None) -> dict[str, int]:
+    def sizes(self, announced: Sequence[Entry]) -> dict[str, int]:
         """Sizes of the last update.
 
         Args:
-            announced: its tensors that were sent before the message, if there were any.
+            announced: tensors that were sent before its message.
         """
         message = self._last
         header = sum(len(key) + len(value) for key, value in message.header().items())
         changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
-        early, late = announced or [], message.entries
-        if announced is not None and fits(late, announced):
-            late = []
-        return {"message_bytes": header + sum(map(_nbytes, [*early, *late])), "sent_values": changed}
+        names = {name for name, _, _ in announced}
+        late = [entry for entry in message.entries if entry[0] not in names]
+        return {"message_bytes": header + sum(map(_nbytes, [*announced, *late])), "sent_values": changed}
 
 
 def _nbytes(entry: Entry) -> int:
@@ -79,7 +78,7 @@ class Row:
     close: Callable[[], None]
     sender: WeightSender | None = None
     receiver: Counted | None = None
-    announced: list[Entry] | None = None  # tensors of the last update that were sent before its message
+    announced: Sequence[Entry] = ()  # tensors of the last update that were sent before its message
 
 
 class World:
@@ -131,7 +130,8 @@ class World:
                 training.step([self.ids])
             for row in order.sample(rows, len(rows)):
                 if row.sender is not None and row.variant.transport == "broadcast":
-                    row.announced = row.sender.announcement()
+                    announcement = row.sender.announcement()
+                    row.announced = () if announcement is None else announcement.tensors
                 ms = self._clock(row.update)
                 if i:  # the first update builds tables and compiles kernels
                     times[row.variant.name].append(ms)

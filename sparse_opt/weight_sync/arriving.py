@@ -1,8 +1,8 @@
-"""What a message brings to a receiver: it is verified and written by the device, before the host knows the result."""
+"""What a message brings to a receiver, and what the device does with it before the message is there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from ..errors import DamagedMessage
 from .addresses import Addresses
 from .backend import Backend, Changes, Index
-from .digest import signed
 from .host_copy import HostCopy
 from .layout import Group, Layout
+from .message import Message
 from .reference import bitmap_bytes
 
 
@@ -38,135 +38,91 @@ class Change(NamedTuple):
 
     values: Tensor | None = None
     changes: Changes | None = None
-    changed: int = 0  # number of changed values; of announced ones, the most there can be
+    changed: Tensor | None = None  # the values of `changes`
 
 
-class Expected(NamedTuple):
-    """What the digests are compared with: integers, or int64 tensors without dimensions on the device."""
+class Marked(NamedTuple):
+    """The bitmaps of an update that arrived before its message, by dtype, and where their elements are."""
 
-    payload: int | Tensor  # digest of the values that are sent
-    result: int | Tensor  # of all values after the update
-    counts: Sequence[int | Tensor]  # of the changed values of each group
+    mask: ReceiverMask
+    bitmaps: dict[str, Tensor]
+    changes: dict[str, Changes]
 
 
-class Arriving:
-    """The tensors of a message, with their digests on the device. The digests are computed on the current stream.
+class Written:
+    """All values of an update that arrived before its message: written on the device, if their digests are right.
+
+    The values that are replaced come to the place of the new ones, until the message confirms the update or `undo`
+    brings them back. All on the current stream; the host waits for nothing.
 
     Args:
-        tensors: of the message, or of an announcement: by name, on the device of the mask.
-        changes: of each group of the layout, with these tensors.
+        values: [nnz] of each group of the mask.
+        totals: [groups, 1] int64, the digests expected.
+
+    Attributes:
+        results: the digest of each group, and 1 if the values were written, on their way to the host.
     """
 
-    def __init__(self, mask: ReceiverMask, tensors: Mapping[str, Tensor], changes: Sequence[Change]) -> None:
-        self.mask, self.tensors, self.changes = mask, tensors, changes
-        self._valid: Tensor | None = None  # [1] bool, on the device
-        self._keeps_old = False
-        # For each group with changes the digest of its values, or what `ReferenceChanges.sums` returns.
-        self._sums = []
-        for group, change in zip(mask.layout.groups, changes, strict=True):
-            if change.values is not None:
-                self._sums.append(mask.backend.digest_sum(change.values, group.first))
-            elif change.changes is not None:
-                self._sums.append(change.changes.sums(read_old=mask.is_whole))
-        self._found: HostCopy | None = None
+    def __init__(self, mask: ReceiverMask, values: Sequence[Tensor], totals: Tensor) -> None:
+        self.mask, self.values = mask, values
+        pairs = zip(mask.layout.groups, values, strict=True)
+        sums = [mask.backend.digest_sum(of_group, group.first).view(1) for group, of_group in pairs]
+        found = sums[0] if len(sums) == 1 else torch.cat(sums)
+        self._valid = (found == totals.view(-1)).all().view(1)
+        self.results = HostCopy(
+            [found, self._valid.long()]
+        )  # before the writes, so that the host need not wait for them
+        self._is_undone = False
+        for index, of_group in zip(mask.indices, values, strict=True):
+            index.put(of_group, self._valid, keep_old=True)
 
-    def copy_sums(self) -> HostCopy:
-        """Begin to copy the sums to the host; once only. After `write`, with `valid` at the end."""
-        if self._found is None:
-            self._found = HostCopy(self._sums if self._valid is None else [*self._sums, self._valid.long()])
-        return self._found
-
-    def write(self, expected: Expected, before: Sequence[int], *, keep_old: bool = False) -> None:
-        """Write the values, if the digests are those expected. The host does not wait.
-
-        Args:
-            before: digest of each group before the update, if the receiver is whole.
-            keep_old: keep the values that are replaced in the place of the new ones, for `undo`.
-        """
-        self._valid, self._keeps_old = self._is(expected, before), keep_old
-        self.copy_sums()  # before the writes, so that the host need not wait for these
-        for index, change in zip(self.mask.indices, self.changes, strict=True):
-            if change.values is not None:
-                index.put(change.values, self._valid, keep_old=keep_old)
-            elif change.changes is not None:
-                change.changes.write(self._valid, keep_old=keep_old)
+    def is_of(self, message: Message) -> bool:
+        """Whether the message has these values."""
+        groups = zip(self.mask.layout.groups, self.values, strict=True)
+        mine = {f"{group.dtype}.values": values for group, values in groups}
+        return message.tensors.keys() == mine.keys() and all(t is mine[name] for name, t in message.tensors.items())
 
     def undo(self) -> None:
-        """Bring back the values that `write` has replaced, if it has."""
-        if self._keeps_old:
-            self._keeps_old = False
+        """Bring the weights back to what they were."""
+        if not self._is_undone:
+            self._is_undone = True
             with torch.inference_mode():
-                for index, change in zip(self.mask.indices, self.changes, strict=True):
-                    if change.values is not None:
-                        index.put(change.values, self._valid)
-                    elif change.changes is not None:
-                        change.changes.write(self._valid)
-
-    def has(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these are the tensors, with as many changed values or fewer, or none of a dtype."""
-        mine = self.tensors
-        same = all(
-            n in mine and t.data_ptr() == mine[n].data_ptr() and len(t) <= len(mine[n]) for n, t in tensors.items()
-        )
-        return same and all(name in tensors for name in mine if name.endswith(".values"))
-
-    def _is(self, expected: Expected, before: Sequence[int]) -> Tensor:
-        """Return [1] bool on the device: whether digests and numbers of changes are those expected."""
-        sums = iter(self._sums)
-        sent: list[Tensor] = []
-        difference = 0  # of the result and what was sent, as far as the host knows it
-        replaced: list[Tensor] = []
-        checks: list[Tensor] = []
-        for i, (change, count) in enumerate(zip(self.changes, expected.counts, strict=True)):
-            if change.values is not None:
-                sent.append(next(sums))
-                continue
-            difference += before[i] if self.mask.is_whole else 0
-            if change.changes is not None:
-                payload, old, marked = next(sums)
-                sent.append(payload)
-                replaced.append(old)
-                checks.append(marked == count)
-                if isinstance(count, Tensor):  # there may be more changes than were announced
-                    checks.append(marked <= change.changed)
-        if not sent:
-            return torch.ones(1, dtype=torch.bool, device=self.mask.device)
-        payload = sum(sent[1:], start=sent[0])
-        checks.append(payload == expected.payload)
-        if self.mask.is_whole or all(change.values is not None for change in self.changes):
-            result = sum((-old for old in replaced), start=payload) + signed(difference)
-            checks.append(result == expected.result)
-        return torch.stack(checks).all().view(1) if len(checks) > 1 else checks[0].view(1)
+                for index, of_group in zip(self.mask.indices, self.values, strict=True):
+                    index.put(of_group, self._valid)
 
 
-def change_of(tensors: Mapping[str, Tensor], kind: str, group: Group, index: Index, device: torch.device) -> Change:
-    """Return what a message of a kind carries for a group. Raises DamagedMessage."""
-    values, bitmap, changed = (tensors.get(f"{group.dtype}.{name}") for name in ("values", "bitmap", "changed"))
+Begun = Marked | Written
+
+
+def change_of(message: Message, group: Group, index: Index, device: torch.device) -> Change:
+    """Return what a message carries for a group. Raises DamagedMessage."""
+    values, bitmap, changed = (message.tensors.get(f"{group.dtype}.{kind}") for kind in ("values", "bitmap", "changed"))
     if values is not None:
-        _check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
+        check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
         if bitmap is not None or changed is not None:
             raise DamagedMessage(f"the message has both {group.dtype}.values and changed values")
         return Change(values.to(device, non_blocking=True))
-    if kind == "state":
+    if message.kind == "state":
         raise DamagedMessage(f"the state message has no {group.dtype}.values")
     if bitmap is None and changed is None:
         return Change()
     if bitmap is None or changed is None:
         raise DamagedMessage(f"the message has only one of {group.dtype}.bitmap and {group.dtype}.changed")
-    _check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
-    _check(f"{group.dtype}.changed", changed, group.torch_dtype, changed.numel())
-    found = index.changes(bitmap.to(device, non_blocking=True), changed.to(device, non_blocking=True))
-    return Change(None, found, changed.numel())
+    check(f"{group.dtype}.changed", changed, group.torch_dtype, changed.numel())
+    changed = changed.to(device, non_blocking=True)
+    begun = message.begun
+    if isinstance(begun, Marked) and begun.bitmaps.get(group.dtype) is bitmap:
+        return Change(None, begun.changes[group.dtype], changed)
+    return Change(None, changes_of(bitmap, changed.numel(), group, index, device), changed)
 
 
-def refuse_others(tensors: Mapping[str, Tensor], kind: str, layout: Layout) -> None:
-    """Raise DamagedMessage if a message has tensors that the mask does not have."""
-    kinds = ("values",) if kind == "state" else ("values", "bitmap", "changed")
-    known = {f"{group.dtype}.{kind}" for group in layout.groups for kind in kinds}
-    if others := sorted(set(tensors) - known):
-        raise DamagedMessage(f"the {kind} message has the tensor {others[0]!r}, which the mask does not have")
+def changes_of(bitmap: Tensor, room: int, group: Group, index: Index, device: torch.device) -> Changes:
+    """Return the elements that a bitmap marks; `room` is how many are expected. Raises DamagedMessage."""
+    check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
+    return index.changes(bitmap.to(device, non_blocking=True), room)
 
 
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+def check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+    """Raise DamagedMessage if a tensor is not contiguous, or has another dtype or number of elements."""
     if tensor.dtype != dtype or tuple(tensor.shape) != (numel,) or not tensor.is_contiguous():
         raise DamagedMessage(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[numel]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -22,7 +22,7 @@ _REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest"
 _DIGITS = 18  # of a version, which is below 2^63 then
 _OPTIONAL = ("base_version", "base_digest", "layout")
 Entry = tuple[str, str, list[int]]  # of a tensor: name, dtype as torch names it, and shape
-TOTALS = "totals"  # the last tensor of an announcement, see `WeightSender.announcement`
+TOTALS = "totals"  # a tensor that comes before a message, see `WeightSender.announcement`
 
 
 @dataclass(frozen=True)
@@ -179,25 +179,6 @@ def checked_header(header: Any) -> dict[str, str]:
             f"{sorted(expected)}"
         )
     return fields
-
-
-def fits(entries: Sequence[Entry], announcement: Sequence[Entry]) -> bool:
-    """Whether the tensors of a message are among those of an announcement.
-
-    There may be fewer changed values than were announced, or no change at all of a dtype.
-
-    Args:
-        entries: of the message.
-        announcement: see `WeightSender.announcement`.
-    """
-    room = {name: (dtype, shape) for name, dtype, shape in announcement if name != TOTALS}
-    for name, dtype, shape in entries:
-        expected_dtype, expected = room.get(name, ("", []))
-        is_part = name.endswith(".changed") and len(shape) == len(expected) == 1 and shape <= expected
-        if dtype != expected_dtype or not (is_part or shape == expected):
-            return False
-    names = {name for name, _, _ in entries}
-    return all(name in names for name in room if name.endswith(".values"))
 
 
 def tensor_list(header: Mapping[str, str]) -> list[Entry]:

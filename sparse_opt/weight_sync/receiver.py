@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from ..tensors import named_parameters_of
 from .addresses import Addresses
-from .arriving import Arriving, Change, Expected, ReceiverMask, change_of, refuse_others
+from .arriving import Begun, Change, Marked, ReceiverMask, Written, change_of, changes_of, check
 from .backend import choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
 from .host_copy import HostCopy
-from .layout import Group, Layout
+from .layout import Layout
 from .message import TOTALS, Message
 from .positions import checked_mask
 from .sender import PendingMessage
@@ -118,54 +119,54 @@ class WeightReceiver:
             else:
                 self._receive_values(message)
         except BaseException:
-            if isinstance(message.begun, Arriving):
+            if isinstance(message.begun, Written):
                 message.begun.undo()
             raise
         return self._version
 
     @torch.inference_mode()
-    def begin(self, tensors: Mapping[str, Tensor]) -> Arriving | None:
-        """Begin an update whose message is still to come: verify and write it, in the order of the current stream.
+    def begin(self, tensors: Mapping[str, Tensor], room: Mapping[str, int]) -> Begun | None:
+        """Begin an update whose message is still to come, in the order of the current stream; the host does not wait.
 
-        For transports whose tensors arrive before the message, which gets what this returns as its `begun`. `receive`
-        compares it with the message, and brings back the weights if they do not agree. If no message comes, call `undo`
-        of what this returns. The host waits for nothing. Until then the tensors, and the weights, must not be used.
+        For transports whose tensors arrive before the message, which gets what this returns as its `begun`. Bitmaps are
+        read for the positions of the changed values. All values are written if their digests are the totals; `receive`
+        compares these with the message, and brings the weights back if they do not agree. If no message comes, call
+        `undo` of what this returns. Until then neither the tensors nor the weights may be used.
 
         Args:
-            tensors: those of `WeightSender.announcement`, with the totals.
+            tensors, room: of the sender's `Announcement`.
 
         Returns:
-            None if the update must wait for its message: if tensors are missing or on another device than the weights,
-            or a weight has several destinations.
+            None if nothing can be done before the message: for tensors on another device than the weights, and for
+            weights with several destinations, whose values could not be brought back.
 
         Raises:
             DamagedMessage: a tensor has another dtype or shape than the mask says.
             WeightSyncError: a weight was replaced since the mask message.
         """
         mask = self._mask
-        totals = tensors.get(TOTALS)
-        if mask is None or totals is None or self._version is None or not all(index.single for index in mask.indices):
-            return None
-        if (
-            totals.dim() != 2
-            or len(totals) != len(mask.layout.groups)
-            or any(t.device != mask.device for t in tensors.values())
-        ):
+        if mask is None or self._version is None or any(t.device != mask.device for t in tensors.values()):
             return None
         self._require_in_place(mask)
-        given = {name: tensor for name, tensor in tensors.items() if name != TOTALS}
-        refuse_others(given, "update", mask.layout)
-        pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        changes = [change_of(given, "update", group, index, mask.device) for group, index in pairs]
-        has_counts = totals.shape[1] == 3
-        if not has_counts and any(change.values is None for change in changes):
-            return None
-        begun = Arriving(mask, given, changes)
-        columns = [0 if change.values is not None else 1 for change in changes]
-        payload = [totals[i, column] for i, column in enumerate(columns)]
-        counts = [totals[i, 2] if has_counts else 0 for i in range(len(changes))]
-        begun.write(Expected(sum(payload[1:], start=payload[0]), totals[:, 0].sum(), counts), self._sums, keep_old=True)
-        return begun
+        groups, totals = mask.layout.groups, tensors.get(TOTALS)
+        if totals is not None:
+            values = [tensors.get(f"{group.dtype}.values") for group in groups]
+            if not values or not all(index.single for index in mask.indices):
+                return None
+            check(TOTALS, totals, torch.int64, len(groups))
+            present = [value for value in values if value is not None]
+            if len(present) < len(groups):
+                return None
+            for group, value in zip(groups, present, strict=True):
+                check(f"{group.dtype}.values", value, group.torch_dtype, group.nnz)
+            return Written(mask, present, totals)
+        bitmaps = {group.dtype: tensors[name] for group in groups if (name := f"{group.dtype}.bitmap") in tensors}
+        changes = {
+            group.dtype: changes_of(bitmaps[group.dtype], room.get(group.dtype, 0), group, index, mask.device)
+            for group, index in zip(groups, mask.indices, strict=True)
+            if group.dtype in bitmaps
+        }
+        return Marked(mask, bitmaps, changes)
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -263,40 +264,36 @@ class WeightReceiver:
             raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
         self._check_order(message)
         begun = message.begun
-        if isinstance(begun, Arriving) and begun.mask is mask and begun.has(message.tensors):
-            changes = [
-                self._known(message, group, c) for group, c in zip(mask.layout.groups, begun.changes, strict=True)
-            ]
-            *numbers, valid = begun.copy_sums().numbers
-            sums = self._verify(mask, message, changes, numbers)
+        if isinstance(begun, Written) and begun.mask is mask and begun.is_of(message):
+            *sums, valid = begun.results.numbers
+            new = self._verify(mask, message, [Change(values) for values in begun.values], sums)
             if not valid:
-                raise DamagedMessage("the totals sent ahead of the message do not agree with it")
+                raise DamagedMessage("the digests that came before the message are not those of its values")
         else:
-            sums = self._verify_and_write(mask, message)
-        self._version, self._digest, self._sums = message.version, message.result_digest, sums
-
-    def _known(self, message: Message, group: Group, change: Change) -> Change:
-        """Return a change that was begun with the number of changed values in its message."""
-        changed = message.tensors.get(f"{group.dtype}.changed")
-        return change._replace(changed=0 if changed is None else changed.numel())
+            new = self._verify_and_write(mask, message)
+        self._version, self._digest, self._sums = message.version, message.result_digest, new
 
     def _verify_and_write(self, mask: ReceiverMask, message: Message) -> list[int]:
-        """Return the new digest of each group, as far as it is known. Raises DamagedMessage."""
-        if isinstance(message.begun, Arriving):  # with other tensors
-            message.begun.undo()
+        """Apply a message; return the new digest of each group, as far as it is known. Raises DamagedMessage."""
+        if isinstance(message.begun, Written):
+            message.begun.undo()  # the message has other values
+        elif isinstance(message.begun, Marked) and message.begun.mask is not mask:
+            message = replace(message, begun=None)
         pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        changes = [change_of(message.tensors, message.kind, group, index, mask.device) for group, index in pairs]
-        arriving = Arriving(mask, message.tensors, changes)
-        found = arriving.copy_sums()
+        changes = [change_of(message, group, index, mask.device) for group, index in pairs]
+        results = _sums(mask, changes)
+        found = HostCopy(results)
         # Checks of the host, while the device computes the digests.
-        refuse_others(message.tensors, message.kind, mask.layout)
+        _refuse_others(message, mask.layout)
         self._require_in_place(mask)
-        payload, result = from_hex(message.payload_digest), from_hex(message.result_digest)
-        if payload is not None and result is not None:
-            # Compared on the device, too, which then need not wait for the host between digest and writes.
-            counts = [change.changed for change in changes]
-            arriving.write(Expected(payload, result, counts), self._sums or [0] * len(changes))
-        return self._verify(mask, message, changes, found.numbers)
+        # All values are compared on the device, which then need not wait for the host between digest and writes.
+        valid = _all_valid(message, changes, results)
+        if valid is not None:
+            _write(mask, changes, valid)
+        sums = self._verify(mask, message, changes, found.numbers)
+        if valid is None:
+            _write(mask, changes)
+        return sums
 
     def _require_in_place(self, mask: ReceiverMask) -> None:
         if (name := mask.addresses.replaced()) is not None:
@@ -321,7 +318,7 @@ class WeightReceiver:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
 
         Args:
-            results: of `Arriving.copy_sums`.
+            results: of `_sums`, flattened.
         """
         found = iter(results)
         sent, sums = 0, list(self._sums)
@@ -333,10 +330,10 @@ class WeightReceiver:
                     sums[i] = total
             elif change.changes is not None:
                 payload, old, bits = next(found), next(found), next(found)
-                if bits != change.changed:
+                expected = 0 if change.changed is None else change.changed.numel()
+                if bits != expected:
                     raise DamagedMessage(
-                        f"{group.dtype}.bitmap marks {bits} elements, expected {change.changed} as in "
-                        f"{group.dtype}.changed"
+                        f"{group.dtype}.bitmap marks {bits} elements, expected {expected} as in {group.dtype}.changed"
                     )
                 sent += payload
                 if mask.is_whole:
@@ -359,6 +356,41 @@ def _sums_of_weights(mask: ReceiverMask) -> list[int]:
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
 
 
+def _sums(mask: ReceiverMask, changes: Sequence[Change]) -> list[Tensor]:
+    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
+    sums = []
+    for group, change in zip(mask.layout.groups, changes, strict=True):
+        if change.values is not None:
+            sums.append(mask.backend.digest_sum(change.values, group.first))
+        elif change.changes is not None and change.changed is not None:
+            sums.append(change.changes.sums(change.changed, read_old=mask.is_whole))
+    return sums
+
+
+def _all_valid(message: Message, changes: Sequence[Change], results: Sequence[Tensor]) -> Tensor | None:
+    """Return [1] bool on the device: whether all values have the digest of the message and of the weights after it.
+
+    None: the message does not bring all values, or is to be refused whatever their digest.
+    """
+    expected = message.payload_digest
+    if not results or expected != message.result_digest or any(change.values is None for change in changes):
+        return None
+    number = from_hex(expected)
+    if number is None:
+        return None
+    total = results[0] if len(results) == 1 else torch.stack(list(results)).sum()
+    return total.view(1) == number
+
+
+def _write(mask: ReceiverMask, changes: Sequence[Change], valid: Tensor | None = None) -> None:
+    """Write what a message carries; its values only if `valid` is not a False [1] on the device."""
+    for index, change in zip(mask.indices, changes, strict=True):
+        if change.values is not None:
+            index.put(change.values, valid)
+        elif change.changes is not None and change.changed is not None:
+            change.changes.write(change.changed)
+
+
 def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
     """Raise ForeignMessage if two weights with active elements are in one place, and would overwrite each other."""
     names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
@@ -372,3 +404,10 @@ def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
                 raise ForeignMessage(
                     f"{other!r} and {name!r} share their memory here, and are two weights in the message"
                 )
+
+
+def _refuse_others(message: Message, layout: Layout) -> None:
+    kinds = ("values",) if message.kind == "state" else ("values", "bitmap", "changed")
+    known = {f"{group.dtype}.{kind}" for group in layout.groups for kind in kinds}
+    if others := sorted(set(message.tensors) - known):
+        raise DamagedMessage(f"the {message.kind} message has the tensor {others[0]!r}, which the mask does not have")

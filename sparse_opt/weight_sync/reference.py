@@ -156,36 +156,42 @@ class ReferenceIndex:
             positions = block.positions()
             of_block = _bits(values)[block.begin : block.end]
             for part in block.tensor.destinations:
-                _write(part, *block.find(part, positions), of_block, keep_old=keep_old)
+                inside, offsets = block.find(part, positions)
+                memory, new = _memory(part), of_block[inside]
+                if keep_old:
+                    new = new.clone()
+                    of_block[inside] = memory[offsets]
+                memory[offsets] = new
 
-    def changes(self, bitmap: Tensor, changed: Tensor) -> ReferenceChanges:
+    def changes(self, bitmap: Tensor, room: int) -> ReferenceChanges:
         """Return the changed elements of an update, to verify and to write them.
 
         Args:
             bitmap: [bitmap_bytes(nnz)] uint8.
-            changed: [n], the values of the elements that the bitmap marks. What follows the last one is not used.
+            room: how many changes are expected; of use to other backends only.
         """
-        return ReferenceChanges(self._group, self._blocks, bitmap, changed)
+        return ReferenceChanges(self._group, self._blocks, bitmap)
 
 
 class ReferenceChanges:
     """The changed elements of an update, and where they are."""
 
-    def __init__(self, group: Group, blocks: Sequence[_Block], bitmap: Tensor, changed: Tensor) -> None:
-        self._group, self._changed = group, changed
+    def __init__(self, group: Group, blocks: Sequence[_Block], bitmap: Tensor) -> None:
+        self._group = group
         self._numbers = _numbers(bitmap)
         self._found = list(_found(blocks, self._numbers, group.nnz))
 
-    def sums(self, *, read_old: bool) -> Tensor:
+    def sums(self, changed: Tensor, *, read_old: bool) -> Tensor:
         """Return [3] int64: the digest of the changed values, that of the values in their place, and the set bits.
 
         Args:
+            changed: [n], the values of the elements that the bitmap marks.
             read_old: False returns 0 for the values in their place, and does not read them.
         """
         count = torch.tensor(self._numbers.numel(), dtype=torch.int64, device=self._numbers.device)
-        numbers = self._numbers[self._numbers < self._group.nnz][: self._changed.numel()]
+        numbers = self._numbers[self._numbers < self._group.nnz][: changed.numel()]
         first = self._group.first
-        sent = mix(numbers + first, zero_extended(self._changed[: numbers.numel()])).sum()
+        sent = mix(numbers + first, zero_extended(changed[: numbers.numel()])).sum()
         old = torch.zeros((), dtype=torch.int64, device=numbers.device)
         if read_old:
             for block, within, positions in self._found:
@@ -195,18 +201,12 @@ class ReferenceChanges:
                     old += mix(self._numbers[within][inside] + first, held).sum()
         return torch.stack([sent, old, count])
 
-    def write(self, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
-        """Write the changed values to all destinations. `sums` must have been compared with the message first.
-
-        Args:
-            valid, keep_old: as of `ReferenceIndex.put`; the values that are replaced come to `changed`.
-        """
-        if valid is not None and not valid:
-            return
+    def write(self, changed: Tensor) -> None:
+        """Write the changed values to all destinations. `sums` must have been compared with the message first."""
         for block, within, positions in self._found:
-            of_block = _bits(self._changed)[within]
             for part in block.tensor.destinations:
-                _write(part, *block.find(part, positions), of_block, keep_old=keep_old)
+                inside, offsets = block.find(part, positions)
+                _memory(part)[offsets] = _bits(changed)[within][inside]
 
 
 @dataclass(frozen=True)
@@ -270,15 +270,6 @@ def _memory(part: Placed) -> Tensor:
         return _bits(tensor.new_empty(0))
     extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return _bits(tensor.as_strided((extent,), (1,)))
-
-
-def _write(part: Placed, inside: Tensor | slice, offsets: Tensor, values: Tensor, *, keep_old: bool) -> None:
-    """Write those of some values that are `inside` a destination; with `keep_old` exchange them with what is there."""
-    memory = _memory(part)
-    new = values[inside].clone() if keep_old else values[inside]
-    if keep_old:
-        values[inside] = memory[offsets]
-    memory[offsets] = new
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..masks import MaskSet
 from .active_values import ActiveValues, Source, WeightsOf
@@ -25,18 +24,19 @@ from .reference import bitmap_bytes, only_parts
 
 Encoding = Literal["auto", "values", "bitmap"]
 
-# An announcement has room for the largest number of changes in so many updates, and for a part of it more.
-_LAST_COUNTS, _MORE_CHANGES = 4, 25
+_LAST_COUNTS = 4  # updates whose changes are counted
+
+
+class Announcement(NamedTuple):
+    """Tensors of an update that are sent before its message."""
+
+    tensors: list[Entry]
+    room: dict[str, int]  # by dtype: how many changed values to expect; if there are more, they are looked up again
 
 
 def is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
     """Whether an encoding sends `count` changed values of nnz with a bitmap, if they have `size` bytes."""
     return encoding == "bitmap" or (encoding == "auto" and count * size + bitmap_bytes(nnz) < nnz * size)
-
-
-def _capacity(nnz: int, stream: torch.cuda.Stream | None) -> int:
-    """Return how many changed values are packed before their number is known: few are usual on a GPU."""
-    return nnz if stream is None else -(-nnz // 8)
 
 
 class WeightSender:
@@ -104,27 +104,23 @@ class WeightSender:
         """Device of the active values, and of the tensors of updates and states."""
         return self._device
 
-    def announcement(self) -> list[Entry] | None:
-        """Return the names, dtypes and shapes of tensors that can be sent before the message of the next update.
+    def announcement(self) -> Announcement | None:
+        """Return the tensors of the next update that can be sent before its message: all values, or the bitmaps.
 
-        They have room for as many changed values as the last updates had, and a few more. The last one is
-        `PendingMessage.totals`. With the encoding "values" the message has these tensors, otherwise see `message.fits`.
-        None if the next update cannot be foreseen, because there was none yet, for example.
+        With the encoding "values" all tensors of the message, and `PendingMessage.totals`. Otherwise the bitmap of each
+        dtype that had one in the last update; the message may do without it. None if there was none.
         """
-        entries: list[Entry] = []
-        for group in self._layout.groups:
-            dtype, last = group.dtype, self._counts.get(group.dtype)
-            if self._encoding != "values" and not last:
-                return None
-            if last and is_smaller(self._encoding, max(last), group.torch_dtype.itemsize, group.nnz):
-                room = min(max(last) + max(last) // _MORE_CHANGES + 64, group.nnz)
-                if room > _capacity(group.nnz, self._stream):
-                    return None
-                entries.append((f"{dtype}.bitmap", "uint8", [bitmap_bytes(group.nnz)]))
-                entries.append((f"{dtype}.changed", dtype, [room]))
-            else:
-                entries.append((f"{dtype}.values", dtype, [group.nnz]))
-        return [*entries, (TOTALS, "int64", [len(self._layout.groups), 1 if self._encoding == "values" else 3])]
+        groups = self._layout.groups
+        if self._encoding == "values":
+            values = [(f"{group.dtype}.values", group.dtype, [group.nnz]) for group in groups]
+            return Announcement([*values, (TOTALS, "int64", [len(groups)])], {})
+        bitmaps, room = list[Entry](), dict[str, int]()
+        for group in groups:
+            counts = self._counts.get(group.dtype)
+            if counts and counts[-1] and is_smaller(self._encoding, counts[-1], group.torch_dtype.itemsize, group.nnz):
+                bitmaps.append((f"{group.dtype}.bitmap", "uint8", [bitmap_bytes(group.nnz)]))
+                room[group.dtype] = max(counts) + max(counts) // 4
+        return Announcement(bitmaps, room) if bitmaps else None
 
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
@@ -175,7 +171,8 @@ class WeightSender:
             with _aside(self._stream, gathered, [*new.values(), *base.values.values()]):
                 found = []
                 for dtype, values in new.items():
-                    capacity = _capacity(values.numel(), self._stream)
+                    # On a GPU before the number of changes is known: few are usual, and the host then waits once.
+                    capacity = 0 if self._stream is None else -(-values.numel() // 8)
                     old = base.values[dtype]
                     bitmap, of_dtype, changed = self._backend.compare(old, values, self._first(dtype), capacity)
                     changes[dtype] = bitmap, changed
@@ -324,7 +321,8 @@ class PendingMessage:
         self.version = sent.version
         self._sent, self._base, self._changes = sent, base, changes
         self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
-        # The values are complete, or what was compared with them.
+        self._bitmaps = {f"{dtype}.bitmap": bitmap for dtype, (bitmap, _) in changes.items()}
+        # The values are complete; with another encoding than "values" their bitmaps and changed values, too.
         self._complete = gathered if encoding == "values" else sent.totals.begin().arrived
         self._counts = counts  # of the sender
         self._message: Message | None = None
@@ -342,42 +340,27 @@ class PendingMessage:
             self._usable(message.tensors, self._ready)
             return message
 
-    def announced(self, announcement: Sequence[Entry]) -> dict[str, Tensor] | None:
-        """Return the tensors of an announcement without the totals, which are not waited for.
+    def announced(self, announcement: Announcement) -> dict[str, Tensor]:
+        """Return the tensors of an announcement without the totals; the host does not wait for them.
 
-        They can be used on the stream that is current in the calling thread, which may be any. There are as many
-        changed values as were announced, whatever their number. None if the message is known, and has other tensors.
+        They can be used on the stream that is current in the calling thread, which may be any.
 
         Args:
-            announcement: of `WeightSender.announcement`, for this update.
+            announcement: of the sender, for this update.
         """
         with self._lock:
-            known = {} if self._message is None else self._message.tensors
-            tensors: dict[str, Tensor] = {}
-            for name, _, (size, *_) in announcement[:-1]:
-                dtype, kind = name.rsplit(".", 1)
-                bitmap, changed = self._changes.get(dtype, (None, None))
-                if kind == "changed" and changed is not None and changed.numel() < size:  # by the reference
-                    changed = pad(changed, (0, size - changed.numel()))
-                tensor = {
-                    "values": known.get(name, self._sent.values.get(dtype)),
-                    "bitmap": bitmap,
-                    "changed": None if changed is None else changed[:size],
-                }[kind]
-                if tensor is None:
-                    return None
-                tensors[name] = tensor
-            return self._usable(tensors, self._ready or self._complete)
+            tensors = {f"{dtype}.values": values for dtype, values in self._sent.values.items()}
+            tensors |= self._bitmaps | ({} if self._message is None else self._message.tensors)
+            names = [name for name, _, _ in announcement.tensors if name != TOTALS]
+            return self._usable({name: tensors[name] for name in names}, self._ready or self._complete)
 
     def totals(self) -> Tensor:
-        """Return the totals of `WeightSender.announcement`, [dtypes, 1 or 3] int64, which the host does not wait for.
+        """Return the digest of all values of each dtype, [dtypes] int64, which the host does not wait for.
 
-        They can be used on the stream that is current in the calling thread. Of each dtype: the digest of all values,
-        and with another encoding than "values" that of the changed ones, and their number.
+        They can be used on the stream that is current in the calling thread. Only with the encoding "values".
         """
         copy = self._sent.totals.begin()
-        columns = 1 if self._encoding == "values" else 3
-        return self._usable({TOTALS: copy.source.view(-1, columns)}, copy.arrived)[TOTALS]
+        return self._usable({TOTALS: copy.source}, copy.arrived)[TOTALS]
 
     def _usable(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
         """Let the current stream wait until tensors are complete, and return them."""
@@ -397,9 +380,7 @@ class PendingMessage:
         with side, torch.no_grad():
             self._message = self._build()
             self._ready = None if self._stream is None else self._stream.record_event()
-        # Frees the values that are not in the message.
-        self._sent = self._sent._replace(values={})
-        self._changes = {d: found for d, found in self._changes.items() if f"{d}.bitmap" in self._message.tensors}
+        self._sent, self._changes = self._sent._replace(values={}), {}  # frees the values that are not in the message
         return self._message
 
     def _build(self) -> Message:

@@ -73,8 +73,8 @@ class TritonIndex:
         for table in self._tables:
             _kernels().put(table, values, valid, keep_old=keep_old)
 
-    def changes(self, bitmap: Tensor, changed: Tensor) -> _Changes:
-        return _Changes(self._tables, self._group.first, self._group.nnz, bitmap, changed)
+    def changes(self, bitmap: Tensor, room: int) -> _Changes:
+        return _Changes(self._tables, self._group, bitmap, room)
 
 
 class _Changes:
@@ -84,33 +84,41 @@ class _Changes:
     digests and writes then cost as much as the changed elements, and not as all of them.
     """
 
-    def __init__(self, tables: Sequence[Table], first: int, nnz: int, bitmap: Tensor, changed: Tensor) -> None:
-        self._tables, self._first, self._bitmap, self._changed = tables, first, bitmap, changed
-        kernels = _kernels()
-        self._ranks = kernels.ranks_of(bitmap, tables[0].block)
-        self._list: Tensor | None = None
-        if all(table.single for table in tables) and 2 * 8 * changed.numel() <= nnz * changed.element_size():
-            self._list = torch.zeros(2, changed.numel(), dtype=torch.int64, device=changed.device)
-            for table in tables:
-                kernels.list_changes(table, bitmap, self._ranks, *self._list)
+    def __init__(self, tables: Sequence[Table], group: Group, bitmap: Tensor, room: int) -> None:
+        self._tables, self._group, self._bitmap = tables, group, bitmap
+        self._ranks = _kernels().ranks_of(bitmap, tables[0].block)
+        self._list = self._listed(room)
 
-    def sums(self, *, read_old: bool) -> Tensor:
-        kernels = _kernels()
+    def sums(self, changed: Tensor, *, read_old: bool) -> Tensor:
+        kernels, first = _kernels(), self._group.first
+        if self._list is not None and self._list.shape[1] < changed.numel():
+            self._list = self._listed(changed.numel())
         if self._list is not None:
             marked = self._ranks[-1:]
-            sums: Tensor = kernels.listed_sums(self._changed, *self._list, marked, self._first, read_old=read_old)
+            sums: Tensor = kernels.listed_sums(changed, *self._list, marked, first, read_old=read_old)
             return sums
-        arguments = (self._bitmap, self._changed, self._ranks, self._first)
+        arguments = (self._bitmap, changed, self._ranks, first)
         parts = [kernels.check(table, *arguments, read_old=read_old) for table in self._tables]
         return torch.cat([torch.stack(parts).sum(dim=0), self._ranks[-1:]])
 
-    def write(self, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
+    def write(self, changed: Tensor) -> None:
         kernels = _kernels()
         if self._list is not None:
-            kernels.listed_write(self._changed, self._list[1], valid, keep_old=keep_old)
+            kernels.listed_write(changed, self._list[1])
             return
         for table in self._tables:
-            kernels.write(table, self._bitmap, self._changed, self._ranks, valid, keep_old=keep_old)
+            kernels.write(table, self._bitmap, changed, self._ranks)
+
+    def _listed(self, room: int) -> Tensor | None:
+        """Return [2, room] int64, the slots and addresses of the changed elements; None if they are too many."""
+        if not all(table.single for table in self._tables):
+            return None
+        if 2 * 8 * room > self._group.nnz * self._group.torch_dtype.itemsize:
+            return None
+        listed = torch.zeros(2, room, dtype=torch.int64, device=self._bitmap.device)
+        for table in self._tables:
+            _kernels().list_changes(table, self._bitmap, self._ranks, *listed)
+        return listed
 
 
 def _kernels() -> Any:

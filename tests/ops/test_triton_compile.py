@@ -210,8 +210,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                     "check",
                     {**_MARKED, **_TILED_WEIGHTS, "partials": "*i64", "first": "i64", "READ_OLD": False},
                 ),
-                ("write", "write", {**_WEIGHTS, **_MARKED, "valid": "*u8", "KEEP": True}),
-                ("write-always", "write", {**_WEIGHTS, **_MARKED, "valid": None, "KEEP": False}),
+                ("write", "write", {**_WEIGHTS, **_MARKED}),
                 ("list", "list", {**_WEIGHTS, **_LIST_OF_CHANGES}),
                 ("list-tiles", "list", {**_LIST_OF_CHANGES, **_TILED_WEIGHTS}),
                 (
@@ -226,8 +225,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                         "READ_OLD": True,
                     },
                 ),
-                ("listed-write", "listed_write", {**_LISTED, "valid": "*u8", "KEEP": True}),
-                ("listed-write-always", "listed_write", {**_LISTED, "valid": None, "KEEP": False}),
+                ("listed-write", "listed_write", _LISTED),
                 ("count", "count", {**_BITMAP, "counts": "*i32"}),
                 (
                     "select",

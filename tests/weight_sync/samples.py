@@ -38,7 +38,7 @@ def change(weights: Mapping[str, Tensor], mask: MaskSet, share: float, seed: int
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.detach().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

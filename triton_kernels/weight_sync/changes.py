@@ -2,7 +2,7 @@
 
 The changed elements before a slot are the sum over its block's bits before it, and a number per block (`ranks`). If
 they are few, their slots and addresses are listed first: digests and writes then have one lane per changed element.
-`changed` may be longer than there are changes: what follows the last one is not used.
+The list may have room for more elements than have changed.
 
 Bytes per active element, with i those of the index: a bit of the bitmap, and the granules of i and of the weights that
 have a changed element.
@@ -69,10 +69,8 @@ def _weight_write_kernel(
     bitmap,  # [bits / 8] uint8
     changed,  # [changes] bits
     ranks,  # [blocks] int64
-    valid,  # [1] uint8, or None: 0 writes nothing
     bits: tl.int64,
     changes: tl.int64,
-    KEEP: tl.constexpr,  # write what was there to `changed`
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
@@ -84,15 +82,10 @@ def _weight_write_kernel(
     )
     rank = tl.load(ranks + block) + tl.cumsum(marks, axis=0) - marks
     mask = mask & (rank < changes)
-    if valid is not None:
-        mask = mask & (tl.load(valid) != 0)
     value = tl.load(changed + rank, mask=mask, other=0).to(BITS, bitcast=True)
     columns = tl.load(at)
     for i in range(tl.load(at + 3), tl.load(at + 5)):
         pointers, inside = addresses_of(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
-        if KEEP:
-            held = tl.load(pointers, mask=inside, other=0)
-            tl.store(changed + rank, held.to(changed.dtype.element_ty, bitcast=True), mask=inside)
         tl.store(pointers, value, mask=inside)
 
 
@@ -131,8 +124,8 @@ def _weight_list_kernel(
 @triton.jit(do_not_specialize=["changes", "first"])
 def _weight_listed_sums_kernel(
     changed,  # [changes] bits
-    slots,  # [changes] int64
-    addresses,  # [changes] int64; 0 is nowhere
+    slots,  # [changes or more] int64
+    addresses,  # [changes or more] int64; 0 is nowhere
     marked,  # [1] int64: set bits of the bitmap
     partials,  # [3, programs] int64, whose sums are those of `check`
     changes: tl.int64,
@@ -143,8 +136,7 @@ def _weight_listed_sums_kernel(
 ):
     program = tl.program_id(0).to(tl.int64)
     lane = program * BLOCK + tl.arange(0, BLOCK)
-    count = tl.load(marked)
-    mask = (lane < changes) & (lane < count)
+    mask = lane < changes
     numbers = tl.load(slots + lane, mask=mask, other=0) + first
     value = tl.load(changed + lane, mask=mask, other=0).to(BITS, bitcast=True)
     tl.store(partials + program, tl.sum(tl.where(mask, mix(numbers, value), 0), axis=0))
@@ -155,31 +147,22 @@ def _weight_listed_sums_kernel(
         held = tl.load(address.to(tl.pointer_type(BITS)), mask=inside, other=0)
         old = tl.where(inside, mix(numbers, held), 0)
     tl.store(partials + tl.num_programs(0) + program, tl.sum(old, axis=0))
-    tl.store(partials + 2 * tl.num_programs(0) + program, tl.where(program == 0, count, 0))
+    tl.store(partials + 2 * tl.num_programs(0) + program, tl.where(program == 0, tl.load(marked), 0))
 
 
 @triton.jit(do_not_specialize=["changes"])
 def _weight_listed_write_kernel(
     changed,  # [changes] bits
-    addresses,  # [changes] int64; 0 is nowhere
-    valid,  # [1] uint8, or None: 0 writes nothing
+    addresses,  # [changes or more] int64; 0 is nowhere
     changes: tl.int64,
-    KEEP: tl.constexpr,  # write what was there to `changed`
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = lane < changes
-    if valid is not None:
-        mask = mask & (tl.load(valid) != 0)
     address = tl.load(addresses + lane, mask=mask, other=0)
-    mask = mask & (address != 0)
-    pointers = address.to(tl.pointer_type(BITS))
     value = tl.load(changed + lane, mask=mask, other=0).to(BITS, bitcast=True)
-    if KEEP:
-        held = tl.load(pointers, mask=mask, other=0)
-        tl.store(changed + lane, held.to(changed.dtype.element_ty, bitcast=True), mask=mask)
-    tl.store(pointers, value, mask=mask)
+    tl.store(address.to(tl.pointer_type(BITS)), value, mask=mask & (address != 0))
 
 
 def check(table: IndexTable, bitmap: Tensor, changed: Tensor, ranks: Tensor, first: int, *, read_old: bool) -> Tensor:
@@ -203,30 +186,16 @@ def check(table: IndexTable, bitmap: Tensor, changed: Tensor, ranks: Tensor, fir
         return partials.sum(dim=1)
 
 
-def write(
-    table: IndexTable,
-    bitmap: Tensor,
-    changed: Tensor,
-    ranks: Tensor,
-    valid: Tensor | None = None,
-    *,
-    keep_old: bool = False,
-) -> None:
-    """Write the changed values of the elements that a bitmap marks to all their destinations. One launch.
-
-    Args:
-        valid, keep_old: as for `put`; the values that are replaced come to `changed`.
-    """
+def write(table: IndexTable, bitmap: Tensor, changed: Tensor, ranks: Tensor) -> None:
+    """Write the changed values of the elements that a bitmap marks to all their destinations. One launch."""
     with torch.cuda.device_of(changed):
         _weight_write_kernel[table.grid](
             *table[:5],
             bitmap,
             as_integers(changed),
             ranks,
-            None if valid is None else valid.view(torch.uint8),
             8 * bitmap.numel(),
             changed.numel(),
-            KEEP=keep_old,
             BITS=UNSIGNED[changed.element_size()],
             **table.constants(),
             **OPTIONS,
@@ -239,7 +208,8 @@ def list_changes(table: IndexTable, bitmap: Tensor, ranks: Tensor, slots: Tensor
     Args:
         table: no tensor has more than one destination.
         bitmap, ranks: as for `check`.
-        slots, addresses: [changes] int64. Elements without a destination keep their address.
+        slots, addresses: [n] int64, of which the first ones are written, and the others keep their values, as do the
+            addresses of elements without a destination. If more than n have changed, only the first ones are listed.
     """
     with torch.cuda.device_of(slots):
         _weight_list_kernel[table.grid](
@@ -278,15 +248,13 @@ def listed_sums(
         return partials.sum(dim=1)
 
 
-def listed_write(changed: Tensor, addresses: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
+def listed_write(changed: Tensor, addresses: Tensor) -> None:
     """`write` for all tables at once, after `list_changes`. One launch."""
     with torch.cuda.device_of(changed):
         _weight_listed_write_kernel[(max(triton.cdiv(changed.numel(), BLOCK), 1),)](
             as_integers(changed),
             addresses,
-            None if valid is None else valid.view(torch.uint8),
             changed.numel(),
-            KEEP=keep_old,
             BITS=UNSIGNED[changed.element_size()],
             BLOCK=BLOCK,
             **OPTIONS,

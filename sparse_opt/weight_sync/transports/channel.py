@@ -4,9 +4,9 @@ A round asks every receiver for its state. A receiver without the mask gets the 
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
 update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
 
-If no receiver has missed a version, the update is announced with the question: its tensors are on their way, and the
-receivers' devices verify and write them, while the hosts make and send the message. Changed values are announced with
-room for as many as the last updates had. If there are more, they are sent again with the message.
+If no receiver has missed a version, the update is announced with the question, and what has a known size is sent before
+the message. All values are verified and written by the receivers' devices, while the hosts make and send the message.
+Of changed values it is the bitmaps, whose elements the receivers look up meanwhile.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...errors import WeightSyncError, listed
 from ...tensors import compact_json
 from ..background import Background
 from ..distributed import DistributedWeightSender
-from ..message import Entry, Message, fits
-from ..sender import PendingMessage, WeightSender
+from ..message import Message
+from ..sender import Announcement, PendingMessage, WeightSender
 from .control import ControlServer, TransportName
 
 
@@ -33,6 +34,7 @@ from .control import ControlServer, TransportName
 class _Problems:
     """What went wrong in a round: receiver -> its name if it is lost, why it refused a message, or how it differs."""
 
+    names: Mapping[int, str]  # of the receivers, also of those that have left since
     lost: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     differing: dict[int, str] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class _Asked(NamedTuple):
 
     receivers: list[int]
     next_version: int | None
-    tensors: list[Entry] | None  # that were announced
+    announced: Announcement | None
 
 
 class SenderChannel(ABC):
@@ -214,7 +216,7 @@ class SenderChannel(ABC):
         """
         control = None if isinstance(self.weights, DistributedWeightSender) else self._control
         if control is not None:
-            control.discover()
+            # Receivers that have joined since the last round are discovered in `_send`, where nothing waits for it.
             if len(control.names) >= receivers:
                 self._asked = self._ask(control, self.weights.version + 1)
         try:
@@ -240,24 +242,32 @@ class SenderChannel(ABC):
     def _ask(self, control: ControlServer, next_version: int | None) -> _Asked:
         """Ask all receivers for their states; for an update to `next_version` announce its tensors if possible."""
         self._take_back()  # of a round that was interrupted
-        receivers = list(control.names)
-        command = {"do": "status", "transport": self.transport, "timeout": self.timeout}
-        announced = None if next_version is None else self._announcement(receivers, next_version - 1)
+        receivers, command = list(control.names), self._question()
+        announced = None if next_version is None else self._announced(receivers, next_version - 1)
         self._is_announced = announced is not None
-        control.post(receivers, command if announced is None else {**command, "announced": announced})
-        return _Asked(receivers, next_version, None if announced is None else announced["tensors"])
+        if announced is None:
+            control.post(receivers, command)
+            return _Asked(receivers, next_version, None)
+        announcement, content = announced
+        control.post(receivers, {**command, "announced": content})
+        return _Asked(receivers, next_version, announcement)
 
-    def _announcement(self, receivers: Sequence[int], base_version: int) -> dict[str, Any] | None:
+    def _question(self) -> dict[str, Any]:
+        return {"do": "status", "transport": self.transport, "timeout": self.timeout}
+
+    def _announced(self, receivers: Sequence[int], base_version: int) -> tuple[Announcement, dict[str, Any]] | None:
+        """Return what can be sent before the message, and what to tell the receivers about it, as JSON."""
         _, sender = self._connected()
         if self._differing or any(self._held.get(r) != base_version for r in receivers):
             return None
         if not self._cannot_join.isdisjoint(receivers):
             return None
         offer = self._early_offer(receivers)
-        tensors = None if offer is None else sender.announcement()
-        if offer is None or tensors is None:
+        announcement = None if offer is None else sender.announcement()
+        if offer is None or announcement is None:
             return None
-        return {"mask": sender.mask.digest, "base_version": base_version, "tensors": tensors, **offer}
+        content = {"mask": sender.mask.digest, "base_version": base_version, **announcement._asdict()}
+        return announcement, content | offer
 
     def _listen(self, address: str) -> None:
         self._control = ControlServer(address, self.timeout)
@@ -293,7 +303,7 @@ class SenderChannel(ABC):
         control, sender = self._connected()
         control.discover()
         control.post(control.names, {"do": "verify"})
-        problems = _Problems()
+        problems = _Problems(dict(control.names))
         replies = self._collect(list(control.names), problems)
         self._compare(replies, problems)
         if clauses := self._clauses(problems):
@@ -319,10 +329,9 @@ class SenderChannel(ABC):
         self._differing |= problems.differing.keys()
 
     def _clauses(self, problems: _Problems) -> list[str]:
-        control, _ = self._connected()
         clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
-        clauses += [f"{control.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
-        return clauses + [f"{control.names[r]}: {reason}" for r, reason in problems.differing.items()]
+        clauses += [f"{problems.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
+        return clauses + [f"{problems.names[r]}: {reason}" for r, reason in problems.differing.items()]
 
     def send(
         self,
@@ -358,12 +367,25 @@ class SenderChannel(ABC):
         if asked is None:
             missing = self._missing(receivers, self.timeout if timeout is None else timeout)
             asked = self._ask(control, None if update is None else update.version)
-        problems = _Problems()
-        message = None  # an update that has been announced, and whose tensors are on their way
+        problems = _Problems(dict(control.names))
+        self._bring(asked, update, problems, verify=verify)
+        if not asked.receivers:
+            control.discover()
+        if joined := [r for r in control.names if r not in asked.receivers]:
+            problems.names = {**problems.names, **control.names}
+            control.post(joined, self._question())
+            self._bring(_Asked(joined, None, None), None, problems, verify=verify)
+        if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
+            raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
+
+    def _bring(self, asked: _Asked, update: PendingMessage | None, problems: _Problems, *, verify: bool) -> None:
+        """Bring the receivers that were asked for their states to the sender's version."""
+        _, sender = self._connected()
+        message = None  # an update that was announced, and of which some tensors are on their way
         try:
             states = self._collect(asked.receivers, problems)
-            if update is not None and asked.tensors is not None and self._have_joined(asked, states):
-                if self._begin(update, asked.tensors):
+            if update is not None and asked.announced is not None and self._have_joined(asked, states):
+                if self._begin(update, asked.announced):
                     message = update.wait()
                 else:
                     self._take_back()
@@ -378,18 +400,16 @@ class SenderChannel(ABC):
         behind = [
             r for r, state in states.items() if state["state"] or state["version"] not in ready or r in self._differing
         ]
-        self._differing.clear()
+        self._differing.difference_update(asked.receivers)
         if behind:
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
-        if message is not None and asked.tensors is not None:
-            is_used = fits(message.entries, asked.tensors)
-            self._send(message, following, problems, verify=verify, announced="used" if is_used else "unused")
+        if message is not None and asked.announced is not None:
+            sent = {name for name, _, _ in asked.announced.tensors}
+            self._send(message, following, problems, verify=verify, sent=sent)
             self._is_announced = False
         elif update is not None and following:
             self._send(update.wait(), following, problems, verify=verify)
-        if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
-            raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
     def _have_joined(self, asked: _Asked, states: Mapping[int, dict[str, Any]]) -> bool:
         """Whether a transfer was announced and all receivers have joined; if only some have, it is withdrawn."""
@@ -411,23 +431,22 @@ class SenderChannel(ABC):
         problems: _Problems,
         *,
         verify: bool = False,
-        announced: Literal["used", "unused"] | None = None,
+        sent: Set[str] = frozenset(),
     ) -> dict[int, dict[str, Any]]:
         """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer.
 
         Args:
-            announced: if a transfer has begun: whether its tensors are those of the message.
+            sent: names of announced tensors, whose transfer has begun.
         """
         control, _ = self._connected()
         remaining, reason = list(receivers), ""
         states: dict[int, dict[str, Any]] = {}
         for _ in range(2):
-            command = {"do": "message", "header": message.header(), "verify": verify}
-            if announced is not None:
-                command["announced"] = announced
-            control.post(remaining, command if announced == "used" else command | self._offer(message, remaining))
-            failure = self._transfer(message, is_sent=announced == "used")
-            announced = None
+            command = {"do": "message", "header": message.header(), "verify": verify, "announced": bool(sent)}
+            control.post(remaining, command | self._offer(message, remaining))
+            failure = self._transfer([t for name, t in message.tensors.items() if name not in sent])
+            sent = frozenset()
+            control.discover()  # while the receivers apply the message
             replies = self._collect(remaining, problems)
             failed = [r for r, reply in replies.items() if "failed" in reply]
             self._after(message, complete=failure is None and not failed and not problems.lost)
@@ -450,7 +469,7 @@ class SenderChannel(ABC):
         for r in receivers:
             if "version" not in replies.get(r, {}):
                 self._held.pop(r, None)
-            if r not in replies:
+            if r not in replies and r in control.names:
                 problems.lost[r] = control.drop(r)
         problems.refused.update({r: reply["refused"] for r, reply in replies.items() if "refused" in reply})
         return {r: reply for r, reply in replies.items() if "refused" not in reply}
@@ -472,14 +491,10 @@ class SenderChannel(ABC):
         """
         return None
 
-    def _begin(self, update: PendingMessage, announced: Sequence[Entry]) -> bool:
+    def _begin(self, update: PendingMessage, announced: Announcement) -> bool:
         """Begin the transfer of announced tensors to the receivers, which have all joined; `_transfer` ends it.
 
-        Args:
-            announced: see `WeightSender.announcement`.
-
-        Returns:
-            Whether it has begun.
+        Returns whether it has begun.
         """
         raise NotImplementedError
 
@@ -488,11 +503,11 @@ class SenderChannel(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _transfer(self, message: Message, *, is_sent: bool) -> str | None:
-        """Move the tensors, after the command was posted; return why it failed, or None.
+    def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
+        """Move the tensors of a message, after the command was posted; return why it failed, or None.
 
         Args:
-            is_sent: the announced tensors, whose transfer has begun, are those of the message.
+            tensors: those that were not announced. The transfer of the others, which `_begin` has begun, ends here.
         """
 
     @abstractmethod

@@ -11,17 +11,15 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-                             If "announced" is there, an update follows, and its tensors come before its message. It
-                             gives the "tensors" (`WeightSender.announcement`), "mask" and "base_version" of the update,
-                             and what the transport adds. The receiver adds "joined" to its reply: true if it has this
-                             mask and version, and then begins the transfer. It ends the transfer if the next command is
-                             not the message of the update.
+                             If "announced" is there, an update follows, and some tensors come before its message. It
+                             gives "tensors" and "room" (`Announcement`), "mask" and "base_version" of the update, and
+                             what the transport adds. The receiver adds "joined" to its reply: true if it has this mask
+                             and version, and then begins the transfer. It ends the transfer if the next command is not
+                             the message of the update.
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}
-                             "announced" is there after a transfer that was announced and begun. If it is "used", the
-                             tensors are those, and the transport adds nothing. If it is "unused", they did not fit, and
-                             the tensors of the message follow.
+                             "announced" is true after an announced transfer: those tensors are not sent again.
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
                              or {"refused": why they cannot be read}
     {"do": "nothing"}        no reply; no message follows the status
@@ -50,6 +48,7 @@ from ...tensors import compact_json
 TransportName = Literal["gloo", "nccl", "cuda_ipc", "folder"]
 
 _NONE = "none"  # no key of the store has this value
+_UNTIL_LEFT = 0.05  # seconds to wait for a reply before the sender asks whether the receiver has left
 _LEFT = 2**32  # counts in "members" as a receiver that has left
 
 # Seconds between two polls: a thousandth of the time waited so far, so that polls delay no round noticeably, and many
@@ -105,19 +104,31 @@ class ControlServer:
                 del self.names[number], self._sent[number]
 
     def post(self, receivers: Iterable[int], command: dict[str, Any]) -> None:
-        """Send one command to several receivers."""
+        """Send one command to those of some receivers that are there."""
         text = compact_json(command)
         for number in receivers:
-            self.store.set(f"inbox/{number}/{self._sent[number]}", text)
-            self._sent[number] += 1
+            if number in self._sent:
+                self.store.set(f"inbox/{number}/{self._sent[number]}", text)
+                self._sent[number] += 1
 
     def collect(self, receivers: Iterable[int], timeout: float) -> dict[int, dict[str, Any]]:
-        """Return the replies to the command posted last; receivers that have not replied in time are missing."""
+        """Return the replies to the command posted last.
+
+        Those of receivers that have not replied in time are missing, and of those that have left, which are then no
+        longer in `names`.
+        """
         deadline = time.monotonic() + timeout
         replies = {}
         for number in receivers:
+            if number not in self._sent:
+                continue
             key = f"reply/{number}/{self._sent[number] - 1}"
-            text = _read(self.store, key, deadline, self._taken)
+            text = _read(self.store, key, min(deadline, time.monotonic() + _UNTIL_LEFT), self._taken)
+            while text is None and (now := time.monotonic()) < deadline:
+                self.discover()
+                if number not in self.names:
+                    break
+                text = _read(self.store, key, min(deadline, now + _UNTIL_LEFT), self._taken)
             if text is not None:
                 replies[number] = json.loads(text)
                 self._taken.append(key)

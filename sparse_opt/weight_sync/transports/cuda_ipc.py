@@ -113,7 +113,7 @@ class CudaIpcSender(SenderChannel):
         self._holders.update(receivers)
         return {"buffer": self._made, "memory": new}
 
-    def _transfer(self, message: Message, *, is_sent: bool) -> str | None:
+    def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
         return None
 
     def _after(self, message: Message, *, complete: bool) -> None:

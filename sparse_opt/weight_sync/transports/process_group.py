@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import DamagedMessage
-from ...tensors import compact_json, dtype_name
-from ..arriving import Arriving
+from ...tensors import compact_json
+from ..arriving import Begun, Written
 from ..distributed import DistributedWeightSender
-from ..message import TOTALS, Entry, Message, checked_header, fits, tensor_list
+from ..message import TOTALS, Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
-from ..sender import PendingMessage, WeightSender
+from ..sender import Announcement, PendingMessage, WeightSender
 from .channel import SenderChannel
 from .control import BUSY_SECONDS, TransportName, first_line
-from .receiver_channel import ReceiverChannel, empty_tensors, tensors_of
+from .receiver_channel import ReceiverChannel, tensors_of
 
 Backend = Literal["gloo", "nccl"]
 
@@ -146,17 +146,16 @@ class ProcessGroupSender(SenderChannel):
         is_made = self._group is not None and self._members == list(receivers)
         return {"group": str(self._made)} if is_made else None
 
-    def _begin(self, update: PendingMessage, announced: Sequence[Entry]) -> bool:
+    def _begin(self, update: PendingMessage, announced: Announcement) -> bool:
         assert self._group is not None
         try:
-            tensors = update.announced(announced)
-            if tensors is None:
-                return False
-            on_device = self._on_device(tensors.values())
+            on_device = self._on_device(update.announced(announced).values())
             works = self._group.begin(on_device)
-            # The digests are computed while the values are on their way.
-            totals = self._on_device([update.totals()])
-            self._begun = works + self._group.begin(totals), on_device + totals
+            if any(name == TOTALS for name, _, _ in announced.tensors):
+                # The digests are computed while the values are on their way.
+                on_device += self._on_device([update.totals()])
+                works += self._group.begin(on_device[-1:])
+            self._begun = works, on_device
         except RuntimeError:  # raised again for the message
             return False
         return True
@@ -167,15 +166,15 @@ class ProcessGroupSender(SenderChannel):
     def _withdraw(self) -> None:
         self._drop()
 
-    def _transfer(self, message: Message, *, is_sent: bool) -> str | None:
+    def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
         control, _ = self._connected()
-        begun, self._begun = self._begun, None
-        tensors = [] if is_sent else self._on_device(message.tensors.values())
+        (works, _), self._begun = self._begun or ([], []), None
         try:
+            on_device = self._on_device(tensors)
             if self._group is None:
                 size = 1 + len(self._members)
                 self._group = _Group(control.store, str(self._made), 0, size, self._backend, self.timeout)
-            self._group.finish([*(begun[0] if begun else []), *self._group.begin(tensors)])
+            self._group.finish([*works, *self._group.begin(on_device)])
         except RuntimeError as error:
             return first_line(error)
         return None
@@ -198,8 +197,9 @@ class _Accepted:
     """Announced tensors, their broadcasts, what the device does with them if it has begun, and what has failed."""
 
     tensors: dict[str, Tensor]
+    room: dict[str, int]  # see `Announcement`
     works: list[Any] = field(default_factory=list)
-    begun: Arriving | None = None
+    begun: Begun | None = None
     error: Exception | None = None
 
 
@@ -242,9 +242,10 @@ class ProcessGroupReceiver(ReceiverChannel):
             return False  # `_join` would wait for the broadcast, while the sender might withdraw it
         try:
             tensors = tensors_of(tensor_list({"tensors": compact_json(announced["tensors"])}), self._device)
-            tensors[TOTALS].zero_()  # if the broadcast fails, not those of an earlier update by chance
-            self._accepted = _Accepted(tensors)
-        except (RuntimeError, DamagedMessage, KeyError):  # raised again for the message
+            if TOTALS in tensors:
+                tensors[TOTALS].zero_()  # if the broadcast fails, not those of an earlier update by chance
+            self._accepted = _Accepted(tensors, announced["room"])
+        except (RuntimeError, DamagedMessage):  # raised again for the message
             return False
         return True
 
@@ -257,7 +258,7 @@ class ProcessGroupReceiver(ReceiverChannel):
             if self._backend == "nccl":
                 for work in accepted.works:
                     work.wait()  # lets the current stream wait
-                accepted.begun = self.weights.begin(accepted.tensors)
+                accepted.begun = self.weights.begin(accepted.tensors, accepted.room)
         except Exception as error:  # of any type: `_fetch` raises it, so that the sender gets a reply
             accepted.error = error
 
@@ -265,14 +266,23 @@ class ProcessGroupReceiver(ReceiverChannel):
         if self._accepted is not None:
             self._end()
 
-    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Arriving | None]:
-        if "announced" in command:
-            accepted = self._finished()
-            if command["announced"] == "used":
-                entries = tensor_list(checked_header(command["header"]))
-                return _parts_of(accepted.tensors, entries), accepted.begun
-            if accepted.begun is not None:
+    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Begun | None]:
+        entries = tensor_list(checked_header(command["header"]))
+        accepted = self._finished() if command.get("announced") else None
+        try:
+            given = {} if accepted is None else accepted.tensors
+            fetched = self._fetched(command, [entry for entry in entries if entry[0] not in given])
+        except BaseException:
+            if accepted is not None and isinstance(accepted.begun, Written):
                 accepted.begun.undo()
+            raise
+        tensors = {name: given[name] if name in given else fetched[name] for name, _, _ in entries}
+        return tensors, None if accepted is None else accepted.begun
+
+    def _fetched(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
+        """Return the tensors that follow a message."""
+        if not entries and command.get("announced"):
+            return {}
         if command["group"] == self._ended:
             raise RuntimeError("the process group has ended here")
         receivers = command["receivers"]
@@ -283,12 +293,12 @@ class ProcessGroupReceiver(ReceiverChannel):
                 # With the sender's timeout: it waits for the replies as long.
                 timeout = command["timeout"]
                 self._group = _Group(self._control.store, command["group"], rank, size, self._backend, timeout)
-            tensors = empty_tensors(command["header"], self._device)
+            tensors = tensors_of(entries, self._device)
             self._group.broadcast(tensors.values())
         except RuntimeError:
             self._end()
             raise
-        return tensors, None
+        return tensors
 
     def _finished(self) -> _Accepted:
         """Wait until the announced tensors have arrived."""
@@ -311,16 +321,8 @@ class ProcessGroupReceiver(ReceiverChannel):
         if group is not None:
             self._ended = group.key
             group.abort()
-        if accepted is not None and accepted.begun is not None:
+        if accepted is not None and isinstance(accepted.begun, Written):
             accepted.begun.undo()
-
-
-def _parts_of(tensors: Mapping[str, Tensor], entries: Sequence[Entry]) -> dict[str, Tensor]:
-    """Return the tensors of a message from announced ones. Raises DamagedMessage if they do not fit."""
-    announced = [(name, dtype_name(tensor), list(tensor.shape)) for name, tensor in tensors.items()]
-    if not fits(entries, announced):
-        raise DamagedMessage("the tensors of the message are not among those that were announced")
-    return {name: tensors[name][: shape[0]] for name, _, shape in entries}
 
 
 def _device(backend: Backend, device: torch.device | str | None) -> torch.device:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import WeightSyncError
-from ..arriving import Arriving
+from ..arriving import Begun
 from ..message import Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
 from .control import ControlClient, TransportName, first_line
@@ -70,7 +70,7 @@ class ReceiverChannel(ABC):
             # Once the sender has counted on this receiver, the round is not left before its message.
             left = max(deadline - time.monotonic(), reserved)
             command = self._control.next(left)
-            if "announced" not in command or command["do"] != "message":
+            if not (command["do"] == "message" and command.get("announced")):
                 self._leave()
             if command["do"] == "close":
                 self._control.reply({})
@@ -151,7 +151,7 @@ class ReceiverChannel(ABC):
         """The name of the transport, which must be that of the sender."""
 
     @abstractmethod
-    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Arriving | None]:
+    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Begun | None]:
         """Return the tensors of a message, and of announced ones what `WeightReceiver.begin` returned.
 
         Raises RuntimeError if the transfer fails.
