@@ -30,6 +30,8 @@ from .rows import DataReport, counter, load_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..policy.branch_attention import BranchLayout
+
 TruncationMode = Literal["keep_start", "keep_end"]
 
 
@@ -203,6 +205,7 @@ class TokenBatch:
     # [B, T] int64 in rows of several sequences with a shared prompt (see `shared_prompts`): 0 in shared tokens, 1 in
     # the first sequence's own, 2 in the second's, and so on.
     branches: torch.Tensor | None = None
+    branch_layout: BranchLayout | None = None  # of the same rows
 
     @classmethod
     def placeholder(cls, device: torch.device) -> TokenBatch:
@@ -243,6 +246,7 @@ class TokenBatch:
             completion_mask=function(self.completion_mask),
             position_ids=None if self.position_ids is None else function(self.position_ids),
             branches=None if self.branches is None else function(self.branches),
+            branch_layout=None if self.branch_layout is None else self.branch_layout.map(function),
         )
 
 

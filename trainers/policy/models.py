@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparse_opt.errors import ConfigError, DataError
 
 from ..options import ModelOptions, TrainingOptions
 from ..ranks import local_rank, world_size
+from .branch_attention import BranchLayout, branch_attention
 from .pretrained import load_causal_lm, load_config_from, load_tokenizer_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -139,7 +140,6 @@ def make_masks_skippable(model: Any) -> bool:
     Supported are models of `_CAUSAL_MODELS` without a window that use torch's attention; others are not changed.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     config = model.config
     windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
@@ -148,7 +148,7 @@ def make_masks_skippable(model: Any) -> bool:
         return False
     if config._attn_implementation != "sdpa":
         return False
-    AttentionInterface.register(SKIPPABLE_ATTENTION, sdpa_attention_forward)
+    AttentionInterface.register(SKIPPABLE_ATTENTION, _attention)
     AttentionMaskInterface.register(SKIPPABLE_ATTENTION, _mask)
     model.set_attn_implementation(SKIPPABLE_ATTENTION)
     return True
@@ -158,6 +158,19 @@ def attends_without_masks(model: Any) -> bool:
     """Whether `make_masks_skippable` supported the model."""
     found: bool = causal_lm(model).config._attn_implementation == SKIPPABLE_ATTENTION
     return found
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """torch's attention, or `branch_attention` if the model was called with a `branch_layout`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    layout: BranchLayout | None = kwargs.pop("branch_layout", None)
+    if layout is not None:
+        return branch_attention(query, key, value, layout, kwargs.get("scaling")), None
+    output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return output
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import assert_same_gradients, small
 from transformers import (
     AutoModelForCausalLM,
@@ -31,10 +32,11 @@ from sparse_opt.trainers.data.shared_prompts import (
     n_shared_tokens,
 )
 from sparse_opt.trainers.dpo import dpo_loss
+from sparse_opt.trainers.policy import branch_attention
 from sparse_opt.trainers.policy import logprobs as logprobs_module
 from sparse_opt.trainers.policy.adapters import add_lora
 from sparse_opt.trainers.policy.logprobs import chunked, completion_logprobs, token_logprobs, token_logprobs_and_states
-from sparse_opt.trainers.policy.models import make_masks_skippable
+from sparse_opt.trainers.policy.models import attends_without_masks, compile_layers, make_masks_skippable
 
 EPS = 2**-23
 PAD = 0
@@ -147,7 +149,7 @@ def gradients(model, batch):
     model.zero_grad()
     sums = completion_logprobs(model, batch)
     chosen, rejected = sums.chunk(2)
-    constant = torch.linspace(-30, -20, len(chosen))
+    constant = torch.linspace(-30, -20, len(chosen), device=chosen.device)
     losses, *_ = dpo_loss(chosen, rejected, constant, constant.flip(0), 0.1)
     losses.mean().backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -212,6 +214,88 @@ def test_compiled_layers(monkeypatch):
         layer.compile(backend="aot_eager")
     check_shared_prompts(model, LONGEST_ROW)
     assert_trains_like_separate_rows(model, ALL)
+
+
+# Attention by pieces
+
+
+def attention_by_pieces(query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, **options):
+    """`varlen_attn`, which needs a GPU: causal attention of each piece, aligned at its end."""
+    assert options == {"window_size": (-1, 0), "enable_gqa": True}
+    outputs = []
+    for i in range(len(query_ends) - 1):
+        q = query[query_ends[i] : query_ends[i + 1]].transpose(0, 1)
+        k, v = (part[key_ends[i] : key_ends[i + 1]].transpose(0, 1) for part in (key, value))
+        assert q.shape[1] <= most_queries and k.shape[1] <= most_keys
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        outputs.append(found.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def by_pieces(monkeypatch):
+    monkeypatch.setattr(branch_attention, "supports", lambda dtype, device: True)
+    monkeypatch.setattr(branch_attention, "varlen_attn", attention_by_pieces)
+    monkeypatch.setattr(branch_attention, "_OPTIONS", {"window_size": None, "enable_gqa": None})
+    monkeypatch.setattr(logprobs_module, "branch_mask", None)  # not called
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_attention_by_pieces_is_that_of_separate_rows(config_class, checkpointing, by_pieces):
+    model = small(config_class).train()
+    assert make_masks_skippable(model)
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    assert_trains_like_separate_rows(model, ALL)
+    assert_trains_like_separate_rows(model, [PAIRS["no prompt"][0]])
+
+
+def test_attention_by_pieces_of_many_completions(by_pieces):
+    model = small(LlamaConfig)
+    make_masks_skippable(model)
+    groups = [[TokenSequence(PROMPT + tokens(3 + i, i), 9) for i in range(n)] for n in (1, 4)]
+    batch = collate_shared_prompts(groups, PAD)
+    separate = collate_examples([[sequence] for group in groups for sequence in group], PAD)
+    found, expected = token_logprobs(model, batch), token_logprobs(model, separate)
+    torch.testing.assert_close(found.sum(), expected.sum(), rtol=0, atol=22 * 30 * 8 * EPS)
+    assert_same_gradients(grads_of_sum(model, found), grads_of_sum(model, expected))
+
+
+def grads_of_sum(model, logprobs):
+    model.zero_grad()
+    logprobs.sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_flash_attention_by_pieces_is_as_good_as_a_mask(compiled, monkeypatch):
+    model = small(LlamaConfig, hidden_size=128).cuda()  # heads of 32
+    make_masks_skippable(model)
+    pairs = [pair(tokens(200, 0), tokens(90, 1), tokens(150, 2)), pair(tokens(300, 3), tokens(5, 4), tokens(60, 5))]
+    device = torch.device("cuda")
+    batches = [collate_shared_prompts(pairs[:n], PAD).to(device) for n in (2, 1)]  # also other lengths
+    exact = [gradients(model, batch) for batch in batches]  # in fp32, by a mask
+    model.bfloat16()
+    assert attends_without_masks(model) and branch_attention.supports(torch.bfloat16, device)
+    if compiled:
+        compile_layers(model)
+    found = [gradients(model, batch) for batch in batches]
+    monkeypatch.setattr(branch_attention, "supports", lambda dtype, device: False)
+    masked = [gradients(model, batch) for batch in batches]
+    for (sums, _, grads), (exact_sums, _, exact_grads), (their_sums, _, their_grads) in zip(
+        found, exact, masked, strict=True
+    ):
+        # No further from the fp32 values than twice the same in bf16 by a mask.
+        assert (sums - exact_sums).norm() <= 2 * (their_sums - exact_sums).norm()
+        ours, theirs = (
+            sum((part[name].float() - grad).square().sum() for name, grad in exact_grads.items()).sqrt()
+            for part in (grads, their_grads)
+        )
+        assert ours <= 2 * theirs
 
 
 def test_under_autocast():

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from sparse_opt.optim.gradients.tile_backward import route_of
 
 from ...data.encoding import TokenBatch
-from ..models import autocast_of, causal_lm, has_compiled_layers, skip_padding_masks
+from .. import branch_attention
+from ..models import attends_without_masks, autocast_of, causal_lm, has_compiled_layers, skip_padding_masks
 from ..sharding import in_forward, is_sharded
 from .branch_mask import attention_dtype, branch_mask
 from .chunked import WeightGrad, linear_logprobs, selected_logprobs
@@ -99,8 +100,15 @@ def _pass(
     }
     if batch.position_ids is not None:
         # Without an attention mask, transformers makes one that separates packed sequences.
-        mask = None if batch.branches is None else branch_mask(batch.branches, attention_dtype(model))
-        inputs |= {"attention_mask": mask, "position_ids": batch.position_ids}
+        inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
+    if batch.branches is not None:
+        dtype = attention_dtype(model)
+        if attends_without_masks(model) and branch_attention.supports(dtype, batch.input_ids.device):
+            # transformers takes a mask of 4 dimensions as it is; `branch_attention` does not use it.
+            mask = batch.branches.new_empty(1, 1, 1, 1)
+            inputs |= {"attention_mask": mask, "branch_layout": batch.branch_layout}
+        else:
+            inputs["attention_mask"] = branch_mask(batch.branches, dtype)
     head = plain_head(model)
     fused = has_compiled_layers(model)
     weight_grad = None if head is None else WeightGrad.of(head.weight, route_of(head), fused=fused)

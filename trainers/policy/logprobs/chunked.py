@@ -345,11 +345,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_static_width(logits: Tensor) -> Tensor:
-    """The logits, marked so that there is a kernel for each of the few widths of fused slices.
+    """The logits, marked so that wide slices, of which there are two widths at most, have kernels of their own.
 
     Kernels for any width divide each element's index by it, and load element by element: they take twice as long.
     """
-    torch._dynamo.mark_static(logits, 1)
+    if logits.shape[1] >= _LEAST_WORDS:
+        torch._dynamo.mark_static(logits, 1)
     return logits
 
 
