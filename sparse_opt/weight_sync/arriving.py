@@ -57,23 +57,26 @@ class Written:
 
     Args:
         values: [nnz] of each group of the mask.
-        totals: [groups, 1] int64, the digests expected.
 
     Attributes:
-        results: the digest of each group, and 1 if the values were written, on their way to the host.
+        results: the digest of each group, and then the totals, on their way to the host; None before `write`.
     """
 
-    def __init__(self, mask: ReceiverMask, values: Sequence[Tensor], totals: Tensor) -> None:
+    def __init__(self, mask: ReceiverMask, values: Sequence[Tensor]) -> None:
         self.mask, self.values = mask, values
         pairs = zip(mask.layout.groups, values, strict=True)
         sums = [mask.backend.digest_sum(of_group, group.first).view(1) for group, of_group in pairs]
-        found = sums[0] if len(sums) == 1 else torch.cat(sums)
-        self._valid = (found == totals.view(-1)).all().view(1)
-        self.results = HostCopy(
-            [found, self._valid.long()]
-        )  # before the writes, so that the host need not wait for them
-        self._is_undone = False
-        for index, of_group in zip(mask.indices, values, strict=True):
+        self._sums = sums[0] if len(sums) == 1 else torch.cat(sums)
+        self._valid: Tensor | None = None  # [1] bool, on the device
+        self.results: HostCopy | None = None
+
+    @torch.inference_mode()
+    def write(self, totals: Tensor) -> None:
+        """Write the values if their digests are the totals, [groups] int64. Once only."""
+        equal = self._sums == totals
+        self._valid = equal if equal.numel() == 1 else equal.all().view(1)
+        self.results = HostCopy([self._sums, totals])  # before the writes, for which the host need not wait
+        for index, of_group in zip(self.mask.indices, self.values, strict=True):
             index.put(of_group, self._valid, keep_old=True)
 
     def is_of(self, message: Message) -> bool:
@@ -82,13 +85,13 @@ class Written:
         mine = {f"{group.dtype}.values": values for group, values in groups}
         return message.tensors.keys() == mine.keys() and all(t is mine[name] for name, t in message.tensors.items())
 
+    @torch.inference_mode()
     def undo(self) -> None:
         """Bring the weights back to what they were."""
-        if not self._is_undone:
-            self._is_undone = True
-            with torch.inference_mode():
-                for index, of_group in zip(self.mask.indices, self.values, strict=True):
-                    index.put(of_group, self._valid)
+        valid, self._valid = self._valid, None
+        if valid is not None:
+            for index, of_group in zip(self.mask.indices, self.values, strict=True):
+                index.put(of_group, valid)
 
 
 Begun = Marked | Written

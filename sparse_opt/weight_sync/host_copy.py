@@ -14,32 +14,39 @@ class HostCopy:
 
     Attributes:
         source: [n], all elements, one tensor after the other, on the device.
+        computed: an event behind what was launched before; None on a CPU.
 
     Args:
         tensors: of any shapes.
+        start: begin the copy at once; otherwise `start` does, or `numbers`, in the order of the same stream.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, start: bool = True) -> None:
         flat = [t.view(-1) for t in tensors] or [torch.empty(0, dtype=torch.int64, device="cpu")]
-        self.source = self._values = flat[0] if len(flat) == 1 else torch.cat(flat)
-        self._arrived: torch.cuda.Event | None = None
-        if self._values.is_cuda:
-            with torch.cuda.device(self._values.device):
-                pinned = torch.empty(self._values.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-                pinned.copy_(self._values, non_blocking=True)
-                self._values = pinned
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+        self.source = flat[0] if len(flat) == 1 else torch.cat(flat)
+        self.computed: torch.cuda.Event | None = None
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # pinned, and an event behind the copy
+        if self.source.is_cuda:
+            self._stream = torch.cuda.current_stream(self.source.device)
+            self.computed = self._stream.record_event()
+            if start:
+                self.start()
 
-    @property
-    def arrived(self) -> torch.cuda.Event | None:
-        """Follows the copy, and with it what was launched before; None on a CPU."""
-        return self._arrived
+    def start(self) -> None:
+        """Begin the copy, unless that was done."""
+        if self._copy is None and self.source.is_cuda:
+            with torch.cuda.stream(self._stream):
+                pinned = torch.empty(self.source.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+                pinned.copy_(self.source, non_blocking=True)
+                self._copy = pinned, self._stream.record_event()
 
     @cached_property
     def numbers(self) -> list[int]:
         """All elements, one tensor after the other; waits for the copy, and for nothing that was launched after it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found: list[int] = self._values.tolist()
+        self.start()
+        if self._copy is None:
+            found: list[int] = self.source.tolist()
+        else:
+            self._copy[1].synchronize()
+            found = self._copy[0].tolist()
         return found

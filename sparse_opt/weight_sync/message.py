@@ -100,7 +100,11 @@ class Message:
         Raises:
             DamagedMessage: the header's digest or a field is wrong, or the tensors are not those of the header.
         """
-        fields = checked_header(header)
+        return cls.from_fields(checked_header(header), tensors)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Message:
+        """`from_header` of what `checked_header` has returned."""
         for name, dtype, shape in tensor_list(fields):
             if name not in tensors:
                 raise DamagedMessage(f"the message lacks the tensor {name!r}")
@@ -188,8 +192,17 @@ def tensor_list(header: Mapping[str, str]) -> list[Entry]:
         DamagedMessage: the list is malformed, or a dtype is not one of torch.
     """
     try:
-        entries = [(name, dtype, shape) for name, dtype, shape in json.loads(header["tensors"])]
-    except (ValueError, TypeError, RecursionError) as error:
+        found = json.loads(header["tensors"])
+    except (ValueError, RecursionError) as error:
+        raise DamagedMessage(f"the list of a message's tensors is malformed: {error}") from error
+    return checked_entries(found)
+
+
+def checked_entries(found: Any) -> list[Entry]:
+    """Return a list of JSON as (name, dtype, shape) of tensors. Raises DamagedMessage if it is malformed."""
+    try:
+        entries = [(name, dtype, shape) for name, dtype, shape in found]
+    except (ValueError, TypeError) as error:
         raise DamagedMessage(f"the list of a message's tensors is malformed: {error}") from error
     for name, dtype, shape in entries:
         known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)

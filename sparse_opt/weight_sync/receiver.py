@@ -17,7 +17,7 @@ from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
 from .host_copy import HostCopy
 from .layout import Layout
-from .message import TOTALS, Message
+from .message import Message
 from .positions import checked_mask
 from .sender import PendingMessage
 
@@ -129,12 +129,12 @@ class WeightReceiver:
         """Begin an update whose message is still to come, in the order of the current stream; the host does not wait.
 
         For transports whose tensors arrive before the message, which gets what this returns as its `begun`. Bitmaps are
-        read for the positions of the changed values. All values are written if their digests are the totals; `receive`
-        compares these with the message, and brings the weights back if they do not agree. If no message comes, call
-        `undo` of what this returns. Until then neither the tensors nor the weights may be used.
+        read for the positions of the changed values. Of all values the digests are computed; call `Written.write` with
+        the totals. `receive` compares these with the message, and brings the weights back if they do not agree. If no
+        message comes, call `undo`. Until then neither the tensors nor the weights may be used.
 
         Args:
-            tensors, room: of the sender's `Announcement`.
+            tensors, room: of the sender's `Announcement`, without the totals.
 
         Returns:
             None if nothing can be done before the message: for tensors on another device than the weights, and for
@@ -142,24 +142,20 @@ class WeightReceiver:
 
         Raises:
             DamagedMessage: a tensor has another dtype or shape than the mask says.
-            WeightSyncError: a weight was replaced since the mask message.
+            WeightSyncError: a weight was replaced since the mask message. (With all values `receive` raises it.)
         """
         mask = self._mask
         if mask is None or self._version is None or any(t.device != mask.device for t in tensors.values()):
             return None
+        groups = mask.layout.groups
+        values = [tensors[name] for group in groups if (name := f"{group.dtype}.values") in tensors]
+        if values:
+            if len(values) < len(groups) or not all(index.single for index in mask.indices):
+                return None
+            for group, of_group in zip(groups, values, strict=True):
+                check(f"{group.dtype}.values", of_group, group.torch_dtype, group.nnz)
+            return Written(mask, values)
         self._require_in_place(mask)
-        groups, totals = mask.layout.groups, tensors.get(TOTALS)
-        if totals is not None:
-            values = [tensors.get(f"{group.dtype}.values") for group in groups]
-            if not values or not all(index.single for index in mask.indices):
-                return None
-            check(TOTALS, totals, torch.int64, len(groups))
-            present = [value for value in values if value is not None]
-            if len(present) < len(groups):
-                return None
-            for group, value in zip(groups, present, strict=True):
-                check(f"{group.dtype}.values", value, group.torch_dtype, group.nnz)
-            return Written(mask, present, totals)
         bitmaps = {group.dtype: tensors[name] for group in groups if (name := f"{group.dtype}.bitmap") in tensors}
         changes = {
             group.dtype: changes_of(bitmaps[group.dtype], room.get(group.dtype, 0), group, index, mask.device)
@@ -264,10 +260,11 @@ class WeightReceiver:
             raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
         self._check_order(message)
         begun = message.begun
-        if isinstance(begun, Written) and begun.mask is mask and begun.is_of(message):
-            *sums, valid = begun.results.numbers
-            new = self._verify(mask, message, [Change(values) for values in begun.values], sums)
-            if not valid:
+        if isinstance(begun, Written) and begun.results is not None and begun.mask is mask and begun.is_of(message):
+            self._require_in_place(mask)  # while the device computes the digests
+            numbers, n = begun.results.numbers, len(begun.values)
+            new = self._verify(mask, message, [Change(values) for values in begun.values], numbers[:n])
+            if numbers[:n] != numbers[n:]:
                 raise DamagedMessage("the digests that came before the message are not those of its values")
         else:
             new = self._verify_and_write(mask, message)

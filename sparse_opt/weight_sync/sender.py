@@ -236,7 +236,7 @@ class WeightSender:
 
         def begin() -> HostCopy:
             with torch.no_grad(), _aside(stream, gathered, [group for group, _ in numbered]):
-                return HostCopy([digest_sum(group, first) for group, first in numbered])
+                return HostCopy([digest_sum(group, first) for group, first in numbered], start=False)
 
         return begin
 
@@ -323,7 +323,7 @@ class PendingMessage:
         self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
         self._bitmaps = {f"{dtype}.bitmap": bitmap for dtype, (bitmap, _) in changes.items()}
         # The values are complete; with another encoding than "values" their bitmaps and changed values, too.
-        self._complete = gathered if encoding == "values" else sent.totals.begin().arrived
+        self._complete = gathered if encoding == "values" else sent.totals.begin().computed
         self._counts = counts  # of the sender
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
@@ -360,7 +360,7 @@ class PendingMessage:
         They can be used on the stream that is current in the calling thread. Only with the encoding "values".
         """
         copy = self._sent.totals.begin()
-        return self._usable({TOTALS: copy.source}, copy.arrived)[TOTALS]
+        return self._usable({TOTALS: copy.source}, copy.computed)[TOTALS]
 
     def _usable(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
         """Let the current stream wait until tensors are complete, and return them."""

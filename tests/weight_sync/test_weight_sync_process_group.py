@@ -275,6 +275,25 @@ def test_a_receiver_that_closes_has_left_and_may_come_back() -> None:
     assert good.ended() and not good.errors
 
 
+def test_a_receiver_that_has_left_is_not_waited_for(encoding: Any) -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
+        good = Follower(channel.address, clones(weights), "good")
+        left = ProcessGroupReceiver(WeightReceiver(clones(weights)), channel.address, timeout=PATIENCE, name="left")
+        thread = threading.Thread(target=left.receive, args=[PATIENCE], daemon=True)
+        thread.start()
+        channel.wait_for_receivers(2, PATIENCE)
+        thread.join(PATIENCE)
+        left.close()
+        began = time.monotonic()
+        for version in (1, 2):
+            change(weights, mask, 0.1, seed=version)
+            assert channel.update() == version and same_bits(weights, good.weights)
+        assert time.monotonic() - began < PATIENCE / 4
+        assert channel.receivers == ("good",)
+    assert good.ended() and not good.errors
+
+
 def test_close_waits_for_a_receiver_that_is_busy() -> None:
     weights, mask = weights_and_mask()
     channel = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", timeout=0.3)

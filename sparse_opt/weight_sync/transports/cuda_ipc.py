@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...errors import WeightSyncError
 from ..distributed import DistributedWeightSender
-from ..message import Message
+from ..message import Entry, Message
 from ..sender import WeightSender
 from .channel import SenderChannel
 from .control import TransportName
-from .receiver_channel import ReceiverChannel, empty_tensors
+from .receiver_channel import ReceiverChannel, empty_tensors, tensors_of
 
 _ALIGNMENT = 16  # bytes; every tensor of a message begins at a multiple in the shared buffer
 
@@ -145,7 +145,7 @@ class CudaIpcReceiver(ReceiverChannel):
     _buffer: Tensor | None = None  # the sender's memory
     _number = 0  # of the buffer
 
-    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], None]:
+    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], None]:
         memory = command["memory"].get(str(self._control.number))
         if memory is not None:
             self._buffer, self._number = None, command["buffer"]  # closes the one before
@@ -153,7 +153,7 @@ class CudaIpcReceiver(ReceiverChannel):
         if self._buffer is None or self._number != command["buffer"]:
             # An error of the transport: the sender sends the message again, in a new buffer.
             raise RuntimeError(f"the sender's buffer {command['buffer']} could not be opened before")
-        specs = empty_tensors(command["header"], torch.device("meta"))
+        specs = tensors_of(entries, torch.device("meta"))
         gpu = torch.device("cuda", torch.cuda.current_device())
         views = _views(self._buffer, specs)
         tensors = {name: torch.empty_like(view, device=gpu).copy_(view) for name, view in views.items()}

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import DamagedMessage
-from ...tensors import compact_json
 from ..arriving import Begun, Written
 from ..distributed import DistributedWeightSender
-from ..message import TOTALS, Entry, Message, checked_header, tensor_list
+from ..message import TOTALS, Entry, Message, checked_entries
 from ..receiver import WeightReceiver
 from ..sender import Announcement, PendingMessage, WeightSender
 from .channel import SenderChannel
@@ -241,9 +240,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         if self._backend == "nccl" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
             return False  # `_join` would wait for the broadcast, while the sender might withdraw it
         try:
-            tensors = tensors_of(tensor_list({"tensors": compact_json(announced["tensors"])}), self._device)
-            if TOTALS in tensors:
-                tensors[TOTALS].zero_()  # if the broadcast fails, not those of an earlier update by chance
+            tensors = tensors_of(checked_entries(announced["tensors"]), self._device)
             self._accepted = _Accepted(tensors, announced["room"])
         except (RuntimeError, DamagedMessage):  # raised again for the message
             return False
@@ -253,12 +250,19 @@ class ProcessGroupReceiver(ReceiverChannel):
         accepted, group = self._accepted, self._group
         assert accepted is not None and group is not None
         try:
+            if TOTALS in accepted.tensors:
+                accepted.tensors[TOTALS].zero_()  # if the broadcast fails, not those of an earlier update by chance
             # For gloo its timeout begins here. If it ends because other receivers are slow, the sender sends again.
             accepted.works = group.begin(accepted.tensors.values())
             if self._backend == "nccl":
-                for work in accepted.works:
+                totals = accepted.tensors.pop(TOTALS, None)
+                works = accepted.works if totals is None else accepted.works[:-1]
+                for work in works:
                     work.wait()  # lets the current stream wait
                 accepted.begun = self.weights.begin(accepted.tensors, accepted.room)
+                if totals is not None and isinstance(accepted.begun, Written):
+                    accepted.works[-1].wait()
+                    accepted.begun.write(totals)
         except Exception as error:  # of any type: `_fetch` raises it, so that the sender gets a reply
             accepted.error = error
 
@@ -266,8 +270,7 @@ class ProcessGroupReceiver(ReceiverChannel):
         if self._accepted is not None:
             self._end()
 
-    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Begun | None]:
-        entries = tensor_list(checked_header(command["header"]))
+    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Begun | None]:
         accepted = self._finished() if command.get("announced") else None
         try:
             given = {} if accepted is None else accepted.tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import WeightSyncError
 from ..arriving import Begun
-from ..message import Message, checked_header, tensor_list
+from ..message import Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
 from .control import ControlClient, TransportName, first_line
 
@@ -95,11 +95,12 @@ class ReceiverChannel(ABC):
                 continue
             try:
                 try:
-                    tensors, begun = self._fetch(command)
+                    fields = checked_header(command["header"])
+                    tensors, begun = self._fetch(command, tensor_list(fields))
                 except RuntimeError as error:  # of the transport; the sender sends the message again
                     self._control.reply({"failed": first_line(error)})
                     continue
-                message = replace(Message.from_header(command["header"], tensors), begun=begun)
+                message = replace(Message.from_fields(fields, tensors), begun=begun)
                 self.weights.receive(message)
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
@@ -151,8 +152,12 @@ class ReceiverChannel(ABC):
         """The name of the transport, which must be that of the sender."""
 
     @abstractmethod
-    def _fetch(self, command: dict[str, Any]) -> tuple[dict[str, Tensor], Begun | None]:
+    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Begun | None]:
         """Return the tensors of a message, and of announced ones what `WeightReceiver.begin` returned.
+
+        Args:
+            command: of the message.
+            entries: its tensors.
 
         Raises RuntimeError if the transfer fails.
         """
