@@ -10,6 +10,7 @@ pairs of its tokens are computed.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -69,9 +70,14 @@ class BranchLayout(NamedTuple):
             *(length + -length % _LENGTHS for length in longest),
         )
 
-    def map(self, function: Any) -> BranchLayout:
+    def map(self, function: Callable[[Tensor], Tensor]) -> BranchLayout:
         """The layout with other tensors, such as those on another device."""
-        return BranchLayout(*(function(part) if isinstance(part, Tensor) else part for part in self))
+        return self._replace(
+            query_ends=function(self.query_ends),
+            keys=function(self.keys),
+            key_ends=function(self.key_ends),
+            copies=function(self.copies),
+        )
 
 
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
@@ -92,7 +98,8 @@ def branch_attention(query: Tensor, key: Tensor, value: Tensor, layout: BranchLa
         _Copied.apply(part.transpose(1, 2).reshape(rows * n_tokens, -1, size), layout.keys, layout.copies)
         for part in (key, value)
     )
-    found: Tensor = varlen_attn(
+    shared_keys: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
+    found: Any = varlen_attn(
         query.transpose(1, 2).reshape(rows * n_tokens, n_heads, size),
         keys,
         values,
@@ -102,9 +109,10 @@ def branch_attention(query: Tensor, key: Tensor, value: Tensor, layout: BranchLa
         layout.most_keys,
         scale=scaling,
         window_size=(-1, 0),
-        **({"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}),
+        **shared_keys,
     )
-    return found.view(rows, n_tokens, n_heads, size)
+    output: Tensor = found.view(rows, n_tokens, n_heads, size)
+    return output
 
 
 class _Copied(torch.autograd.Function):
