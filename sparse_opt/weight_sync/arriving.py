@@ -13,7 +13,7 @@ from .addresses import Addresses
 from .backend import Backend, Changes, Index
 from .host_copy import HostCopy
 from .layout import Group, Layout
-from .message import Message
+from .message import TOTALS, Message
 from .reference import bitmap_bytes
 
 
@@ -27,10 +27,17 @@ class ReceiverMask(NamedTuple):
     indices: tuple[Index, ...]  # one for each group of the layout
     parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
     addresses: Addresses  # of the weights that are not given as destinations
+    # No two destinations share memory, and one call of the device exchanges all values of a group with those in them.
+    exchanges: bool
 
     @property
     def is_whole(self) -> bool:
         return not self.parts
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the device can be given work on tensors that have not arrived, without the host waiting for it."""
+        return self.device.type == "cpu" or self.backend.name != "reference"
 
 
 class Change(NamedTuple):
@@ -50,10 +57,10 @@ class Marked(NamedTuple):
 
 
 class Written:
-    """All values of an update that arrived before its message: written on the device, if their digests are right.
+    """All values of an update that arrived before its message, which `write` writes, and `undo` brings back.
 
-    The values that are replaced come to the place of the new ones, until the message confirms the update or `undo`
-    brings them back. All on the current stream; the host waits for nothing.
+    `write` leaves the old values in the place of the new ones. All is done in the order of the current stream, and the
+    host waits for nothing.
 
     Args:
         values: [nnz] of each group of the mask.
@@ -64,20 +71,24 @@ class Written:
 
     def __init__(self, mask: ReceiverMask, values: Sequence[Tensor]) -> None:
         self.mask, self.values = mask, values
-        pairs = zip(mask.layout.groups, values, strict=True)
-        sums = [mask.backend.digest_sum(of_group, group.first).view(1) for group, of_group in pairs]
-        self._sums = sums[0] if len(sums) == 1 else torch.cat(sums)
+        self._sums = self._digests()
+        self._totals: Tensor | None = None
         self._valid: Tensor | None = None  # [1] bool, on the device
         self.results: HostCopy | None = None
 
     @torch.inference_mode()
     def write(self, totals: Tensor) -> None:
-        """Write the values if their digests are the totals, [groups] int64. Once only."""
-        equal = self._sums == totals
-        self._valid = equal if equal.numel() == 1 else equal.all().view(1)
+        """Write the values if their digests are the totals, [groups] int64. Once only.
+
+        Raises:
+            DamagedMessage: the totals have another dtype or shape.
+        """
+        check(TOTALS, totals, torch.int64, len(self.values))
+        valid = _all_equal(self._sums, totals)
         self.results = HostCopy([self._sums, totals])  # before the writes, for which the host need not wait
+        self._totals, self._valid = totals, valid
         for index, of_group in zip(self.mask.indices, self.values, strict=True):
-            index.put(of_group, self._valid, keep_old=True)
+            index.put(of_group, valid, keep_old=True)
 
     def is_of(self, message: Message) -> bool:
         """Whether the message has these values."""
@@ -85,13 +96,35 @@ class Written:
         mine = {f"{group.dtype}.values": values for group, values in groups}
         return message.tensors.keys() == mine.keys() and all(t is mine[name] for name, t in message.tensors.items())
 
+    def confirm(self) -> None:
+        """Let `undo` do nothing from now on."""
+        self._valid = None
+
     @torch.inference_mode()
     def undo(self) -> None:
-        """Bring the weights back to what they were."""
-        valid, self._valid = self._valid, None
-        if valid is not None:
-            for index, of_group in zip(self.mask.indices, self.values, strict=True):
-                index.put(of_group, valid)
+        """Exchange old and new values again in the groups in which `write` has done so, unless `confirm` was called.
+
+        May be called again, also after `write` or `undo` was interrupted: a group was not exchanged if `values` have
+        the digest of the new ones.
+        """
+        valid, totals = self._valid, self._totals
+        if valid is None or totals is None:
+            return
+        sums = self._digests()
+        for i, (index, of_group) in enumerate(zip(self.mask.indices, self.values, strict=True)):
+            index.put(of_group, valid & (sums[i] != totals[i]), keep_old=True)
+
+    def _digests(self) -> Tensor:
+        """Return the digest of the values of each group, [groups] int64."""
+        pairs = zip(self.mask.layout.groups, self.values, strict=True)
+        sums = [self.mask.backend.digest_sum(of_group, group.first).view(1) for group, of_group in pairs]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def _all_equal(a: Tensor, b: Tensor) -> Tensor:
+    """Return [1] bool on the device: whether two tensors [n] are equal."""
+    equal = a == b
+    return equal if equal.numel() == 1 else equal.all().view(1)
 
 
 Begun = Marked | Written
@@ -119,10 +152,27 @@ def change_of(message: Message, group: Group, index: Index, device: torch.device
     return Change(None, changes_of(bitmap, changed.numel(), group, index, device), changed)
 
 
-def changes_of(bitmap: Tensor, room: int, group: Group, index: Index, device: torch.device) -> Changes:
-    """Return the elements that a bitmap marks; `room` is how many are expected. Raises DamagedMessage."""
+def changes_of(bitmap: Tensor, capacity: int, group: Group, index: Index, device: torch.device) -> Changes:
+    """Return the elements that a bitmap marks; `capacity` is how many are expected. Raises DamagedMessage."""
     check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
-    return index.changes(bitmap.to(device, non_blocking=True), room)
+    return index.changes(bitmap.to(device, non_blocking=True), capacity)
+
+
+def warm_up(mask: ReceiverMask, values: Sequence[Tensor]) -> None:
+    """Let a GPU do once what it does with tensors that have not arrived, and write nothing.
+
+    Kernels are compiled and loaded, and memory of the host is allocated, while nothing waits for a broadcast. Otherwise
+    that might wait for the broadcast, and the sender for this receiver.
+
+    Args:
+        values: [nnz] of each group, which are lost.
+    """
+    written = Written(mask, values)
+    written.write(written._sums + 1)
+    for group, index in zip(mask.layout.groups, mask.indices, strict=True):
+        bitmap = torch.zeros(bitmap_bytes(group.nnz), dtype=torch.uint8, device=mask.device)
+        changed = torch.empty(1, dtype=group.torch_dtype, device=mask.device)
+        index.changes(bitmap, 1).sums(changed, read_old=mask.is_whole)
 
 
 def check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:

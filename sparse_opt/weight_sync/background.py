@@ -27,7 +27,7 @@ class Background:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin` was called, and `take` was not called since."""
+        """Whether `begin` was called, and the function is not finished."""
         return self._future is not None
 
     def require_idle(self) -> None:
@@ -47,16 +47,22 @@ class Background:
         self._future = pool.submit(run)
         pool.shutdown(wait=False)  # the thread ends with the function
 
-    def take(self) -> Callable[[], object]:
-        """Return a function that waits for the one that has begun, and raises its error.
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[Callable[[], object]]:
+        """Provide a function that waits for the one that has begun, and raises its error.
+
+        Afterwards the next one may begin, unless the wait was interrupted.
 
         Raises:
             WeightSyncError: none has begun.
         """
-        future, self._future = self._future, None
-        if future is None:
+        if self._future is None:
             raise WeightSyncError("no update has begun: call begin_update() first")
-        return future.result
+        try:
+            yield self._future.result
+        finally:
+            if self._future.done():
+                self._future = None
 
     @contextlib.contextmanager
     def streams(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from ..tensors import named_parameters_of
 from .addresses import Addresses
-from .arriving import Begun, Change, Marked, ReceiverMask, Written, change_of, changes_of, check
+from .arriving import Begun, Change, Marked, ReceiverMask, Written, change_of, changes_of, check, warm_up
 from .backend import choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
@@ -125,40 +126,46 @@ class WeightReceiver:
         return self._version
 
     @torch.inference_mode()
-    def begin(self, tensors: Mapping[str, Tensor], room: Mapping[str, int]) -> Begun | None:
+    def begin(self, tensors: Mapping[str, Tensor], capacity: Mapping[str, int]) -> Begun | None:
         """Begin an update whose message is still to come, in the order of the current stream; the host does not wait.
 
-        For transports whose tensors arrive before the message, which gets what this returns as its `begun`. Bitmaps are
-        read for the positions of the changed values. Of all values the digests are computed; call `Written.write` with
-        the totals. `receive` compares these with the message, and brings the weights back if they do not agree. If no
-        message comes, call `undo`. Until then neither the tensors nor the weights may be used.
+        For transports whose tensors arrive before the message, which gets what this returns as its `begun`. If the
+        tensors are bitmaps, it looks up the positions of the changed values. If they are all values, it computes their
+        digests; the transport then calls `Written.write` with the totals. `receive` compares these with the message,
+        and brings the weights back if they do not agree. If no message comes, the transport calls `Written.undo`. Until
+        then neither the tensors nor the weights may be used by others.
 
         Args:
-            tensors, room: of the sender's `Announcement`, without the totals.
+            tensors, capacity: of the sender's `Announcement`, without the totals.
 
         Returns:
-            None if nothing can be done before the message: for tensors on another device than the weights, and for
-            weights with several destinations, whose values could not be brought back.
+            None if nothing can be done before the message: if the tensors are on another device than the weights, if a
+            weight has several destinations, so that its values could not be brought back, and for weights on a GPU with
+            the backend "reference", which would wait for the tensors.
 
         Raises:
             DamagedMessage: a tensor has another dtype or shape than the mask says.
-            WeightSyncError: a weight was replaced since the mask message. (With all values `receive` raises it.)
+            WeightSyncError: a weight was replaced since the mask message.
         """
         mask = self._mask
-        if mask is None or self._version is None or any(t.device != mask.device for t in tensors.values()):
+        if mask is None or self._version is None or not mask.works_ahead:
+            return None
+        if any(t.device != mask.device for t in tensors.values()):
             return None
         groups = mask.layout.groups
         values = [tensors[name] for group in groups if (name := f"{group.dtype}.values") in tensors]
         if values:
-            if len(values) < len(groups) or not all(index.single for index in mask.indices):
+            if len(values) < len(groups) or not mask.exchanges:
                 return None
             for group, of_group in zip(groups, values, strict=True):
                 check(f"{group.dtype}.values", of_group, group.torch_dtype, group.nnz)
-            return Written(mask, values)
+            written = Written(mask, values)
+            self._require_in_place(mask)  # while the values are on their way
+            return written
         self._require_in_place(mask)
         bitmaps = {group.dtype: tensors[name] for group in groups if (name := f"{group.dtype}.bitmap") in tensors}
         changes = {
-            group.dtype: changes_of(bitmaps[group.dtype], room.get(group.dtype, 0), group, index, mask.device)
+            group.dtype: changes_of(bitmaps[group.dtype], capacity.get(group.dtype, 0), group, index, mask.device)
             for group, index in zip(groups, mask.indices, strict=True)
             if group.dtype in bitmaps
         }
@@ -216,6 +223,8 @@ class WeightReceiver:
         if mask.is_whole:
             sums = _sums_of_weights(mask)
             known = to_hex(sum(sums)) == message.result_digest
+        if mask.device.type == "cuda" and mask.works_ahead:
+            warm_up(mask, [index.take() for index in mask.indices])
         self._mask, self._sums = mask, sums
         self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
 
@@ -250,7 +259,9 @@ class WeightReceiver:
             for name, tensor in placed.items()
             if not tensor.is_whole
         }
-        return ReceiverMask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
+        exchanges = all(index.exchanges for index in indices) and _are_apart(tensors)
+        addresses = Addresses(self._weights, in_weights)
+        return ReceiverMask(digest, layout, device, backend, indices, parts, addresses, exchanges)
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
@@ -261,11 +272,11 @@ class WeightReceiver:
         self._check_order(message)
         begun = message.begun
         if isinstance(begun, Written) and begun.results is not None and begun.mask is mask and begun.is_of(message):
-            self._require_in_place(mask)  # while the device computes the digests
             numbers, n = begun.results.numbers, len(begun.values)
             new = self._verify(mask, message, [Change(values) for values in begun.values], numbers[:n])
             if numbers[:n] != numbers[n:]:
                 raise DamagedMessage("the digests that came before the message are not those of its values")
+            begun.confirm()
         else:
             new = self._verify_and_write(mask, message)
         self._version, self._digest, self._sums = message.version, message.result_digest, new
@@ -273,7 +284,7 @@ class WeightReceiver:
     def _verify_and_write(self, mask: ReceiverMask, message: Message) -> list[int]:
         """Apply a message; return the new digest of each group, as far as it is known. Raises DamagedMessage."""
         if isinstance(message.begun, Written):
-            message.begun.undo()  # the message has other values
+            message.begun.undo()  # the message has other tensors, or some of them
         elif isinstance(message.begun, Marked) and message.begun.mask is not mask:
             message = replace(message, begun=None)
         pairs = zip(mask.layout.groups, mask.indices, strict=True)
@@ -351,6 +362,17 @@ def _sums_of_weights(mask: ReceiverMask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether the memory of each tensor ends before that of the next one begins."""
+    ends = []
+    for tensor in tensors:
+        if tensor.numel():
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            ends.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()))
+    ends.sort()
+    return all(end <= begin for (_, end), (begin, _) in pairwise(ends))
 
 
 def _sums(mask: ReceiverMask, changes: Sequence[Change]) -> list[Tensor]:

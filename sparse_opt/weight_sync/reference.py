@@ -138,8 +138,8 @@ class ReferenceIndex:
         return out
 
     @property
-    def single(self) -> bool:
-        """Whether no tensor has more than one destination."""
+    def exchanges(self) -> bool:
+        """Whether `put` has `keep_old`: no tensor has more than one destination."""
         return all(len(block.tensor.destinations) <= 1 for block in self._blocks)
 
     def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
@@ -148,7 +148,7 @@ class ReferenceIndex:
         Args:
             valid: [1] bool on their device; False writes nothing.
             keep_old: put the values that are replaced in the place of the new ones in `values`, so that the same call
-                brings them back. Only if the index is `single`.
+                brings them back. Only if the index `exchanges`.
         """
         if valid is not None and not valid:
             return
@@ -163,12 +163,12 @@ class ReferenceIndex:
                     of_block[inside] = memory[offsets]
                 memory[offsets] = new
 
-    def changes(self, bitmap: Tensor, room: int) -> ReferenceChanges:
+    def changes(self, bitmap: Tensor, capacity: int) -> ReferenceChanges:
         """Return the changed elements of an update, to verify and to write them.
 
         Args:
             bitmap: [bitmap_bytes(nnz)] uint8.
-            room: how many changes are expected; of use to other backends only.
+            capacity: how many changes are expected; of use to other backends only.
         """
         return ReferenceChanges(self._group, self._blocks, bitmap)
 

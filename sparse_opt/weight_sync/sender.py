@@ -31,7 +31,7 @@ class Announcement(NamedTuple):
     """Tensors of an update that are sent before its message."""
 
     tensors: list[Entry]
-    room: dict[str, int]  # by dtype: how many changed values to expect; if there are more, they are looked up again
+    capacity: dict[str, int]  # by dtype: how many changed values to expect; if there are more, they are looked up again
 
 
 def is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
@@ -114,13 +114,13 @@ class WeightSender:
         if self._encoding == "values":
             values = [(f"{group.dtype}.values", group.dtype, [group.nnz]) for group in groups]
             return Announcement([*values, (TOTALS, "int64", [len(groups)])], {})
-        bitmaps, room = list[Entry](), dict[str, int]()
+        bitmaps, capacity = list[Entry](), dict[str, int]()
         for group in groups:
             counts = self._counts.get(group.dtype)
             if counts and counts[-1] and is_smaller(self._encoding, counts[-1], group.torch_dtype.itemsize, group.nnz):
                 bitmaps.append((f"{group.dtype}.bitmap", "uint8", [bitmap_bytes(group.nnz)]))
-                room[group.dtype] = max(counts) + max(counts) // 4
-        return Announcement(bitmaps, room) if bitmaps else None
+                capacity[group.dtype] = max(counts) + max(counts) // 4
+        return Announcement(bitmaps, capacity) if bitmaps else None
 
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""

@@ -66,15 +66,15 @@ class TritonIndex:
         return out
 
     @property
-    def single(self) -> bool:
-        return all(table.single for table in self._tables)
+    def exchanges(self) -> bool:
+        return len(self._tables) == 1 and self._tables[0].single
 
     def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
         for table in self._tables:
             _kernels().put(table, values, valid, keep_old=keep_old)
 
-    def changes(self, bitmap: Tensor, room: int) -> _Changes:
-        return _Changes(self._tables, self._group, bitmap, room)
+    def changes(self, bitmap: Tensor, capacity: int) -> _Changes:
+        return _Changes(self._tables, self._group, bitmap, capacity)
 
 
 class _Changes:
@@ -84,10 +84,10 @@ class _Changes:
     digests and writes then cost as much as the changed elements, and not as all of them.
     """
 
-    def __init__(self, tables: Sequence[Table], group: Group, bitmap: Tensor, room: int) -> None:
+    def __init__(self, tables: Sequence[Table], group: Group, bitmap: Tensor, capacity: int) -> None:
         self._tables, self._group, self._bitmap = tables, group, bitmap
         self._ranks = _kernels().ranks_of(bitmap, tables[0].block)
-        self._list = self._listed(room)
+        self._list = self._listed(capacity)
 
     def sums(self, changed: Tensor, *, read_old: bool) -> Tensor:
         kernels, first = _kernels(), self._group.first
@@ -109,13 +109,13 @@ class _Changes:
         for table in self._tables:
             kernels.write(table, self._bitmap, changed, self._ranks)
 
-    def _listed(self, room: int) -> Tensor | None:
-        """Return [2, room] int64, the slots and addresses of the changed elements; None if they are too many."""
+    def _listed(self, capacity: int) -> Tensor | None:
+        """Return [2, capacity] int64, the slots and addresses of the changed elements; None if they are too many."""
         if not all(table.single for table in self._tables):
             return None
-        if 2 * 8 * room > self._group.nnz * self._group.torch_dtype.itemsize:
+        if 2 * 8 * capacity > self._group.nnz * self._group.torch_dtype.itemsize:
             return None
-        listed = torch.zeros(2, room, dtype=torch.int64, device=self._bitmap.device)
+        listed = torch.zeros(2, capacity, dtype=torch.int64, device=self._bitmap.device)
         for table in self._tables:
             _kernels().list_changes(table, self._bitmap, self._ranks, *listed)
         return listed

@@ -87,7 +87,8 @@ class VLLMChannelSync:
         Raises:
             WeightSyncError: no update has begun. Or as `update`.
         """
-        self._on_sender(self._background.take())
+        with self._background.finishing() as wait:
+            self._on_sender(wait)
         return self.channel.weights.version
 
     def _send(self, update: PendingMessage | None, *, verify: bool = False) -> None:

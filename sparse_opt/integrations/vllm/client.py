@@ -90,7 +90,8 @@ class VLLMWeightSync:
         Raises:
             WeightSyncError: no update has begun. Or as `update`.
         """
-        self._on_sender(self._background.take())
+        with self._background.finishing() as wait:
+            self._on_sender(wait)
         return self.sender.version
 
     def _on_sender(self, function: Callable[[], object]) -> None:

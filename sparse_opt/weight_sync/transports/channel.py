@@ -4,9 +4,9 @@ A round asks every receiver for its state. A receiver without the mask gets the 
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
 update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
 
-If no receiver has missed a version, the update is announced with the question, and what has a known size is sent before
-the message. All values are verified and written by the receivers' devices, while the hosts make and send the message.
-Of changed values it is the bitmaps, whose elements the receivers look up meanwhile.
+If no receiver has missed a version, the update is announced with the question, and tensors of known sizes are sent
+before the message: all values, which the receivers' devices verify and write while the hosts make and send the message;
+or the bitmaps, by which the receivers look up where the changed values belong.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SenderChannel(ABC):
     def receivers(self) -> tuple[str, ...]:
         """Names of the receivers that have joined and are not lost; empty on ranks other than 0.
 
-        From `begin_update` to `finish_update` those that the update is sent to.
+        From `begin_update` to `finish_update` those that the channel's thread knows.
         """
         if self._control is None:
             return ()
@@ -168,7 +168,8 @@ class SenderChannel(ABC):
         Raises:
             WeightSyncError: no update has begun. Or as `update`.
         """
-        self._on_all_ranks(self._background.take())
+        with self._background.finishing() as wait:
+            self._on_all_ranks(wait)
         return self.weights.version
 
     def verify(self) -> None:
@@ -215,8 +216,11 @@ class SenderChannel(ABC):
         for this one if the receivers cannot be asked. If the update cannot be made, the receivers are notified.
         """
         control = None if isinstance(self.weights, DistributedWeightSender) else self._control
+        self._asked = None  # of a round that was interrupted
         if control is not None:
             # Receivers that have joined since the last round are discovered in `_send`, where nothing waits for it.
+            if receivers:
+                control.discover()
             if len(control.names) >= receivers:
                 self._asked = self._ask(control, self.weights.version + 1)
         try:
@@ -258,7 +262,7 @@ class SenderChannel(ABC):
     def _announced(self, receivers: Sequence[int], base_version: int) -> tuple[Announcement, dict[str, Any]] | None:
         """Return what can be sent before the message, and what to tell the receivers about it, as JSON."""
         _, sender = self._connected()
-        if self._differing or any(self._held.get(r) != base_version for r in receivers):
+        if not self._differing.isdisjoint(receivers) or any(self._held.get(r) != base_version for r in receivers):
             return None
         if not self._cannot_join.isdisjoint(receivers):
             return None
@@ -368,8 +372,7 @@ class SenderChannel(ABC):
             missing = self._missing(receivers, self.timeout if timeout is None else timeout)
             asked = self._ask(control, None if update is None else update.version)
         problems = _Problems(dict(control.names))
-        self._bring(asked, update, problems, verify=verify)
-        if not asked.receivers:
+        if not self._bring(asked, update, problems, verify=verify):
             control.discover()
         if joined := [r for r in control.names if r not in asked.receivers]:
             problems.names = {**problems.names, **control.names}
@@ -378,8 +381,11 @@ class SenderChannel(ABC):
         if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
-    def _bring(self, asked: _Asked, update: PendingMessage | None, problems: _Problems, *, verify: bool) -> None:
-        """Bring the receivers that were asked for their states to the sender's version."""
+    def _bring(self, asked: _Asked, update: PendingMessage | None, problems: _Problems, *, verify: bool) -> bool:
+        """Bring the receivers that were asked for their states to the sender's version.
+
+        Returns whether a message was sent, to whom does not matter.
+        """
         _, sender = self._connected()
         message = None  # an update that was announced, and of which some tensors are on their way
         try:
@@ -410,6 +416,7 @@ class SenderChannel(ABC):
             self._is_announced = False
         elif update is not None and following:
             self._send(update.wait(), following, problems, verify=verify)
+        return bool(without_mask or behind or following)
 
     def _have_joined(self, asked: _Asked, states: Mapping[int, dict[str, Any]]) -> bool:
         """Whether a transfer was announced and all receivers have joined; if only some have, it is withdrawn."""

@@ -11,11 +11,11 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-                             If "announced" is there, an update follows, and some tensors come before its message. It
-                             gives "tensors" and "room" (`Announcement`), "mask" and "base_version" of the update, and
-                             what the transport adds. The receiver adds "joined" to its reply: true if it has this mask
-                             and version, and then begins the transfer. It ends the transfer if the next command is not
-                             the message of the update.
+                             If "announced" is there, an update follows, and some tensors come before its message.
+                             It gives "tensors" (with the totals) and "capacity" (`Announcement`), "mask" and
+                             "base_version" of the update, and what the transport adds. The receiver adds "joined" to
+                             its reply: true if it has this mask and version, and then begins the transfer. It ends the
+                             transfer if the next command is not the message of the update.
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}
@@ -97,7 +97,7 @@ class ControlServer:
             if text is not None:
                 self.names[number] = str(json.loads(text)["name"])
                 self._sent[number] = 0
-        self._known = joined
+            self._known = number
         if left != self._left:
             self._left = left
             for number in [number for number in self.names if self.store.check([f"left/{number}"])]:

@@ -196,7 +196,7 @@ class _Accepted:
     """Announced tensors, their broadcasts, what the device does with them if it has begun, and what has failed."""
 
     tensors: dict[str, Tensor]
-    room: dict[str, int]  # see `Announcement`
+    capacity: dict[str, int]  # see `Announcement`
     works: list[Any] = field(default_factory=list)
     begun: Begun | None = None
     error: Exception | None = None
@@ -237,11 +237,12 @@ class ProcessGroupReceiver(ReceiverChannel):
     def _accept(self, announced: dict[str, Any]) -> bool:
         if self._group is None or self._group.key != announced["group"]:
             return False
-        if self._backend == "nccl" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+        blocking = (os.environ.get(name, "0") for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))
+        if self._backend == "nccl" and any(value != "0" for value in blocking):
             return False  # `_join` would wait for the broadcast, while the sender might withdraw it
         try:
             tensors = tensors_of(checked_entries(announced["tensors"]), self._device)
-            self._accepted = _Accepted(tensors, announced["room"])
+            self._accepted = _Accepted(tensors, announced["capacity"])
         except (RuntimeError, DamagedMessage):  # raised again for the message
             return False
         return True
@@ -259,9 +260,10 @@ class ProcessGroupReceiver(ReceiverChannel):
                 works = accepted.works if totals is None else accepted.works[:-1]
                 for work in works:
                     work.wait()  # lets the current stream wait
-                accepted.begun = self.weights.begin(accepted.tensors, accepted.room)
+                accepted.begun = self.weights.begin(accepted.tensors, accepted.capacity)
                 if totals is not None and isinstance(accepted.begun, Written):
                     accepted.works[-1].wait()
+                    self._written = accepted.begun
                     accepted.begun.write(totals)
         except Exception as error:  # of any type: `_fetch` raises it, so that the sender gets a reply
             accepted.error = error
@@ -272,13 +274,8 @@ class ProcessGroupReceiver(ReceiverChannel):
 
     def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Begun | None]:
         accepted = self._finished() if command.get("announced") else None
-        try:
-            given = {} if accepted is None else accepted.tensors
-            fetched = self._fetched(command, [entry for entry in entries if entry[0] not in given])
-        except BaseException:
-            if accepted is not None and isinstance(accepted.begun, Written):
-                accepted.begun.undo()
-            raise
+        given = {} if accepted is None else accepted.tensors
+        fetched = self._fetched(command, [entry for entry in entries if entry[0] not in given])
         tensors = {name: given[name] if name in given else fetched[name] for name, _, _ in entries}
         return tensors, None if accepted is None else accepted.begun
 
@@ -319,13 +316,10 @@ class ProcessGroupReceiver(ReceiverChannel):
         return accepted
 
     def _end(self) -> None:
-        group, accepted = self._group, self._accepted
-        self._group = self._accepted = None
+        group, self._group, self._accepted = self._group, None, None
         if group is not None:
             self._ended = group.key
             group.abort()
-        if accepted is not None and isinstance(accepted.begun, Written):
-            accepted.begun.undo()
 
 
 def _device(backend: Backend, device: torch.device | str | None) -> torch.device:

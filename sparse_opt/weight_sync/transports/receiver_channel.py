@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import WeightSyncError
-from ..arriving import Begun
+from ..arriving import Begun, Written
 from ..message import Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
 from .control import ControlClient, TransportName, first_line
@@ -41,6 +41,7 @@ class ReceiverChannel(ABC):
         self.weights, self.timeout = weights, timeout
         self._control = ControlClient(address, timeout, name)
         self._has_mask = self._needs_state = False
+        self._written: Written | None = None  # values that were written, whose message was not received yet
 
     def request_state(self) -> None:
         """Let the sender send all active weights in its next round, as if this receiver had just joined."""
@@ -61,8 +62,17 @@ class ReceiverChannel(ABC):
         try:
             return self._receive(time.monotonic() + timeout)
         except BaseException:
-            self._leave()
+            try:
+                self._leave()
+            finally:
+                self._undo()
             raise
+
+    def _undo(self) -> None:
+        """Bring back the weights that were written before a message, which does not come or was not received."""
+        if self._written is not None:
+            self._written.undo()
+            self._written = None
 
     def _receive(self, deadline: float) -> int | None:
         reserved = 0.0  # seconds to wait for the next message of a round, also after the deadline
@@ -72,6 +82,7 @@ class ReceiverChannel(ABC):
             command = self._control.next(left)
             if not (command["do"] == "message" and command.get("announced")):
                 self._leave()
+                self._undo()
             if command["do"] == "close":
                 self._control.reply({})
                 return None
@@ -98,11 +109,14 @@ class ReceiverChannel(ABC):
                     fields = checked_header(command["header"])
                     tensors, begun = self._fetch(command, tensor_list(fields))
                 except RuntimeError as error:  # of the transport; the sender sends the message again
+                    self._undo()
                     self._control.reply({"failed": first_line(error)})
                     continue
                 message = replace(Message.from_fields(fields, tensors), begun=begun)
                 self.weights.receive(message)
+                self._written = None
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
+                self._undo()
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
                 is_refusal = isinstance(error, WeightSyncError)
