@@ -167,8 +167,9 @@ def warm_up(mask: ReceiverMask, values: Sequence[Tensor]) -> None:
     Args:
         values: [nnz] of each group, which are lost.
     """
-    written = Written(mask, values)
-    written.write(written._sums + 1)
+    if values and mask.exchanges:
+        written = Written(mask, values)
+        written.write(written._sums + 1)
     for group, index in zip(mask.layout.groups, mask.indices, strict=True):
         bitmap = torch.zeros(bitmap_bytes(group.nnz), dtype=torch.uint8, device=mask.device)
         changed = torch.empty(1, dtype=group.torch_dtype, device=mask.device)

@@ -28,8 +28,9 @@ Destinations = Mapping[str, Sequence[Destination]]
 class WeightReceiver:
     """Keeps the weights of an inference engine equal to a trainer's, bit for bit, by the messages of a `WeightSender`.
 
-    A message is verified before any weight is written. If it is refused, weights and version stay as they were, and the
-    next correct message works. Not thread-safe; the weights must not be used while `receive` runs.
+    A message is verified before any weight is written, or what was written is undone (`begin`). If it is refused,
+    weights and version stay as they were, and the next correct message works. Not thread-safe; the weights must not be
+    used while `receive` runs.
 
     Args:
         weights: a module or its parameters by name, whole tensors with the sender's names, shapes and dtypes. Several

@@ -30,8 +30,12 @@ _LAST_COUNTS = 4  # updates whose changes are counted
 class Announcement(NamedTuple):
     """Tensors of an update that are sent before its message."""
 
-    tensors: list[Entry]
+    tensors: list[Entry]  # bitmaps, or all values and the totals
     capacity: dict[str, int]  # by dtype: how many changed values to expect; if there are more, they are looked up again
+
+    @property
+    def has_values(self) -> bool:
+        return any(name == TOTALS for name, _, _ in self.tensors)
 
 
 def is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:

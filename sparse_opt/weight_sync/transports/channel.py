@@ -387,11 +387,15 @@ class SenderChannel(ABC):
         Returns whether a message was sent, to whom does not matter.
         """
         _, sender = self._connected()
-        message = None  # an update that was announced, and of which some tensors are on their way
+        message = None  # of an update that was announced
+        early = list[Tensor]()  # announced tensors whose transfer has not begun
         try:
             states = self._collect(asked.receivers, problems)
             if update is not None and asked.announced is not None and self._have_joined(asked, states):
-                if self._begin(update, asked.announced):
+                if not asked.announced.has_values:
+                    # On a GPU the message is known as soon as the bitmaps are. It goes first: transfers begin slowly.
+                    message, early = update.wait(), list(update.announced(asked.announced).values())
+                elif self._begin(update, asked.announced):
                     message = update.wait()
                 else:
                     self._take_back()
@@ -411,8 +415,8 @@ class SenderChannel(ABC):
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
         if message is not None and asked.announced is not None:
-            sent = {name for name, _, _ in asked.announced.tensors}
-            self._send(message, following, problems, verify=verify, sent=sent)
+            names = {name for name, _, _ in asked.announced.tensors}
+            self._send(message, following, problems, verify=verify, announced=names, early=early)
             self._is_announced = False
         elif update is not None and following:
             self._send(update.wait(), following, problems, verify=verify)
@@ -438,21 +442,24 @@ class SenderChannel(ABC):
         problems: _Problems,
         *,
         verify: bool = False,
-        sent: Set[str] = frozenset(),
+        announced: Set[str] = frozenset(),
+        early: Sequence[Tensor] = (),
     ) -> dict[int, dict[str, Any]]:
         """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer.
 
         Args:
-            sent: names of announced tensors, whose transfer has begun.
+            announced: names of the tensors that the receivers have joined for.
+            early: these tensors, unless `_begin` has begun their transfer.
         """
         control, _ = self._connected()
         remaining, reason = list(receivers), ""
         states: dict[int, dict[str, Any]] = {}
         for _ in range(2):
-            command = {"do": "message", "header": message.header(), "verify": verify, "announced": bool(sent)}
+            command = {"do": "message", "header": message.header(), "verify": verify, "announced": bool(announced)}
             control.post(remaining, command | self._offer(message, remaining))
-            failure = self._transfer([t for name, t in message.tensors.items() if name not in sent])
-            sent = frozenset()
+            others = [tensor for name, tensor in message.tensors.items() if name not in announced]
+            failure = self._transfer([*early, *others])
+            announced, early = frozenset(), ()
             control.discover()  # while the receivers apply the message
             replies = self._collect(remaining, problems)
             failed = [r for r, reply in replies.items() if "failed" in reply]
@@ -499,7 +506,7 @@ class SenderChannel(ABC):
         return None
 
     def _begin(self, update: PendingMessage, announced: Announcement) -> bool:
-        """Begin the transfer of announced tensors to the receivers, which have all joined; `_transfer` ends it.
+        """Begin the transfer of all values and the totals to the receivers, which have all joined; `_transfer` ends it.
 
         Returns whether it has begun.
         """
@@ -514,7 +521,7 @@ class SenderChannel(ABC):
         """Move the tensors of a message, after the command was posted; return why it failed, or None.
 
         Args:
-            tensors: those that were not announced. The transfer of the others, which `_begin` has begun, ends here.
+            tensors: in the order of the receivers. A transfer that `_begin` has begun comes before, and ends here.
         """
 
     @abstractmethod

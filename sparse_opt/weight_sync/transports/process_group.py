@@ -148,13 +148,11 @@ class ProcessGroupSender(SenderChannel):
     def _begin(self, update: PendingMessage, announced: Announcement) -> bool:
         assert self._group is not None
         try:
-            on_device = self._on_device(update.announced(announced).values())
-            works = self._group.begin(on_device)
-            if any(name == TOTALS for name, _, _ in announced.tensors):
-                # The digests are computed while the values are on their way.
-                on_device += self._on_device([update.totals()])
-                works += self._group.begin(on_device[-1:])
-            self._begun = works, on_device
+            values = self._on_device(update.announced(announced).values())
+            works = self._group.begin(values)
+            # The digests are computed while the values are on their way.
+            totals = self._on_device([update.totals()])
+            self._begun = [*works, *self._group.begin(totals)], [*values, *totals]
         except RuntimeError:  # raised again for the message
             return False
         return True
@@ -273,47 +271,38 @@ class ProcessGroupReceiver(ReceiverChannel):
             self._end()
 
     def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Begun | None]:
-        accepted = self._finished() if command.get("announced") else None
-        given = {} if accepted is None else accepted.tensors
-        fetched = self._fetched(command, [entry for entry in entries if entry[0] not in given])
-        tensors = {name: given[name] if name in given else fetched[name] for name, _, _ in entries}
-        return tensors, None if accepted is None else accepted.begun
-
-    def _fetched(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
-        """Return the tensors that follow a message."""
-        if not entries and command.get("announced"):
-            return {}
-        if command["group"] == self._ended:
-            raise RuntimeError("the process group has ended here")
-        receivers = command["receivers"]
+        accepted = _Accepted({}, {})
+        if command.get("announced"):
+            if self._accepted is None or self._group is None:
+                raise RuntimeError("the transfer of the announced tensors was ended")
+            accepted = self._accepted
+        given = accepted.tensors
         try:
-            if self._group is None or self._group.key != command["group"]:
-                self._end()
-                rank, size = 1 + receivers.index(self._control.number), 1 + len(receivers)
-                # With the sender's timeout: it waits for the replies as long.
-                timeout = command["timeout"]
-                self._group = _Group(self._control.store, command["group"], rank, size, self._backend, timeout)
-            tensors = tensors_of(entries, self._device)
-            self._group.broadcast(tensors.values())
-        except RuntimeError:
-            self._end()
-            raise
-        return tensors
-
-    def _finished(self) -> _Accepted:
-        """Wait until the announced tensors have arrived."""
-        accepted, group = self._accepted, self._group
-        if accepted is None or group is None:
-            raise RuntimeError("the transfer of the announced tensors was ended")
-        try:
-            group.finish(accepted.works)
-            if accepted.error is not None:
+            if isinstance(accepted.error, RuntimeError):
                 raise accepted.error
+            group = self._group if given and self._group is not None else self._of(command)
+            others = tensors_of([entry for entry in entries if entry[0] not in given], self._device)
+            group.finish([*accepted.works, *group.begin(others.values())])
         except RuntimeError:
             self._end()
             raise
         self._accepted = None
-        return accepted
+        if accepted.error is not None:
+            raise accepted.error
+        return {name: given[name] if name in given else others[name] for name, _, _ in entries}, accepted.begun
+
+    def _of(self, command: dict[str, Any]) -> _Group:
+        """Return the group of a message, which is made if it is a new one."""
+        if command["group"] == self._ended:
+            raise RuntimeError("the process group has ended here")
+        if self._group is None or self._group.key != command["group"]:
+            self._end()
+            receivers = command["receivers"]
+            rank, size = 1 + receivers.index(self._control.number), 1 + len(receivers)
+            # With the sender's timeout: it waits for the replies as long.
+            timeout = command["timeout"]
+            self._group = _Group(self._control.store, command["group"], rank, size, self._backend, timeout)
+        return self._group
 
     def _end(self) -> None:
         group, self._group, self._accepted = self._group, None, None
