@@ -27,7 +27,8 @@ class ReceiverMask(NamedTuple):
     indices: tuple[Index, ...]  # one for each group of the layout
     parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
     addresses: Addresses  # of the weights that are not given as destinations
-    # No two destinations share memory, and one call of the device exchanges all values of a group with those in them.
+    # Whether the values of a group can be exchanged with those of the weights, and back: no two destinations share
+    # memory, and the indices exchange.
     exchanges: bool
 
     @property
@@ -49,7 +50,7 @@ class Change(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """The bitmaps of an update that arrived before its message, by dtype, and where their elements are."""
+    """The bitmaps of an update that has no message yet, by dtype, and where their elements are."""
 
     mask: ReceiverMask
     bitmaps: dict[str, Tensor]
@@ -57,10 +58,10 @@ class Marked(NamedTuple):
 
 
 class Written:
-    """All values of an update that arrived before its message, which `write` writes, and `undo` brings back.
+    """All values of an update that has no message yet. `write` writes them, and `undo` restores the old values.
 
-    `write` leaves the old values in the place of the new ones. All is done in the order of the current stream, and the
-    host waits for nothing.
+    Until then the old values are kept in the place of the new ones. All is done in the order of the current stream, and
+    the host waits for nothing.
 
     Args:
         values: [nnz] of each group of the mask.
@@ -104,8 +105,8 @@ class Written:
     def undo(self) -> None:
         """Exchange old and new values again in the groups in which `write` has done so, unless `confirm` was called.
 
-        May be called again, also after `write` or `undo` was interrupted: a group was not exchanged if `values` have
-        the digest of the new ones.
+        May be called again, also after `write` or `undo` was interrupted between two groups: a group was not exchanged
+        if `values` have the digest of the new ones. On a GPU a group is exchanged by one launch.
         """
         valid, totals = self._valid, self._totals
         if valid is None or totals is None:
@@ -173,7 +174,9 @@ def warm_up(mask: ReceiverMask, values: Sequence[Tensor]) -> None:
     for group, index in zip(mask.layout.groups, mask.indices, strict=True):
         bitmap = torch.zeros(bitmap_bytes(group.nnz), dtype=torch.uint8, device=mask.device)
         changed = torch.empty(1, dtype=group.torch_dtype, device=mask.device)
-        index.changes(bitmap, 1).sums(changed, read_old=mask.is_whole)
+        changes = index.changes(bitmap, 1)
+        changes.sums(changed, read_old=mask.is_whole)
+        changes.write(changed)  # the bitmap marks nothing
 
 
 def check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:

@@ -27,7 +27,7 @@ class Background:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin` was called, and the function is not finished."""
+        """Whether `begin` was called, and the function was not finished by `finishing`."""
         return self._future is not None
 
     def require_idle(self) -> None:
@@ -51,7 +51,7 @@ class Background:
     def finishing(self) -> Iterator[Callable[[], object]]:
         """Provide a function that waits for the one that has begun, and raises its error.
 
-        Afterwards the next one may begin, unless the wait was interrupted.
+        Afterwards the next one may begin, unless the wait was interrupted, as by Ctrl-C: then call this again.
 
         Raises:
             WeightSyncError: none has begun.
@@ -60,9 +60,10 @@ class Background:
             raise WeightSyncError("no update has begun: call begin_update() first")
         try:
             yield self._future.result
-        finally:
-            if self._future.done():
-                self._future = None
+        except Exception:
+            self._future = None
+            raise
+        self._future = None
 
     @contextlib.contextmanager
     def streams(self) -> Iterator[None]:

@@ -14,11 +14,11 @@ class HostCopy:
 
     Attributes:
         source: [n], all elements, one tensor after the other, on the device.
-        computed: an event behind what was launched before; None on a CPU.
+        computed: an event after `source` is computed; None on a CPU.
 
     Args:
         tensors: of any shapes.
-        start: begin the copy at once; otherwise `start` does, or `numbers`, in the order of the same stream.
+        start: begin the copy at once; otherwise the first use of `start` or `numbers` does, on the same stream.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, start: bool = True) -> None:

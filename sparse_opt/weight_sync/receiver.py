@@ -120,10 +120,9 @@ class WeightReceiver:
                 self._receive_mask(message)
             else:
                 self._receive_values(message)
-        except BaseException:
+        finally:
             if isinstance(message.begun, Written):
-                message.begun.undo()
-            raise
+                message.begun.undo()  # unless it was confirmed
         return self._version
 
     @torch.inference_mode()

@@ -28,7 +28,7 @@ _LAST_COUNTS = 4  # updates whose changes are counted
 
 
 class Announcement(NamedTuple):
-    """Tensors of an update that are sent before its message."""
+    """Tensors of an update for which receivers prepare before its message."""
 
     tensors: list[Entry]  # bitmaps, or all values and the totals
     capacity: dict[str, int]  # by dtype: how many changed values to expect; if there are more, they are looked up again
@@ -109,10 +109,11 @@ class WeightSender:
         return self._device
 
     def announcement(self) -> Announcement | None:
-        """Return the tensors of the next update that can be sent before its message: all values, or the bitmaps.
+        """Return the tensors of the next update whose sizes are known: all values, or the bitmaps.
 
-        With the encoding "values" all tensors of the message, and `PendingMessage.totals`. Otherwise the bitmap of each
-        dtype that had one in the last update; the message may do without it. None if there was none.
+        With the encoding "values" they are all tensors of the message, and `PendingMessage.totals`. Otherwise they are
+        the bitmaps of the dtypes that had one in the last update; the next message may have others. None if there was
+        no bitmap.
         """
         groups = self._layout.groups
         if self._encoding == "values":

@@ -110,7 +110,9 @@ class _Changes:
             kernels.write(table, self._bitmap, changed, self._ranks)
 
     def _listed(self, capacity: int) -> Tensor | None:
-        """Return [2, capacity] int64, the slots and addresses of the changed elements; None if they are too many."""
+        """Return [2, capacity or more] int64, the slots and addresses of the changed elements; None for too many."""
+        # Even, so that the addresses begin at 16 bytes: Triton would compile the kernels again for other ones.
+        capacity = max(2, capacity + capacity % 2)
         if not all(table.single for table in self._tables):
             return None
         if 2 * 8 * capacity > self._group.nnz * self._group.torch_dtype.itemsize:

@@ -22,6 +22,7 @@ from sparse_opt import MaskSet
 from sparse_opt.errors import DamagedMessage, WeightSyncError
 from sparse_opt.weight_sync import Destination, Message, PendingMessage, WeightReceiver, WeightSender, arriving
 from sparse_opt.weight_sync.arriving import Marked, Written
+from sparse_opt.weight_sync.background import Background
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender, process_group
 
 Place = tuple[str, str]  # device and backend, see conftest.py
@@ -258,6 +259,7 @@ def test_the_next_update_is_right_after_a_round_that_was_interrupted(
             found.channel.update()
         change(found.weights, found.mask, 0.1, seed=2)
         began = time.monotonic()
+        announced.clear()
         last = found.channel.update()
         assert found.channel.update() == last + 1
         assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
@@ -369,6 +371,113 @@ def test_a_receiver_that_differs_and_leaves_does_not_keep_others_from_joining(an
         found.channel.update()
         assert "join" in announced
         assert found.are_equal()
+
+
+def test_a_receiver_that_cannot_join_costs_no_new_group_in_each_round(announced: Events) -> None:
+    with followed(2) as found:
+        with patch.object(found.followers[1].channel, "_accept", return_value=False):
+            for seed in (2, 3, 4):
+                change(found.weights, found.mask, 0.1, seed=seed)
+                found.channel.update()
+                assert found.are_equal()
+        assert found.channel._made == 2
+        assert announced.count("withdraw") == 1
+
+
+@pytest.mark.parametrize("encoding", ["values", "auto"])
+def test_updates_that_the_device_has_no_memory_to_begin_are_received_as_others(encoding: Any) -> None:
+    with followed(2, encoding) as found, beginning_early(found):
+        began = time.monotonic()
+        with patch.object(WeightReceiver, "begin", side_effect=RuntimeError("out of memory")):
+            found.channel.update()
+        assert found.are_equal()
+        if encoding == "values":  # within the writes
+            change(found.weights, found.mask, 0.1, seed=2)
+            with patch.object(arriving, "HostCopy", side_effect=RuntimeError("out of memory")):
+                found.channel.update()
+            assert found.are_equal()
+        assert time.monotonic() - began < 4.0, "somebody has waited for a timeout"
+        assert found.channel._made == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the error ends the follower
+def test_the_sender_gets_a_reply_also_if_the_old_values_cannot_be_restored_at_once() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask, encoding="values"), timeout=5.0) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        found = Followed(weights, mask, channel, [follower])
+        channel.wait_for_receivers(1, PATIENCE)
+        channel.update()
+        before = clones(weights)
+        change(weights, mask, 0.1, seed=1)
+        undo, calls = Written.undo, list[Written]()
+
+        def fail_once(written: Written) -> None:
+            calls.append(written)
+            if len(calls) == 1:
+                raise RuntimeError("out of memory")
+            undo(written)
+
+        with (
+            beginning_early(found),
+            patch.object(Message, "from_fields", side_effect=DamagedMessage("no header")),
+            patch.object(Written, "undo", fail_once),
+            pytest.raises(WeightSyncError, match="^version 2: follower refused it: no header$"),
+        ):
+            channel.update()
+        assert follower.ended()
+        assert follower.channel._needs_state
+        assert same_bits(before, follower.weights)
+
+
+def test_close_while_a_receiver_leaves() -> None:
+    weights, mask = weights_and_mask()
+    channel = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", timeout=PATIENCE)
+    receivers = [
+        ProcessGroupReceiver(WeightReceiver(clones(weights)), channel.address, timeout=PATIENCE, name=str(i))
+        for i in range(2)
+    ]
+    threads = [threading.Thread(target=receiver.receive, args=[PATIENCE], daemon=True) for receiver in receivers]
+    for thread in threads:
+        thread.start()
+    channel.wait_for_receivers(2, PATIENCE)
+    for thread in threads:
+        thread.join(PATIENCE)
+
+    def leave() -> None:
+        time.sleep(0.3)
+        for receiver in receivers:
+            receiver.close()
+
+    threading.Thread(target=leave, daemon=True).start()
+    began = time.monotonic()
+    channel.close()
+    assert 0.2 < time.monotonic() - began < PATIENCE / 2
+
+
+def test_a_finished_update_whose_wait_is_interrupted_keeps_its_error() -> None:
+    background = Background([])
+
+    def fail() -> None:
+        raise WeightSyncError("lost")
+
+    def finish(*, interrupted: bool) -> None:
+        with background.finishing() as wait:
+            if interrupted:
+                raise KeyboardInterrupt
+            wait()
+
+    background.begin(fail)
+    with pytest.raises(KeyboardInterrupt):
+        finish(interrupted=True)
+    assert background.has_begun
+    with pytest.raises(WeightSyncError, match="lost"):
+        finish(interrupted=False)
+    assert not background.has_begun
+    background.begin(lambda: None)
+    with background.finishing():  # on other ranks than the sender's nobody waits
+        pass
+    assert not background.has_begun
 
 
 def test_a_wait_for_an_update_that_is_interrupted_can_be_repeated() -> None:
@@ -507,6 +616,7 @@ class Update(NamedTuple):
     """An update whose tensors have arrived before its message."""
 
     weights: dict[str, Tensor]  # of the sender
+    mask: MaskSet
     copy: dict[str, Tensor]  # of the receiver
     before: dict[str, Tensor]
     receiver: WeightReceiver
@@ -551,7 +661,7 @@ def arrived(encoding: Any, place: Place = ("cpu", "reference"), pattern: str = "
     assert same_bits(update.announced(announcement), tensors)
     all_tensors = {name: tensors.get(name, tensor) for name, tensor in message.tensors.items()}
     message = replace(message, tensors=all_tensors)
-    return Update(weights, copy, before, receiver, tensors, totals, announcement.capacity, message)
+    return Update(weights, mask, copy, before, receiver, tensors, totals, announcement.capacity, message)
 
 
 ENCODINGS = ["values", "bitmap", "auto"]
@@ -565,7 +675,12 @@ def test_an_update_that_was_begun_is_confirmed_by_its_message(
 ) -> None:
     found = arrived(encoding, place, pattern, share)
     begun = found.begin()
-    assert isinstance(begun, Written | Marked) or place == ("cuda", "reference") or pattern == "run16"
+    if place == ("cuda", "reference"):
+        assert begun is None
+    elif encoding != "values":
+        assert isinstance(begun, Marked)
+    else:  # Triton writes the values of these runs by two launches
+        assert isinstance(begun, Written) or (pattern == "run16" and place[1] == "triton")
     assert same_bits(found.weights if isinstance(begun, Written) else found.before, found.copy)
     assert found.receiver.version == 1
     assert found.receiver.receive(replace(found.message, begun=begun)) == 2
@@ -662,6 +777,13 @@ def test_a_message_with_other_tensors_than_those_begun_is_received_as_any_other(
     message = replace(found.message, tensors=tensors)
     assert found.receiver.receive(replace(message, begun=found.begin())) == 2
     assert same_bits(found.weights, found.copy)
+
+
+def test_a_message_of_another_kind_restores_the_weights() -> None:
+    found = arrived("values")
+    sender = WeightSender(found.before, found.mask)
+    found.receiver.receive(replace(sender.mask_message(), begun=found.begin()))
+    assert same_bits(found.before, found.copy)
 
 
 def test_updates_that_have_to_wait_for_their_messages() -> None:

@@ -4,9 +4,9 @@ A round asks every receiver for its state. A receiver without the mask gets the 
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
 update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
 
-If no receiver has missed a version, the update is announced with the question, and tensors of known sizes are sent
-before the message: all values, which the receivers' devices verify and write while the hosts make and send the message;
-or the bitmaps, by which the receivers look up where the changed values belong.
+If no receiver has missed a version, the update is announced with the question, and the receivers may begin with the
+tensors of known sizes before the message: with all values, which the devices of receivers with NCCL verify and write
+while the hosts make and send the message; or with the bitmaps, by which they look up where the changed values belong.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SenderChannel(ABC):
         self._differing: set[int] = set()  # receivers with other weights than the sender's
         # Receiver -> the version that it had after its last message; None if it asks for a state.
         self._held: dict[int, int | None] = {}
-        self._cannot_join: set[int] = set()  # receivers that do not know announcements
+        self._cannot_join: set[int] = set()  # receivers that do not know announcements, or cannot follow them
         self._asked: _Asked | None = None  # if a round has begun
         self._is_announced = False  # receivers may have joined a transfer, or may do so
         self._on_all_ranks(lambda: self._listen(address))
@@ -299,9 +299,11 @@ class SenderChannel(ABC):
         if control is not None:
             control.discover()
             control.post(control.names, {"do": "close"})
-            # The store, and with it the command, ends with this object.
-            control.collect(control.names, timeout)
-            self._end()
+            try:
+                # The store, and with it the command, ends with this object.
+                control.collect(control.names, timeout)
+            finally:
+                self._end()
 
     def _verify(self) -> None:
         control, sender = self._connected()
@@ -384,7 +386,7 @@ class SenderChannel(ABC):
     def _bring(self, asked: _Asked, update: PendingMessage | None, problems: _Problems, *, verify: bool) -> bool:
         """Bring the receivers that were asked for their states to the sender's version.
 
-        Returns whether a message was sent, to whom does not matter.
+        Returns whether a message was sent.
         """
         _, sender = self._connected()
         message = None  # of an update that was announced
@@ -427,10 +429,14 @@ class SenderChannel(ABC):
         if not self._is_announced:
             return False
         joined = [states.get(r, {}).get("joined") for r in asked.receivers]
-        self._cannot_join |= {r for r in asked.receivers if "joined" not in states.get(r, {"joined": None})}
+        self._cannot_join |= {r for r, state in states.items() if "joined" not in state}
         if all(joined):
             return True
         if any(joined):
+            # A receiver at this version that could not join would cost a new group in each round.
+            _, sender = self._connected()
+            expected = {"mask": sender.mask.digest, "version": sender.version - 1, "state": False, "joined": False}
+            self._cannot_join |= {r for r, state in states.items() if state == expected}
             self._take_back()
         self._is_announced = False
         return False
@@ -459,17 +465,18 @@ class SenderChannel(ABC):
             control.post(remaining, command | self._offer(message, remaining))
             others = [tensor for name, tensor in message.tensors.items() if name not in announced]
             failure = self._transfer([*early, *others])
-            announced, early = frozenset(), ()
+            was_announced, announced, early = bool(announced), frozenset(), ()
             control.discover()  # while the receivers apply the message
             replies = self._collect(remaining, problems)
             failed = [r for r, reply in replies.items() if "failed" in reply]
-            self._after(message, complete=failure is None and not failed and not problems.lost)
+            refused = was_announced and problems.refused  # a receiver may have ended the transfer
+            self._after(message, complete=failure is None and not failed and not problems.lost and not refused)
             taken = {r: reply for r, reply in replies.items() if r not in failed}
             if verify:
                 self._compare(taken, problems)
             self._held |= {r: None if reply["state"] else reply["version"] for r, reply in taken.items()}
             states |= taken
-            remaining = failed
+            remaining = [r for r in failed if r in control.names]
             if not remaining:
                 return states
             reason = failure or replies[remaining[0]]["failed"]
@@ -477,7 +484,7 @@ class SenderChannel(ABC):
         return states
 
     def _collect(self, receivers: Sequence[int], problems: _Problems) -> dict[int, dict[str, Any]]:
-        """Return the replies that are not refusals, and drop the receivers that have not replied."""
+        """Return the replies but for refusals and receivers that have left, and drop those that have not replied."""
         control, _ = self._connected()
         replies = control.collect(receivers, self.timeout)
         for r in receivers:
@@ -486,7 +493,7 @@ class SenderChannel(ABC):
             if r not in replies and r in control.names:
                 problems.lost[r] = control.drop(r)
         problems.refused.update({r: reply["refused"] for r, reply in replies.items() if "refused" in reply})
-        return {r: reply for r, reply in replies.items() if "refused" not in reply}
+        return {r: reply for r, reply in replies.items() if "refused" not in reply and r in control.names}
 
     @property
     @abstractmethod
@@ -498,7 +505,7 @@ class SenderChannel(ABC):
         """Return what the receivers need besides the header, as JSON; before the command is posted."""
 
     def _early_offer(self, receivers: Sequence[int]) -> dict[str, Any] | None:
-        """Return what the receivers need to begin the transfer of tensors before their message; None: they cannot.
+        """Return what the receivers need to begin a transfer before the message of its tensors; None: they cannot.
 
         Called for receivers that have missed no version. `_begin` and `_withdraw` are only called after a result other
         than None.

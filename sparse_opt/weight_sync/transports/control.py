@@ -11,15 +11,17 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-                             If "announced" is there, an update follows, and some tensors come before its message.
-                             It gives "tensors" (with the totals) and "capacity" (`Announcement`), "mask" and
-                             "base_version" of the update, and what the transport adds. The receiver adds "joined" to
-                             its reply: true if it has this mask and version, and then begins the transfer. It ends the
-                             transfer if the next command is not the message of the update.
+                             If "announced" is there, an update follows, and receivers may begin the transfer of some
+                             tensors before its message. It gives "tensors" (with the totals) and "capacity"
+                             (`Announcement`), "mask" and "base_version" of the update, and what the transport adds. The
+                             receiver adds "joined" to its reply: true if it has this mask and version, asks for no
+                             state, and can begin the transfer, which it then does. It ends the transfer if the next
+                             command is not the message of the update.
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}
-                             "announced" is true after an announced transfer: those tensors are not sent again.
+                             "announced" is true if all receivers have joined the transfer of announced tensors, which
+                             comes before that of the message's other tensors.
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
                              or {"refused": why they cannot be read}
     {"do": "nothing"}        no reply; no message follows the status
@@ -119,7 +121,7 @@ class ControlServer:
         """
         deadline = time.monotonic() + timeout
         replies = {}
-        for number in receivers:
+        for number in list(receivers):
             if number not in self._sent:
                 continue
             key = f"reply/{number}/{self._sent[number] - 1}"

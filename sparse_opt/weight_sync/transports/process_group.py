@@ -173,6 +173,7 @@ class ProcessGroupSender(SenderChannel):
                 self._group = _Group(control.store, str(self._made), 0, size, self._backend, self.timeout)
             self._group.finish([*works, *self._group.begin(on_device)])
         except RuntimeError as error:
+            self._drop()
             return first_line(error)
         return None
 
@@ -253,18 +254,29 @@ class ProcessGroupReceiver(ReceiverChannel):
                 accepted.tensors[TOTALS].zero_()  # if the broadcast fails, not those of an earlier update by chance
             # For gloo its timeout begins here. If it ends because other receivers are slow, the sender sends again.
             accepted.works = group.begin(accepted.tensors.values())
-            if self._backend == "nccl":
-                totals = accepted.tensors.pop(TOTALS, None)
-                works = accepted.works if totals is None else accepted.works[:-1]
-                for work in works:
-                    work.wait()  # lets the current stream wait
-                accepted.begun = self.weights.begin(accepted.tensors, accepted.capacity)
-                if totals is not None and isinstance(accepted.begun, Written):
-                    accepted.works[-1].wait()
-                    self._written = accepted.begun
-                    accepted.begun.write(totals)
         except Exception as error:  # of any type: `_fetch` raises it, so that the sender gets a reply
             accepted.error = error
+            return
+        if self._backend == "nccl":
+            try:
+                try:
+                    accepted.begun = self._begin(accepted)
+                except RuntimeError:  # of the device, for memory for example: the message is received as any other
+                    self._undo()
+            except Exception as error:  # as above
+                accepted.error = error
+
+    def _begin(self, accepted: _Accepted) -> Begun | None:
+        """Let the device work on announced tensors when they arrive."""
+        totals = accepted.tensors.pop(TOTALS, None)
+        for work in accepted.works if totals is None else accepted.works[:-1]:
+            work.wait()  # lets the current stream wait
+        begun = self.weights.begin(accepted.tensors, accepted.capacity)
+        if totals is not None and isinstance(begun, Written):
+            accepted.works[-1].wait()
+            self._written = begun
+            begun.write(totals)
+        return begun
 
     def _leave(self) -> None:
         if self._accepted is not None:

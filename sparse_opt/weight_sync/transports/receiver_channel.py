@@ -71,7 +71,11 @@ class ReceiverChannel(ABC):
     def _undo(self) -> None:
         """Bring back the weights that were written before a message, which does not come or was not received."""
         if self._written is not None:
-            self._written.undo()
+            try:
+                self._written.undo()
+            except BaseException:
+                self._has_mask, self._needs_state = False, True
+                raise
             self._written = None
 
     def _receive(self, deadline: float) -> int | None:
@@ -116,12 +120,14 @@ class ReceiverChannel(ABC):
                 self.weights.receive(message)
                 self._written = None
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
-                self._undo()
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
                 is_refusal = isinstance(error, WeightSyncError)
                 reason = str(error) if is_refusal else f"{type(error).__name__}: {first_line(error)}"
-                self._control.reply({"refused": reason})
+                try:
+                    self._undo()
+                finally:
+                    self._control.reply({"refused": reason})
                 raise
             self._has_mask |= message.kind == "mask"
             self._needs_state &= message.kind != "state"
@@ -167,7 +173,7 @@ class ReceiverChannel(ABC):
 
     @abstractmethod
     def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Begun | None]:
-        """Return the tensors of a message, and of announced ones what `WeightReceiver.begin` returned.
+        """Return the tensors of a message, and if some were announced, what `WeightReceiver.begin` returned for them.
 
         Args:
             command: of the message.
