@@ -313,6 +313,31 @@ def test_close_waits_for_a_receiver_that_is_busy() -> None:
     assert versions == [0, None]
 
 
+def test_close_while_a_receiver_leaves() -> None:
+    weights, mask = weights_and_mask()
+    channel = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", timeout=PATIENCE)
+    receivers = [
+        ProcessGroupReceiver(WeightReceiver(clones(weights)), channel.address, timeout=PATIENCE, name=str(i))
+        for i in range(2)
+    ]
+    threads = [threading.Thread(target=receiver.receive, args=[PATIENCE], daemon=True) for receiver in receivers]
+    for thread in threads:
+        thread.start()
+    channel.wait_for_receivers(2, PATIENCE)
+    for thread in threads:
+        thread.join(PATIENCE)
+
+    def leave() -> None:
+        time.sleep(0.3)
+        for receiver in receivers:
+            receiver.close()
+
+    threading.Thread(target=leave, daemon=True).start()
+    began = time.monotonic()
+    channel.close()
+    assert 0.2 < time.monotonic() - began < PATIENCE / 2
+
+
 def test_a_replaced_weight_gets_the_mask_again(encoding: Any) -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
