@@ -194,6 +194,19 @@ def test_a_message_of_another_kind_restores_the_weights() -> None:
     assert same_bits(found.before, found.copy)
 
 
+@pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
+def test_warming_up_writes_nothing(place: Place, pattern: str) -> None:
+    found = arrived("values", place, pattern)
+    mask = found.receiver._mask
+    assert mask is not None
+    arriving.warm_up(mask, [index.take() for index in mask.indices])
+    assert same_bits(found.before, found.copy)
+    empty = WeightReceiver(found.copy, backend=place[1])
+    empty.receive(WeightSender(found.weights, MaskSet.random(found.weights, density=0.0)).mask_message())
+    assert empty._mask is not None
+    arriving.warm_up(empty._mask, [index.take() for index in empty._mask.indices])
+
+
 def test_updates_that_have_to_wait_for_their_messages() -> None:
     found = arrived("values")
     begin = found.receiver.begin
