@@ -38,7 +38,7 @@ class Announcement(NamedTuple):
         return any(name == TOTALS for name, _, _ in self.tensors)
 
 
-def is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
+def _is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
     """Whether an encoding sends `count` changed values of nnz with a bitmap, if they have `size` bytes."""
     return encoding == "bitmap" or (encoding == "auto" and count * size + bitmap_bytes(nnz) < nnz * size)
 
@@ -122,7 +122,7 @@ class WeightSender:
         bitmaps, capacity = list[Entry](), dict[str, int]()
         for group in groups:
             counts = self._counts.get(group.dtype)
-            if counts and counts[-1] and is_smaller(self._encoding, counts[-1], group.torch_dtype.itemsize, group.nnz):
+            if counts and counts[-1] and _is_smaller(self._encoding, counts[-1], group.torch_dtype.itemsize, group.nnz):
                 bitmaps.append((f"{group.dtype}.bitmap", "uint8", [bitmap_bytes(group.nnz)]))
                 capacity[group.dtype] = max(counts) + max(counts) // 4
         return Announcement(bitmaps, capacity) if bitmaps else None
@@ -394,7 +394,7 @@ class PendingMessage:
         rows = self._sent.totals.rows
         for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
             self._counts.setdefault(dtype, deque(maxlen=_LAST_COUNTS)).append(count)
-            smaller = is_smaller(self._encoding, count, values.element_size(), values.numel())
+            smaller = _is_smaller(self._encoding, count, values.element_size(), values.numel())
             if self._encoding == "values" or (count and not smaller):
                 tensors[f"{dtype}.values"] = values
                 payload += whole

@@ -9,8 +9,9 @@ pairs of its tokens are computed.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,12 +19,11 @@ import torch
 from torch import Tensor
 
 # The bottom-right causal window is torch 2.11's; heads that share keys need no argument before torch 2.12.
-try:
+_OPTIONS: Mapping[str, Any] = {}
+with contextlib.suppress(ImportError):  # torch without it: `supports` is False
     from torch.nn.attention.varlen import varlen_attn
 
     _OPTIONS = inspect.signature(varlen_attn).parameters
-except ImportError:  # torch without flash attention
-    _OPTIONS = {}  # type: ignore[assignment]
 _LENGTHS = 128  # lengths are rounded up to a multiple: compiled layers are compiled again for another one
 
 

@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...errors import WeightSyncError
 from ..distributed import DistributedWeightSender
-from ..message import Entry, Message
+from ..message import Entry, Message, checked_header, tensor_list
 from ..sender import WeightSender
 from .channel import SenderChannel
 from .control import TransportName
-from .receiver_channel import ReceiverChannel, empty_tensors, tensors_of
+from .receiver_channel import ReceiverChannel, tensors_of
 
 _ALIGNMENT = 16  # bytes; every tensor of a message begins at a multiple in the shared buffer
 
@@ -61,10 +61,11 @@ def open_shared(descriptor: Mapping[str, Any]) -> Message:
     """
     try:
         header, memory = descriptor["header"], descriptor["memory"]
-        specs = empty_tensors(header, torch.device("meta"))
+        fields = checked_header(header)
+        entries = tensor_list(fields)
         if memory is None:
-            return Message.from_header(header, empty_tensors(header, torch.device("cuda")))
-        return Message.from_header(header, _views(_opened(memory), specs))
+            return Message.from_fields(fields, tensors_of(entries, torch.device("cuda")))
+        return Message.from_fields(fields, _views(_opened(memory), tensors_of(entries, torch.device("meta"))))
     except (KeyError, ValueError, TypeError) as error:
         if isinstance(error, WeightSyncError):
             raise

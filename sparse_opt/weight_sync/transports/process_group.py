@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,15 +67,12 @@ class _Group:
             options._timeout = timedelta(days=1)
             self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast tensors from rank 0 to the others, which have tensors of the same sizes, and wait until it is done.
-
-        They are contiguous, and on the group's device; those without elements are left out.
-        """
-        self.finish(self.begin(tensors))
-
     def begin(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Begin `broadcast`, in the order of the current stream, and return what `finish` takes."""
+        """Begin to broadcast tensors from rank 0 to the others, which have tensors of the same sizes.
+
+        In the order of the current stream. The tensors are contiguous, and on the group's device; those without
+        elements are left out. Returns what `finish` takes.
+        """
         parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         return [self._backend.broadcast([part]) for part in parts]
 
@@ -261,8 +259,10 @@ class ProcessGroupReceiver(ReceiverChannel):
             try:
                 try:
                     accepted.begun = self._begin(accepted)
-                except RuntimeError:  # of the device, for memory for example: the message is received as any other
+                except RuntimeError as error:  # of the device, for memory for example
                     self._undo()
+                    text = f"an update could not begin before its message, and is received as any other: {error}"
+                    warnings.warn(text, stacklevel=2)
             except Exception as error:  # as above
                 accepted.error = error
 

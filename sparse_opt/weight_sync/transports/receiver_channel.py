@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -207,15 +207,6 @@ class ReceiverChannel(ABC):
         """Release what the transport holds."""
 
 
-def empty_tensors(header: Mapping[str, str], device: torch.device) -> dict[str, Tensor]:
-    """Return new tensors of the names, dtypes and shapes in a message's header, for a transport to fill.
-
-    Raises:
-        DamagedMessage: the header is damaged.
-    """
-    return tensors_of(tensor_list(checked_header(header)), device)
-
-
-def tensors_of(entries: Iterable[tuple[str, str, list[int]]], device: torch.device) -> dict[str, Tensor]:
-    """Return new tensors of the names, dtypes and shapes that `tensor_list` returns."""
+def tensors_of(entries: Iterable[Entry], device: torch.device) -> dict[str, Tensor]:
+    """Return new tensors of the names, dtypes and shapes that `tensor_list` returns, for a transport to fill."""
     return {name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape in entries}
