@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from sparse_opt.trainers.policy.models import compile_layer
+
 from ..common.shapes import LLAMA_3_2_3B_SIZES, LLAMA_3_70B_SIZES, TINY_SIZES, llama_config
 
 SHAPES = {"3b": LLAMA_3_2_3B_SIZES, "70b": LLAMA_3_70B_SIZES, "tiny": TINY_SIZES}
@@ -53,7 +55,7 @@ def make_model(
     for name, layer in model.model.layers.named_children():
         _fill(layer, f"model.layers.{name}.", seeds, device)
         if compiled:
-            layer.compile()
+            compile_layer(layer)
         if mesh is not None:
             fully_shard(layer, mesh=mesh)
     _fill(model, "", seeds, device)

@@ -53,7 +53,12 @@ SHAPES = {
 # The options of SparseAdamW by method. Weights are bf16 and rounded at random, without fp32 master weights.
 SPARSE_OPTIONS: dict[str, dict[str, Any]] = {
     "sparse": {"stochastic_rounding": True, "grad_dtype": torch.bfloat16},
-    "lean": {"stochastic_rounding": True, "grad_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
+    "lean": {
+        "stochastic_rounding": True,
+        "grad_dtype": torch.bfloat16,
+        "state_dtype": torch.bfloat16,
+        "offload_base_weights": True,
+    },
 }
 
 
@@ -113,7 +118,8 @@ class Case:
     def least_bytes(self) -> int:
         """Bytes that a step holds at once for certain: weights, reference, gradients and moments, no activations.
 
-        LoRA's adapters, the indices of whole tiles, and the rounding of the density to whole tiles are left out.
+        Offloaded base weights are among them, because they are on the GPU while the reference is computed. LoRA's
+        adapters, the indices of whole tiles, and the rounding of the density to whole tiles are left out.
         """
         n = sum(_numel(shape) for shape in parameter_shapes(self.shape).values())
         if self.method == "dense":

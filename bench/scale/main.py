@@ -8,7 +8,7 @@ Methods (--methods):
   dense   full fine-tuning, torch's fused AdamW with bf16 moments, a frozen reference model
   lora    adapters of rank --lora_rank, which are off for the reference
   sparse  SparseAdamW under a random mask, fp32 moments, compact gradients in bf16, reference by base weights
-  lean    the same with bf16 moments
+  lean    the same with bf16 moments, and base weights in host memory
 A row whose memory ran out reads "does not fit", with a lower bound of what it needs. With --limit_gib, torch's
 allocator gets that much memory, as on a smaller GPU: 78 for a GPU of 80 GB. A row that is in the results file is
 measured again; other rows of the file are kept.

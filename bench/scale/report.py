@@ -97,8 +97,8 @@ def heading(report: Report) -> str:
         return "No row was measured."
     return (
         f"A DPO step on one pair, random bf16 weights; sparse and lean: {case['pattern']} masks of density "
-        f"{case['density']:g} with stochastic rounding, lean with bf16 moments; lora: rank {case['lora_rank']}; "
-        "dense: with a frozen reference model."
+        f"{case['density']:g} with stochastic rounding, lean with bf16 moments and base weights in host memory; "
+        f"lora: rank {case['lora_rank']}; dense: with a frozen reference model."
     )
 
 

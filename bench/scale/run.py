@@ -93,8 +93,10 @@ def make_training(case: Case, device: torch.device) -> Trained:
         adapted: Any = add_lora(policy, case.lora_rank)
         return adapter_training(policy, adapted.disable_adapter, case.learning_rate)
     mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
-    keep = not case.precomputed_reference
-    return sparse_training(policy, mask, case.learning_rate, keep_base_weights=keep, **SPARSE_OPTIONS[case.method])
+    options = SPARSE_OPTIONS[case.method]
+    if case.precomputed_reference:
+        options = {**options, "keep_base_weights": False, "offload_base_weights": False}
+    return sparse_training(policy, mask, case.learning_rate, **options)
 
 
 def random_pair(case: Case, index: int, vocab: int) -> TokenBatch:

@@ -156,14 +156,31 @@ void GradientBuffer::add_dense_(int64_t i, const at::Tensor& grad, const std::op
   received_[i] = true;
 }
 
-void GradientBuffer::add_tiles_(int64_t i, const at::Tensor& left, const at::Tensor& right,
-                                const std::optional<at::Tensor>& found_inf) {
-  check_tile_operands(i, left, right);
+void GradientBuffer::add_tiles_(const std::vector<int64_t>& which, const std::vector<at::Tensor>& lefts,
+                                const std::vector<at::Tensor>& rights, const std::optional<at::Tensor>& found_inf) {
+  SPARSE_OPT_CHECK(lefts.size() == which.size() && rights.size() == which.size(), "there are ", which.size(),
+                   " parameters, ", lefts.size(), " left and ", rights.size(), " right operands");
+  for (size_t k = 0; k < which.size(); ++k) check_tile_operands(which[k], lefts[k], rights[k]);
   const std::lock_guard lock(mutex_);
   flush();
-  multiply_tiles_({{static_cast<size_t>(i), left, right, version_of(left), version_of(right)}}, received_[i],
-                  found_inf);
-  received_[i] = received_tiles_[i] = true;
+  std::vector<TileOperands> list;
+  bool accumulate = false;
+  const auto add = [&] {
+    if (list.empty()) return;
+    multiply_tiles_(list, accumulate, found_inf);
+    for (const TileOperands& p : list) received_[p.i] = received_tiles_[p.i] = true;
+    list.clear();
+  };
+  for (size_t k = 0; k < which.size(); ++k) {
+    const auto i = static_cast<size_t>(which[k]);
+    const auto excludes = [&](const TileOperands& p) {
+      return p.i == i || p.left.scalar_type() != lefts[k].scalar_type();
+    };
+    if (received_[i] != accumulate || std::any_of(list.begin(), list.end(), excludes)) add();
+    accumulate = received_[i];
+    list.push_back({i, lefts[k], rights[k], version_of(lefts[k]), version_of(rights[k])});
+  }
+  add();
 }
 
 void GradientBuffer::add_values_(int64_t i, const at::Tensor& values, const std::optional<at::Tensor>& found_inf) {

@@ -33,9 +33,10 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // Add a gradient of parameter i at once. The first one after drop() overwrites the parameter's slots. If a result is
   // not finite, `found_inf` is set to inf.
   void add_dense_(int64_t i, const at::Tensor& grad, const std::optional<at::Tensor>& found_inf);
-  // The gradient is left^T @ right, of [tokens, rows] and [tokens, columns].
-  void add_tiles_(int64_t i, const at::Tensor& left, const at::Tensor& right,
-                  const std::optional<at::Tensor>& found_inf);
+  // The gradients are left^T @ right, of [tokens, rows] and [tokens, columns], of each of these parameters. One launch
+  // computes all that have one dtype, and are all the first ones of their parameters or none of them.
+  void add_tiles_(const std::vector<int64_t>& which, const std::vector<at::Tensor>& lefts,
+                  const std::vector<at::Tensor>& rights, const std::optional<at::Tensor>& found_inf);
   // The gradient's active elements: fp32, [the parameter's slots].
   void add_values_(int64_t i, const at::Tensor& values, const std::optional<at::Tensor>& found_inf);
 

@@ -27,9 +27,9 @@ class SparseArguments:
 
     Args:
         grads, state_dtype, grad_dtype, master_weights, stochastic_rounding, freeze_inactive, keep_base_weights,
-            compact_weights, amp_scaling, tile_backward, backend: see `SparseAdamW`. fp16 mixed precision requires
-            `amp_scaling=True` or grads='dense'. In several processes compact gradients are averaged by the optimizer,
-            and dense ones by DistributedDataParallel.
+            offload_base_weights, compact_weights, amp_scaling, tile_backward, backend: see `SparseAdamW`. fp16 mixed
+            precision requires `amp_scaling=True` or grads='dense'. In several processes compact gradients are averaged
+            by the optimizer, and dense ones by DistributedDataParallel.
         seed: seed of the stochastic rounding; None takes the trainer's seed.
         delta_log_dir: folder of a `DeltaLog` of the weights; None writes no log. In a folder without a log, a new one
             is created whose step 0 is W0, even if the run is resumed; otherwise a resumed run appends to the existing
@@ -58,6 +58,7 @@ class SparseArguments:
     seed: int | None = None
     freeze_inactive: bool = True
     keep_base_weights: bool = True
+    offload_base_weights: bool = False
     compact_weights: bool = False
     amp_scaling: bool = False
     tile_backward: bool | None = None

@@ -3,8 +3,9 @@
 How a gradient travels from autograd to the weights, with grads='compact':
 
 1. Autograd accumulates the gradient of a parameter in `param.grad`. A post-accumulate-grad hook passes it to the
-   parameter's `Receiver` (collector.py). A tiled linear layer (tile_linears.py, tile_backward.py) never computes the
-   dense gradient; its `Route` passes the two operands of the product instead.
+   parameter's `Receiver` (collector.py). A tiled layer (tile_layers.py) never computes the dense gradient: the `Route`
+   of a linear layer (tile_backward.py) passes the two operands of the product instead, that of an embedding
+   (tile_embedding.py) the active elements.
 2. `GradientCollector` (collector.py) decides for the whole optimizer whether the gradient is accepted: not inside
    `base_weights()`, and not after clipping. The first gradient after a step drops those that the step has used.
 3. The `GradientBuffer` (gradient_buffer.py) of the parameter's bucket adds the active elements to its flat tensor

@@ -31,50 +31,59 @@ _ELSEWHERE = itertools.count(2**30)
 class BaseWeights(LocalSegments):
     """W0 at every element of local shards that was ever active, for a set of shards that one op call can take."""
 
-    values: Tensor  # [nnz], the parameters' dtype
+    values: Tensor  # [nnz], the parameters' dtype; offloaded ones are in pinned host memory
     backend: InitVar[str | None]
     current: CompactWeights | None = None  # of the same active elements
+    offload: InitVar[bool] = False
 
-    def __post_init__(self, backend: str | None) -> None:
+    def __post_init__(self, backend: str | None, offload: bool) -> None:
         super().__post_init__()
+        if offload and self.device.type != "cpu":
+            self.values = self.values.to("cpu").pin_memory()
+        # `values` on the device while the model holds them; without `current`, the model's weights instead
+        self._exchanged: Tensor | None = None
         target = (self.params, self.indices, self.starts, self.ends)
         self._bound = backends.bind("indexed_swap_", *target, **self.layout(), backend=backend)
         op = "indexed_swap_" if self.current is None else "indexed_replace_"
         self._op = backends.function(op, self.device, backend)
 
     @classmethod
-    def of(cls, bucket: Bucket, backend: str | None) -> BaseWeights:
-        return cls(**bucket.shared(), values=compact(bucket), backend=backend, current=bucket.weights)
+    def of(cls, bucket: Bucket, backend: str | None, *, offload: bool) -> BaseWeights:
+        return cls(**bucket.shared(), values=compact(bucket), backend=backend, current=bucket.weights, offload=offload)
 
     def enter_(self) -> None:
         """Put the base into the model, bit for bit."""
         self._check_sizes()
+        values = self.values.to(self.device, non_blocking=True)
         if self.current is None:
-            self._swap()
+            self._swap(values)
         else:
-            self._replace(self.current.values, self.values)
+            self._replace(self.current.values, values)
+        self._exchanged = values
 
     def leave_(self) -> None:
         """Undo `enter_`, bit for bit."""
         self._check_sizes()
+        assert self._exchanged is not None
         if self.current is None:
-            self._swap()
+            self._swap(self._exchanged)
         else:
-            self._replace(self.values, self.current.values)
+            self._replace(self._exchanged, self.current.values)
+        self._exchanged = None
 
     def _check_sizes(self) -> None:
         if [p.numel() for p in self.params] != self.numels:
             raise RuntimeError("a parameter has another size than when its mask was bound")
 
-    def _swap(self) -> None:
+    def _swap(self, values: Tensor) -> None:
         """Exchange the model's weights with `values`."""
         if self._bound is not None:
-            self._bound.swap(self.values)
+            self._bound.swap(values)
         else:
-            self._op(self.params, self.values, self.indices, self.starts, self.ends, **self.layout())
+            self._op(self.params, values, self.indices, self.starts, self.ends, **self.layout())
 
     def _replace(self, before: Tensor, after: Tensor) -> None:
-        """Write `after` to the model, which holds `before`. `values` stay the base."""
+        """Write `after` to the model, which holds `before`."""
         if self._bound is not None:
             self._bound.replace(before, after)
         else:
@@ -86,7 +95,9 @@ class BaseWeights(LocalSegments):
             yield shard, (self.positions(i), self.values[self.segment(i)])
 
 
-def rebuild(buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], backend: str | None) -> list[BaseWeights]:
+def rebuild(
+    buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], backend: str | None, *, offload: bool
+) -> list[BaseWeights]:
     """Build the base weights of the active elements and of those in `held`, shard -> (positions, values).
 
     An element that is not in `held` has never changed, so its base value is the current weight. `held` may have
@@ -102,7 +113,7 @@ def rebuild(buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], bac
         bucket, i = active.get(shard, (None, 0))
         union = torch.cat([held_positions, nothing if bucket is None else bucket.positions(i)]).unique(sorted=True)
         base = flat[union.long()]
-        base[torch.searchsorted(union, held_positions)] = held_values
+        base[torch.searchsorted(union, held_positions)] = held_values.to(flat.device)
         run_length = longest_run(union, longest)
         narrow = fits_uint16(shard.param, union, run_length)
         key = (bucket, flat.device, flat.dtype, union.dtype, run_length, narrow)
@@ -120,7 +131,7 @@ def rebuild(buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], bac
                 current = bucket.weights
         local = [shard.local for shard in shards]
         base = torch.cat(values)
-        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, base, backend, current))
+        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, base, backend, current, offload))
     return bases
 
 

@@ -17,7 +17,7 @@ from ..ops.step_ops import STEP_OPS
 from . import base_weights, binding, options, state_entries
 from .buckets import Bucket
 from .compact_weights import CompactWeights
-from .gradients import tile_linears
+from .gradients import tile_layers
 from .gradients.collector import GradientCollector
 from .gradients.gradient_buffer import GradientBuffer
 from .gradients.reduction import GradientReducer
@@ -66,6 +66,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         seed: int = 0,
         freeze_inactive: bool = True,
         keep_base_weights: bool = True,
+        offload_base_weights: bool = False,
         compact_weights: bool = False,
         amp_scaling: bool = False,
         model: nn.Module | None = None,
@@ -84,6 +85,8 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise ValueError(f"grad_dtype is {grad_dtype}, expected one of {FLOAT_DTYPES}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm}, expected a positive number or None")
+        if offload_base_weights and not keep_base_weights:
+            raise ValueError("offload_base_weights=True needs keep_base_weights=True")
         self.defaults = {**defaults, "seed": seed}
         self._check_options(self.defaults)
         self.grads = grads
@@ -91,7 +94,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
         self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
         self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights
-        self.compact_weights = compact_weights
+        self.offload_base_weights, self.compact_weights = offload_base_weights, compact_weights
         self.amp_scaling, self.tile_backward, self.backend = amp_scaling, tile_backward, backend
         self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
         self._buckets: list[Bucket] = []
@@ -100,7 +103,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._frozen: list[Parameter] = []
         self._routes: list[tuple[nn.Module, Route]] = []  # layers with a replaced forward
         # Such a layer refers to itself; without this only the garbage collector would free it.
-        weakref.finalize(self, tile_linears.restore, self._routes).atexit = False
+        weakref.finalize(self, tile_layers.restore, self._routes).atexit = False
         self._groups_fixed = self._closed = False
 
         if isinstance(params, nn.Module):
@@ -173,10 +176,23 @@ class BoundOptimizer(torch.optim.Optimizer):
             checks.require_same_setup(self, mask, self.process_group)
             checks.require_same_weights(self._shards, named, self.process_group)
         steppers = self._build(active, mask.pattern)
-        keep = self.keep_base_weights
-        bases = [base_weights.BaseWeights.of(s.bucket, self.backend) for s in steppers] if keep else []
+        bases = self._new_bases([stepper.bucket for stepper in steppers])
         self.mask = mask
         self._adopt(steppers, bases)
+
+    def _new_bases(self, buckets: list[Bucket]) -> list[base_weights.BaseWeights]:
+        """Return the current active weights as base weights; none without `keep_base_weights`."""
+        if not self.keep_base_weights:
+            return []
+        if self.offload_base_weights and (sharded := [bucket for bucket in buckets if bucket.is_sharded]):
+            raise ValueError(f"offload_base_weights=True, but {sharded[0].names[0]!r} is sharded by fully_shard")
+        of = base_weights.BaseWeights.of
+        return [of(bucket, self.backend, offload=self.offload_base_weights) for bucket in buckets]
+
+    def _rebuilt_bases(
+        self, buckets: list[Bucket], held: dict[sharding.Shard, tuple[Tensor, Tensor]]
+    ) -> list[base_weights.BaseWeights]:
+        return base_weights.rebuild(buckets, held, self.backend, offload=self.offload_base_weights)
 
     @torch.no_grad()
     def rebind(self, model: nn.Module) -> None:
@@ -222,7 +238,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         """Build the buckets with their state and gradient buffers. The model and the optimizer do not change."""
         buckets = binding.build_buckets(self.param_groups, active, self._shards, pattern, self.backend)
         compact_grads = self.grads == "compact"
-        tiles = tile_linears.choose(buckets, self._root(), pattern, grads=self.grads, tile_backward=self.tile_backward)
+        tiles = tile_layers.choose(buckets, self._root(), pattern, grads=self.grads, tile_backward=self.tile_backward)
         steppers = []
         for bucket, its_tiles in zip(buckets, tiles, strict=True):
             for name in self._state_names(bucket.group):
@@ -287,7 +303,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         buckets = [stepper.bucket for stepper in steppers]
         state_entries.copy_common_state(self._buckets, buckets)
         held = dict(part for base in self._bases for part in base.parts())
-        bases = base_weights.rebuild(buckets, held, self.backend) if self.keep_base_weights else []
+        bases = self._rebuilt_bases(buckets, held) if self.keep_base_weights else []
         self.mask = mask
         self._adopt(steppers, bases)
 
@@ -340,11 +356,11 @@ class BoundOptimizer(torch.optim.Optimizer):
         root = self._root()
         if root is not None:
             for bucket, receiver in zip(self._buckets, self._collector.receivers, strict=True):
-                self._routes += tile_linears.install(root, bucket, receiver)
+                self._routes += tile_layers.install(root, bucket, receiver, everywhere=self.tile_backward is True)
 
     def _detach(self) -> None:
         self._collector.detach()
-        tile_linears.restore(self._routes)
+        tile_layers.restore(self._routes)
         for p in self._frozen:
             p.requires_grad_(True)
         self._frozen = []

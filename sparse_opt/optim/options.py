@@ -33,6 +33,7 @@ class SharedOptions(TypedDict, total=False):
     seed: int
     freeze_inactive: bool
     keep_base_weights: bool
+    offload_base_weights: bool
     compact_weights: bool
     amp_scaling: bool
     model: nn.Module | None

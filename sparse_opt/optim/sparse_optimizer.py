@@ -384,7 +384,7 @@ class SparseOptimizer(BoundOptimizer):
             bases = self._bases
             if bases:
                 held = saved.base_weights(self._buckets, self._shards)
-                bases = base_weights.rebuild(self._buckets, held, self.backend)
+                bases = self._rebuilt_bases(self._buckets, held)
         # Nothing has changed so far.
         self.zero_grad()
         saved.copy_(self._buckets)
@@ -399,5 +399,8 @@ class SparseOptimizer(BoundOptimizer):
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of the compact buffers by purpose: state, master, compact_weights, indices, grad, base."""
+        """Return the bytes of the compact buffers by purpose: state, master, compact_weights, indices, grad, base.
+
+        With `offload_base_weights`, the base weights are in host memory, and are counted too.
+        """
         return state_entries.nbytes(self._buckets, self._bases)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.cli.quickstart import data as quickstart_data
-from sparse_opt.optim.gradients import tile_linears
+from sparse_opt.optim.gradients import tile_layers
 from sparse_opt.trainers.arithmetic import make_tokenizer
 
 EPS32 = torch.finfo(torch.float32).eps
@@ -71,7 +71,8 @@ def test_train_under_a_tile_mask(sparse_opt, run_files, tmp_path, monkeypatch, a
     ends = []
     for name in ("tiles", "dense"):
         if name == "dense":
-            monkeypatch.setattr(tile_linears, "MAX_TILED_DENSITY", {64: 0.0, 128: 0.0})
+            monkeypatch.setattr(tile_layers, "MAX_TILED_DENSITY", {64: 0.0, 128: 0.0})
+            monkeypatch.setattr(tile_layers, "MAX_TILED_EMBEDDING_DENSITY", 0.0)
         where = ("--policy_name", run_files / "model", "--dataset", run_files / dataset)
         mask = ("--mode", "sparse", "--mask", run_files / "mask.safetensors", "--output_dir", tmp_path / name)
         options = "--n_steps 2 --dtype fp32 --device cpu --lr_schedule constant --warmup_steps 0".split()

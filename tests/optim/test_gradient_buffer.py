@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet, SparseSGD, backends
+from sparse_opt.optim.gradients.tile_backward import Product
 
 SHAPE, TOKENS = (128, 192), 40
 
@@ -32,7 +33,7 @@ def add(buffer, kind, i, seed, found_inf=None):
     if kind == "dense":
         buffer.add_dense(i, left.t() @ right, found_inf)
     elif kind == "tiles":
-        buffer.add_tiles(i, left, right, found_inf)
+        buffer.add_tiles([Product(i, left, right)], found_inf)
     else:
         halves = ((begin, left[:, begin : begin + 64]) for begin in (0, 64))
         buffer.add_values(i, buffer.tile_rows(i, halves, right), found_inf)

@@ -172,7 +172,7 @@ def test_which_layers_compute_tiles(device):
         return _Mixed().to(device)
 
     model, tiles, twin, dense = pair(device, mixed, density=0.6)
-    assert tiles.tiled_parameters == ("plain.weight", "head.weight")
+    assert tiles.tiled_parameters == ("embedding.weight", "plain.weight", "head.weight")
     tokens = torch.arange(100, device=device).view(5, 20)
     for m in (model, twin):
         m(tokens).square().mean().backward()
@@ -228,10 +228,10 @@ def test_tile_backward_that_no_layer_supports_is_an_error(device):
         SparseAdamW(model, tiles, tile_backward=True, grads="dense")
     with pytest.raises(ValueError, match="the model missing"):
         SparseAdamW(model.named_parameters(), tiles, tile_backward=True)
-    embedding = nn.Embedding(128, 64)
-    rows = MaskSet.random(embedding, density=0.5, pattern="tile64")
-    with pytest.raises(ValueError, match="'weight': it is 'weight' of a Embedding"):
-        SparseAdamW(embedding, rows, tile_backward=True)
+    bag = nn.EmbeddingBag(128, 64)
+    rows = MaskSet.random(bag, density=0.5, pattern="tile64")
+    with pytest.raises(ValueError, match="'weight': it is 'weight' of a EmbeddingBag"):
+        SparseAdamW(bag, rows, tile_backward=True)
     assert forwards(model) == [] and all(p.requires_grad for p in model.parameters())
     optimizer = SparseAdamW(model, tiles, tile_backward=True)
     with pytest.raises(ValueError, match="the mask's pattern 'element'"):

@@ -75,7 +75,7 @@ def _errors_of_a_hundred_steps(model):
     ]
     names = optimizers[0].tiled_parameters
     kinds = {type(model.get_submodule(name.removesuffix(".weight"))).__name__ for name in names}
-    assert kinds == ({"Conv1D", "Embedding"} if "gpt2" in type(model).__name__.lower() else {"Linear"})
+    assert kinds == {"Conv1D" if "gpt2" in type(model).__name__.lower() else "Linear", "Embedding"}
     assert len(names) >= 5
     start = [p.detach().clone() for p in exact.parameters()]
     active = {name: mask.bool(name) for name in mask.names}
@@ -116,8 +116,8 @@ def test_tiles_under_transformers_checkpointing(model, reentrant):
 
 
 def test_tiles_with_tied_embeddings(tiny_llama):
+    """The parts of the output layer and of the embedding both come by tiles, and they add up."""
     model = tiny_llama(num_hidden_layers=1, tie_word_embeddings=True, **SIZES)
-    """The output layer's part comes by tiles, the embedding's is dense, and they add up."""
     tiles, twin, dense = pair(model, max_grad_norm=1e-3)
     assert "model.embed_tokens.weight" in tiles.tiled_parameters
     for seed in range(2):

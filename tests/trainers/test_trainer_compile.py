@@ -167,6 +167,42 @@ def test_names_stay():
     assert [list(model.state_dict()), [name for name, _ in model.named_parameters()]] == names
 
 
+def test_compiled_layers_recompute_what_their_gradients_need(monkeypatch):
+    # inductor's partition of forward and backward pass, run by torch: inductor itself takes long on a CPU.
+    partitioned = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: partitioned)
+    ids = torch.randint(3, 211, (2, 24))
+
+    def run(model):
+        saved = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t),
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        ):
+            model.model(input_ids=ids, use_cache=False).last_hidden_state.square().sum().backward()
+        activations = sum(t.nbytes for t in saved if not isinstance(t, torch.nn.Parameter))
+        n_products = sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+        return activations, n_products, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, checkpointed, compiled = (small(LlamaConfig).train() for _ in range(3))
+    for model in (checkpointed, compiled):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compile_layers(compiled)
+    assert not any(layer.gradient_checkpointing for layer in compiled.model.layers)
+    run(compiled)  # compiles
+    compiled.zero_grad()
+    expected = run(plain)[2]
+    activations, n_products, grads = run(compiled)
+    n_layers = len(plain.model.layers)
+    # A layer keeps its input; cosines and sines of the positions are no larger, and the last norm is not in a layer.
+    assert activations <= 2 * (n_layers + 4) * ids.numel() * plain.config.hidden_size * 4
+    # Seven products of a layer have three each, forward and backward, and all but the last one are recomputed.
+    assert n_products == n_layers * (3 * 7 + 6)
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max(), msg=name)
+
+
 def test_models_without_layers_are_refused():
     with pytest.raises(ConfigError, match="option 'compile': Sequential has no list of layers of one class"):
         compile_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))

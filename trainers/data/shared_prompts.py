@@ -22,7 +22,7 @@ from torch import Tensor
 from sparse_opt.errors import ConfigError
 from sparse_opt.files import one_line
 
-from ..policy.branch_attention import BranchLayout
+from ..policy.branch_attention import BranchRow, lay_out
 from ..policy.logprobs.branch_mask import IMPLEMENTATIONS, attention_dtype, branch_mask
 from ..policy.models import causal_lm, running_eagerly
 from .encoding import TokenBatch, TokenSequence, collate, common_prefix_length
@@ -71,10 +71,10 @@ def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: in
     input_ids = torch.full((len(groups), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask, position_ids, branches = (torch.zeros_like(input_ids) for _ in range(3))
     completion_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    pieces = []
+    branch_rows = []
     for row, group in enumerate(groups):
         shared, offsets = n_shared_tokens(group), branch_offsets(group)
-        pieces.append((shared, [*(offset + shared for offset in offsets[1:]), length]))
+        branch_rows.append(BranchRow(shared, [*(offset + shared for offset in offsets[1:]), lengths[row]]))
         for number, (sequence, offset) in enumerate(zip(group, offsets, strict=True)):
             end, begin = offset + len(sequence.ids), 0 if number == 0 else offset + shared
             input_ids[row, begin:end] = torch.tensor(sequence.ids[begin - offset :], dtype=torch.int64, device="cpu")
@@ -91,7 +91,7 @@ def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: in
         n_trained=sum(sequence.n_trained for group in groups for sequence in group),
         position_ids=position_ids,
         branches=branches,
-        branch_layout=BranchLayout.of(pieces, length),
+        branch_layout=lay_out(branch_rows, length),
     )
 
 

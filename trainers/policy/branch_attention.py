@@ -1,33 +1,56 @@
-"""Attention in rows of several sequences with a shared prompt, by flash attention on pieces of the rows.
+"""Attention in rows of several sequences with a shared prompt, without a mask, in one of two ways.
 
-A row's pieces are its shared tokens and each sequence's own tokens. A piece attends to the shared tokens before it, and
-causally to itself; that is causal attention of its queries to the keys of both, aligned at their ends. So nothing is
-computed between sequences, and queries and outputs stay where they are; only keys and values of the shared tokens are
-copied, once for each sequence. A mask over the whole row (`logprobs.branch_mask`) excludes flash attention, and all
-pairs of its tokens are computed.
+`Pieces` attends by flash attention for pieces of a row: the shared tokens, and each sequence's own tokens. A piece
+attends to the shared tokens before it, and causally to itself; that is causal attention of its queries to the keys of
+both, aligned at their ends. Each pair of tokens is computed once. Queries and outputs stay where they are; only keys
+and values of the shared tokens are copied, once for each sequence.
+
+`SeparateRows` copies queries, keys and values into a row for each sequence, padded at the right, and attends as without
+shared prompts: by torch's causal attention, cuDNN's on recent GPUs, which computes more pairs in the same time. It
+computes the pairs of shared tokens once for each sequence, and those of padding.
+
+`lay_out` chooses between them. A mask over the whole row (`logprobs.branch_mask`) excludes both kinds of kernels, and
+all pairs of its tokens are computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # The bottom-right causal window is torch 2.11's; heads that share keys need no argument before torch 2.12.
 _OPTIONS: Mapping[str, Any] = {}
-with contextlib.suppress(ImportError):  # torch without it: `supports` is False
+with contextlib.suppress(ImportError):  # torch without it: `supports` is False for pieces
     from torch.nn.attention.varlen import varlen_attn
 
     _OPTIONS = inspect.signature(varlen_attn).parameters
-_LENGTHS = 128  # lengths are rounded up to a multiple: compiled layers are compiled again for another one
+# Lengths are rounded up to a multiple: compiled layers are compiled again for another one, and cuDNN plans again.
+_PIECE_MULTIPLE = 128
+_ROW_MULTIPLE = 64
+# Separate rows may have this many times the pairs of pieces. An estimate from the times in docs/notebook.md ("A DPO
+# step in a CUDA graph"): cuDNN computes 2.3 times as many pairs per second, and copies take a part of that.
+_MAX_PAIRS_RATIO = 1.75
 
 
-class BranchLayout(NamedTuple):
+class BranchRow(NamedTuple):
+    """Where the sequences of a row are: shared tokens, then each sequence's own tokens, then padding."""
+
+    n_shared: int
+    ends: Sequence[int]  # of each sequence's own tokens, in the order of the row
+
+    def own(self) -> Iterator[tuple[int, int]]:
+        """Start and end of each sequence's own tokens."""
+        return pairwise([self.n_shared, *self.ends])
+
+
+class Pieces(NamedTuple):
     """The pieces of B rows of T tokens, as positions in the B T tokens of all rows; all tensors on one device."""
 
     query_ends: Tensor  # [pieces + 1] int32: 0, then where each piece ends
@@ -38,39 +61,35 @@ class BranchLayout(NamedTuple):
     most_keys: int
 
     @classmethod
-    def of(cls, rows: list[tuple[int, list[int]]], n_tokens: int) -> BranchLayout:
-        """The layout of rows of `n_tokens`, on the CPU.
-
-        Args:
-            rows: of each row, the number of shared tokens, and where each sequence's own tokens end; the last one's
-                end with the row.
-        """
+    def of(cls, rows: Sequence[BranchRow], n_tokens: int) -> Pieces:
+        """The pieces of rows of `n_tokens`, on the CPU. A row's padding belongs to its last piece."""
         query_ends, key_ends, keys = [0], [0], []
-        most_copies = max((1 + len(ends) if shared else 1 for shared, ends in rows), default=1)
+        most_copies = max((1 + len(row.ends) if row.n_shared else 1 for row in rows), default=1)
         copies = torch.full((len(rows) * n_tokens, most_copies), -1, dtype=torch.int64, device="cpu")
-        for row, (shared, ends) in enumerate(rows):
-            first = row * n_tokens
-            starts = [0, shared, *ends[:-1]] if shared else [0, *ends[:-1]]
-            for number, (start, end) in enumerate(zip(starts, [shared, *ends] if shared else ends, strict=True)):
-                own = torch.arange(first + start, first + end, device="cpu")
-                before = torch.arange(first, first + (shared if start else 0), device="cpu")
-                at = torch.arange(key_ends[-1], key_ends[-1] + len(before) + len(own), device="cpu")
+        for number, row in enumerate(rows):
+            first = number * n_tokens
+            pieces = [*([(0, row.n_shared)] if row.n_shared else []), *row.own()]
+            pieces[-1] = (pieces[-1][0], n_tokens)
+            for piece, (start, end) in enumerate(pieces):
+                own = _range(first + start, first + end)
+                before = _range(first, first + (row.n_shared if start else 0))
+                at = _range(key_ends[-1], key_ends[-1] + len(before) + len(own))
                 keys += [before, own]
                 if len(before):
-                    copies[before, number] = at[: len(before)]
+                    copies[before, piece] = at[: len(before)]
                 copies[own, 0] = at[len(before) :]
                 query_ends.append(first + end)
                 key_ends.append(key_ends[-1] + len(at))
         longest = [max((b - a for a, b in pairwise(ends)), default=1) for ends in (query_ends, key_ends)]
         return cls(
             torch.tensor(query_ends, dtype=torch.int32, device="cpu"),
-            torch.cat(keys) if keys else torch.zeros(0, dtype=torch.int64, device="cpu"),
+            torch.cat(keys) if keys else _range(0, 0),
             torch.tensor(key_ends, dtype=torch.int32, device="cpu"),
             copies,
-            *(length + -length % _LENGTHS for length in longest),
+            *(_rounded_up(length, _PIECE_MULTIPLE) for length in longest),
         )
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> BranchLayout:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Pieces:
         """The layout with other tensors, such as those on another device."""
         return self._replace(
             query_ends=function(self.query_ends),
@@ -79,54 +98,160 @@ class BranchLayout(NamedTuple):
             copies=function(self.copies),
         )
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """See `BranchLayout`."""
+        rows, n_heads, n_tokens, size = query.shape
+        shared_keys: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
+        found: Any = varlen_attn(
+            _tokens(query),
+            _Gathered.apply(_tokens(key), self.keys, self.copies),
+            _Gathered.apply(_tokens(value), self.keys, self.copies),
+            self.query_ends,
+            self.key_ends,
+            self.most_queries,
+            self.most_keys,
+            scale=scaling,
+            window_size=(-1, 0),
+            **shared_keys,
+        )
+        output: Tensor = found.view(rows, n_tokens, n_heads, size)
+        return output
 
-def supports(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `branch_attention` can compute with queries of this dtype and device."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or "window_size" not in _OPTIONS:
+
+class SeparateRows(NamedTuple):
+    """A row of L columns for each of the N sequences in B rows of T tokens; all tensors on one device.
+
+    The sequences' own tokens, and the shared ones in the first sequence of each row, take the outputs of their columns.
+    The outputs of a row's padding are those of other tokens; their gradients must be zero and are not used. Indices are
+    int32, because compiled layers compute with them for each element that they copy.
+    """
+
+    columns: Tensor  # [N, L] int32: the token in each column, of the B T; the row's first one in padding
+    copies: Tensor  # [B T, c] int32: the columns with each token, of the N L, its output's first; -1 if less than c
+    outputs: Tensor  # [N, L] int32: the token that takes the column's output; -1 if none does
+
+    @classmethod
+    def of(cls, rows: Sequence[BranchRow], n_tokens: int) -> SeparateRows:
+        """The separate rows of rows of `n_tokens`, on the CPU."""
+        lengths = _lengths(rows)
+        n_columns = _rounded_up(max(lengths, default=1), _ROW_MULTIPLE)
+        most_copies = max((len(row.ends) if row.n_shared else 1 for row in rows), default=1)
+        columns = torch.zeros(len(lengths), n_columns, dtype=torch.int64, device="cpu")
+        outputs = torch.full_like(columns, -1)
+        copies = torch.full((len(rows) * n_tokens, most_copies), -1, dtype=torch.int64, device="cpu")
+        sequence = 0
+        for number, row in enumerate(rows):
+            first = number * n_tokens
+            before = _range(first, first + row.n_shared)
+            for branch, (start, end) in enumerate(row.own()):
+                own = _range(first + start, first + end)
+                at = sequence * n_columns + _range(0, len(before) + len(own))
+                columns[sequence] = first
+                columns[sequence, : len(at)] = torch.cat([before, own])
+                outputs[sequence, len(before) : len(at)] = own
+                copies[own, 0] = at[len(before) :]
+                if len(before):
+                    copies[before, branch] = at[: len(before)]
+                if branch == 0:
+                    outputs[sequence, : len(before)] = before
+                sequence += 1
+        return cls(columns.int(), copies.int(), outputs.int())
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SeparateRows:
+        """The layout with other tensors, such as those on another device."""
+        return SeparateRows(*(function(part) for part in self))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """See `BranchLayout`."""
+        rows, n_heads, n_tokens, size = query.shape
+        of_output = self.copies[:, :1]  # the gradients of other copies of a query are zero
+        found = F.scaled_dot_product_attention(
+            self._separate(query, of_output),
+            self._separate(key, self.copies),
+            self._separate(value, self.copies),
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=key.shape[1] != n_heads,
+        )
+        output: Tensor = _Gathered.apply(_tokens(found), of_output[:, 0].clamp(min=0), self.outputs.view(-1, 1))
+        return output.view(rows, n_tokens, n_heads, size)
+
+    def _separate(self, part: Tensor, copies: Tensor) -> Tensor:
+        """[N, heads, L, size] of [B, heads, T, size]; the gradient is the sum over `copies`."""
+        found: Tensor = _Gathered.apply(_tokens(part), self.columns.flatten(), copies)
+        return found.view(*self.columns.shape, part.shape[1], part.shape[3]).transpose(1, 2)
+
+
+# Its `attend` returns the attention's output, [B, T, heads, size], for query [B, heads, T, size] and key and value
+# [B, heads or a divisor of it, T, size].
+BranchLayout = Pieces | SeparateRows
+
+
+def lay_out(rows: Sequence[BranchRow], n_tokens: int) -> BranchLayout:
+    """The layout of rows of `n_tokens`, on the CPU: separate rows unless they have many more pairs than pieces.
+
+    Pairs are those of a query and a key that it sees. With two completions in each row, and sequences of one length,
+    separate rows have at most twice the pairs; more completions and differences in length make the ratio larger.
+    """
+    lengths = _lengths(rows)
+    pairs = sum(row.n_shared**2 for row in rows)
+    for row in rows:
+        pairs += sum((end - start) * (2 * row.n_shared + end - start) for start, end in row.own())
+    padded = len(lengths) * _rounded_up(max(lengths, default=1), _ROW_MULTIPLE) ** 2
+    return (SeparateRows if padded <= _MAX_PAIRS_RATIO * pairs else Pieces).of(rows, n_tokens)
+
+
+def supports(layout: BranchLayout, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `layout.attend` is possible, and faster than a mask, with queries of this dtype and device.
+
+    On a CPU, separate rows are not: torch's attention takes as long for them as with a mask.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if isinstance(layout, Pieces) and "window_size" not in _OPTIONS:
         return False
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def branch_attention(query: Tensor, key: Tensor, value: Tensor, layout: BranchLayout, scaling: float | None) -> Tensor:
-    """The attention's output, [B, T, heads, size], for query [B, heads, T, size].
+class _Gathered(torch.autograd.Function):
+    """tokens[index]; its gradient is a sum over copies in a fixed order, without sorting or atomic additions.
 
-    Args:
-        key, value: [B, heads or a divisor of it, T, size].
+    `copies` [tokens, c] are positions in `index`; -1 adds nothing. Sums are rounded to bf16 or fp16 once.
     """
-    rows, n_heads, n_tokens, size = query.shape
-    keys, values = (
-        _Copied.apply(part.transpose(1, 2).reshape(rows * n_tokens, -1, size), layout.keys, layout.copies)
-        for part in (key, value)
-    )
-    shared_keys: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
-    found: Any = varlen_attn(
-        query.transpose(1, 2).reshape(rows * n_tokens, n_heads, size),
-        keys,
-        values,
-        layout.query_ends,
-        layout.key_ends,
-        layout.most_queries,
-        layout.most_keys,
-        scale=scaling,
-        window_size=(-1, 0),
-        **shared_keys,
-    )
-    output: Tensor = found.view(rows, n_tokens, n_heads, size)
-    return output
-
-
-class _Copied(torch.autograd.Function):
-    """tokens[keys]; its gradient sums over copies in a fixed order, in fp32, without sorting or atomic additions."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, keys: Tensor, copies: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, index: Tensor, copies: Tensor) -> Tensor:
         ctx.save_for_backward(copies)
-        return tokens[keys]
+        return tokens[index]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        def of(at: Tensor) -> Tensor:
+            return torch.where((at >= 0)[:, None, None], grad[at.clamp(min=0)], 0)
+
         (copies,) = ctx.saved_tensors
-        total = grad[copies[:, 0]].float()  # each token is a key of its own piece
-        for at in copies[:, 1:].unbind(1):
-            total = total + torch.where((at >= 0)[:, None, None], grad[at.clamp(min=0)], 0)
+        first, *others = copies.unbind(1)
+        total = of(first)
+        if len(others) > 1:  # the sum of two is rounded once in any dtype
+            total = total.to(torch.promote_types(grad.dtype, torch.float32))
+        for at in others:
+            total = total + of(at)
         return total.to(grad.dtype), None, None
+
+
+def _lengths(rows: Sequence[BranchRow]) -> list[int]:
+    """The number of tokens of each sequence, shared ones included."""
+    return [row.n_shared + end - start for row in rows for start, end in row.own()]
+
+
+def _tokens(part: Tensor) -> Tensor:
+    """[B T, heads, size] of [B, heads, T, size]."""
+    return part.transpose(1, 2).reshape(-1, part.shape[1], part.shape[3])
+
+
+def _range(start: int, end: int) -> Tensor:
+    return torch.arange(start, end, device="cpu")
+
+
+def _rounded_up(length: int, multiple: int) -> int:
+    return length + -length % multiple

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sparse_opt.errors import ConfigError, DataError
+from sparse_opt.optim.gradients import tile_compiler
 
 from ..options import ModelOptions, TrainingOptions
 from ..ranks import local_rank, world_size
-from .branch_attention import BranchLayout, branch_attention
+from .branch_attention import BranchLayout
 from .pretrained import load_causal_lm, load_config_from, load_tokenizer_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -163,12 +165,14 @@ def attends_without_masks(model: Any) -> bool:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """torch's attention, or `branch_attention` if the model was called with a `branch_layout`."""
+    """torch's attention, or that of the `branch_layout` with which the model was called."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     layout: BranchLayout | None = kwargs.pop("branch_layout", None)
     if layout is not None:
-        return branch_attention(query, key, value, layout, kwargs.get("scaling")), None
+        # As torch's attention does under autocast, where the rotation by positions returns fp32.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        return layout.attend(query, key, value, kwargs.get("scaling")), None
     output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return output
 
@@ -219,7 +223,7 @@ def causal_lm(model: Any) -> Any:
 def compile_layers(model: nn.Module) -> None:
     """`torch.compile` each layer of a model in place (regional compilation): layers of one class share code.
 
-    Names in the state dict are unchanged. Copies of the model are not compiled.
+    Names in the state dict are unchanged. Copies of the model are not compiled. See `compile_layer`.
 
     Raises:
         ConfigError: the model has no list of layers of one class.
@@ -229,7 +233,24 @@ def compile_layers(model: nn.Module) -> None:
         raise ConfigError(f"option 'compile': {type(model).__name__} has no list of layers of one class")
     for layers in lists:
         for layer in layers:
-            layer.compile()
+            compile_layer(layer)
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """`torch.compile` a layer in place. If its activations are checkpointed, its compiled code recomputes them.
+
+    `torch.utils.checkpoint` around a compiled layer runs its whole forward pass again. Compiled code that keeps only
+    its inputs computes again what its gradients need: not the layer's last product, whose output no gradient needs.
+    """
+    if getattr(layer, "gradient_checkpointing", False):  # of transformers' layers
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+        layer.compile(backend=_recomputing_inductor)
+    else:
+        layer.compile(backend=tile_compiler.inductor)
+
+
+# One function for all layers, so that they share compiled code.
+_recomputing_inductor = functools.partial(tile_compiler.inductor, recompute=True)
 
 
 def has_compiled_layers(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .gradient_buffer import GradientBuffer
 from .reduction import GradientReducer
 from .scaler_proxy import ScalerProxy
+from .tile_backward import Product
 
 
 def inside_base_error(name: str) -> str:
@@ -301,7 +302,7 @@ class Receiver:
             found_inf = collector.begin(buffer)
             buffer.add_dense(i, grad.detach(), found_inf)
 
-    def receive_tiles(self, i: int, left: Tensor, right: Tensor) -> bool:
+    def receive_tiles(self, products: Sequence[Product]) -> bool:
         """See `TileSink`."""
         collector, buffer = self._collector(), self.buffer
         if collector is None:
@@ -309,13 +310,18 @@ class Receiver:
         with collector.lock:
             if not collector.collects(self):
                 return False
-            collector.require_accepting(buffer.names[i])
+            for product in products:
+                collector.require_accepting(buffer.names[product.i])
             found_inf = collector.begin(buffer)
-            buffer.add_tiles(i, left.detach(), right.detach(), found_inf)
+            buffer.add_tiles([Product(i, left.detach(), right.detach()) for i, left, right in products], found_inf)
         return True
 
     def receive_tile_rows(self, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """See `TileSink`."""
+        return self.receive_values(i, lambda: self.buffer.tile_rows(i, parts, right.detach()))
+
+    def receive_values(self, i: int, compute: Callable[[], Tensor]) -> bool:
+        """See `TileSink`."""
         collector, buffer = self._collector(), self.buffer
         if collector is None:
             return False
@@ -323,7 +329,7 @@ class Receiver:
             if not collector.collects(self):
                 return False
             collector.require_accepting(buffer.names[i])
-        values = buffer.tile_rows(i, parts, right.detach())  # unlocked: the caller's code computes parts
+        values = compute()  # unlocked: it may be any code
         with collector.lock:
             collector.require_accepting(buffer.names[i])
             found_inf = collector.begin(buffer)

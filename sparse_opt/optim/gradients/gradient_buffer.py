@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...ops.checks import FLOAT_DTYPES
 from ..segments import Segments
-from .tile_backward import NativeRoute, OpRoute, Route, TileSink
+from .tile_backward import NativeRoute, OpRoute, Product, Route, TileSink
 from .tiles import Tiles
 
 
@@ -45,12 +45,12 @@ class GradientBuffer(Segments, ABC):
         """Add the active elements of `grad`, the dense gradient of parameter i."""
 
     @abstractmethod
-    def add_tiles(self, i: int, left: Tensor, right: Tensor, found_inf: Tensor | None) -> None:
-        """Add the active tiles of left^T @ right, the gradient of parameter i."""
+    def add_tiles(self, products: Sequence[Product], found_inf: Tensor | None) -> None:
+        """Add the active tiles of each product to the gradient of its parameter."""
 
     @abstractmethod
     def add_values(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
-        """Add `values`, fp32 [slots of parameter i], the result of `tile_rows`."""
+        """Add `values`, fp32 [slots of parameter i], such as the result of `tile_rows`."""
 
     def tile_rows(self, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> Tensor:
         """Compute the active tiles of left^T @ right, with left [tokens, rows] in parts: fp32 [slots of parameter i].
@@ -209,22 +209,23 @@ class PythonGradientBuffer(GradientBuffer):
             **self.layout(which),
         )
 
-    def add_tiles(self, i: int, left: Tensor, right: Tensor, found_inf: Tensor | None) -> None:
+    def add_tiles(self, products: Sequence[Product], found_inf: Tensor | None) -> None:
         assert self.tiles is not None
-        self.ops.tile_weight_grad_(
-            self.values,
-            [left.contiguous()],
-            [right.contiguous()],
-            self.tiles.table,
-            self.tiles.starts[i : i + 1],
-            self.tiles.ends[i : i + 1],
-            tile_size=self.tiles.tile_size,
-            scale=None,
-            accumulate=self._received[i],
-            sum_sq=self.sum_sq[i : i + 1],
-            found_inf=found_inf,
-        )
-        self._received[i] = self._received_tiles[i] = True
+        for i, left, right in products:
+            self.ops.tile_weight_grad_(
+                self.values,
+                [left.contiguous()],
+                [right.contiguous()],
+                self.tiles.table,
+                self.tiles.starts[i : i + 1],
+                self.tiles.ends[i : i + 1],
+                tile_size=self.tiles.tile_size,
+                scale=None,
+                accumulate=self._received[i],
+                sum_sq=self.sum_sq[i : i + 1],
+                found_inf=found_inf,
+            )
+            self._received[i] = self._received_tiles[i] = True
 
     def add_values(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
         slots = self.values[self.segment(i)]
@@ -281,8 +282,9 @@ class NativeGradientBuffer(GradientBuffer):
     def add_dense(self, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
         self._native.add_dense_(i, grad, found_inf)
 
-    def add_tiles(self, i: int, left: Tensor, right: Tensor, found_inf: Tensor | None) -> None:
-        self._native.add_tiles_(i, left, right, found_inf)
+    def add_tiles(self, products: Sequence[Product], found_inf: Tensor | None) -> None:
+        which, lefts, rights = (list(column) for column in zip(*products, strict=True))
+        self._native.add_tiles_(which, lefts, rights, found_inf)
 
     def add_values(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
         self._native.add_values_(i, values, found_inf)

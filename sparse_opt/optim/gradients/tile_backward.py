@@ -1,9 +1,9 @@
-"""Linear layers whose backward pass computes only the active tiles of the weight gradient.
+"""Layers whose backward pass computes only the active tiles of the weight gradient; embeddings: tile_embedding.py.
 
-Such a layer has an instance attribute `forward`: the same product as its class's, with another backward pass. It is
-C++ (csrc/optim/tile_linear.h) if the optimizer's backend is; otherwise, and under `torch.compile`, it is the two ops of
-this module. They identify the layer by a number in a tensor that the second op declares as mutated, because a compiler
-would otherwise drop or merge its calls.
+Such a layer has an instance attribute `forward`: the same output as its class's, with another backward pass. That of a
+linear layer is C++ (csrc/optim/tile_linear.h) if the optimizer's backend is; otherwise, and under `torch.compile`, it
+is the two ops of this module. They identify the layer by a number in a tensor that the second op declares as mutated,
+because a compiler would otherwise drop or merge its calls.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import itertools
 import types
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,28 @@ _numbers = itertools.count()
 GradientUse = Literal["accumulated", "returned", "unused"]
 
 
+class Product(NamedTuple):
+    """The gradient of parameter i of a sink, as left^T @ right."""
+
+    i: int
+    left: Tensor  # [tokens, rows]
+    right: Tensor  # [tokens, columns]
+
+
 class TileSink(Protocol):
     """Receives the weight gradients that routed layers compute."""
 
-    def receive_tiles(self, i: int, left: Tensor, right: Tensor) -> bool:
-        """Keep the active tiles of left^T @ right, the gradient of parameter i; False if they are not kept."""
+    def receive_tiles(self, products: Sequence[Product]) -> bool:
+        """Keep the active tiles of each left^T @ right, the gradient of parameter i; False if they are not kept."""
 
     def receive_tile_rows(self, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """`receive_tiles` with `left` in parts: (first row, its columns). No part is computed if it returns False."""
+
+    def receive_values(self, i: int, compute: Callable[[], Tensor]) -> bool:
+        """Keep the result of `compute`, the active elements of the gradient of parameter i: fp32 [its slots].
+
+        False, without calling it, if they are not kept.
+        """
 
 
 class Route(ABC):
@@ -48,12 +62,25 @@ class Route(ABC):
         _routes[int(self.number)] = self
 
     @abstractmethod
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer's output, with the tiled backward pass."""
+    def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+        """Compute the output of the layer with this weight, with the tiled backward pass."""
 
-    @abstractmethod
     def gradient_use(self) -> GradientUse:
         """Return how the running backward pass uses the weight's gradient."""
+        if not self.weight.requires_grad:
+            return "accumulated"
+        # Not kept: the node has the stream that was current when it was made, and a backward pass on another stream,
+        # such as a CUDA graph's capture, would have to wait for that one.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+            accumulator = torch.autograd.graph.get_gradient_edge(self.weight).node
+        try:
+            return "accumulated" if torch._C._will_engine_execute_node(accumulator) else "unused"
+        except RuntimeError as error:
+            if "only be called during the backward pass" in str(error):
+                return "accumulated"  # an op was called directly
+            if "autograd.grad" in str(error):
+                return "returned"
+            raise
 
     def is_connected(self) -> bool:
         """Whether the sink still exists."""
@@ -61,8 +88,16 @@ class Route(ABC):
 
     def add_product(self, left: Tensor, right: Tensor) -> bool:
         """Add left^T @ right to the compact gradient; False if the optimizer no longer collects it."""
-        sink = self._sink()
-        return sink is not None and sink.receive_tiles(self._i, left, right)
+        sink = self.sink()
+        return sink is not None and sink.receive_tiles([self.product(left, right)])
+
+    def sink(self) -> TileSink | None:
+        """Return what receives the gradient; None if it no longer exists."""
+        return self._sink()
+
+    def product(self, left: Tensor, right: Tensor) -> Product:
+        """Return left^T @ right, the gradient of this route's parameter."""
+        return Product(self._i, left, right)
 
     def add_product_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """`add_product` for a left operand, [tokens, rows], that is never materialized whole, such as the gradient of
@@ -79,10 +114,23 @@ class Route(ABC):
             False, without computing any part, if a dense gradient is needed: the optimizer no longer collects it, or
             another hook or `torch.autograd.grad` uses it.
         """
+        sink = self._sink_of_accumulated()
+        return sink is not None and sink.receive_tile_rows(self._i, parts, right)
+
+    def add_values(self, compute: Callable[[], Tensor]) -> bool:
+        """Add the result of `compute`, the gradient's active elements, fp32, to the compact gradient.
+
+        Returns:
+            False, without calling it, if a dense gradient is needed, as `add_product_rows`.
+        """
+        sink = self._sink_of_accumulated()
+        return sink is not None and sink.receive_values(self._i, compute)
+
+    def _sink_of_accumulated(self) -> TileSink | None:
         sink = self._sink()
         if sink is None or _has_others_hooks(self.weight) or self.gradient_use() != "accumulated":
-            return False
-        return sink.receive_tile_rows(self._i, parts, right)
+            return None
+        return sink
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -92,30 +140,14 @@ class Route(ABC):
 
 
 class OpRoute(Route):
-    """A route whose layer computes with the two ops of this module."""
+    """A route of a linear layer that computes with the two ops of this module."""
 
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _by_op(self, input, weight, bias)
-
-    def gradient_use(self) -> GradientUse:
-        if not self.weight.requires_grad:
-            return "accumulated"
-        # Not kept: the node has the stream that was current when it was made, and a backward pass on another stream,
-        # such as a CUDA graph's capture, would have to wait for that one.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-            accumulator = torch.autograd.graph.get_gradient_edge(self.weight).node
-        try:
-            return "accumulated" if torch._C._will_engine_execute_node(accumulator) else "unused"
-        except RuntimeError as error:
-            if "only be called during the backward pass" in str(error):
-                return "accumulated"  # the op was called directly
-            if "autograd.grad" in str(error):
-                return "returned"
-            raise
+    def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+        return _by_op(self, input, weight, layer._parameters["bias"])
 
 
 class NativeRoute(Route):
-    """A route whose layer computes in C++ (csrc/optim/tile_linear.h), except under `torch.compile`.
+    """A route of a linear layer that computes in C++ (csrc/optim/tile_linear.h), except under `torch.compile`.
 
     Args:
         buffer: the native gradient buffer. It receives gradients directly, except those that the sink has to accept.
@@ -131,7 +163,10 @@ class NativeRoute(Route):
 
         self._native = buffer.route(i, transposed, add_product)
 
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+        bias = layer._parameters["bias"]
+        if torch.compiler.is_compiling():
+            return _by_op(self, input, weight, bias)
         output: Tensor = self._native.linear(input, weight, bias)
         return output
 
@@ -156,12 +191,9 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
         or type(input) is not Tensor
     ):
         return type(self).forward(self, input)
-    bias = self._parameters["bias"]
-    if torch.compiler.is_compiling():
-        return _by_op(route, input, weight, bias)
-    if _has_others_hooks(weight) or not route.is_connected():
+    if not torch.compiler.is_compiling() and (_has_others_hooks(weight) or not route.is_connected()):
         return type(self).forward(self, input)
-    return route.linear(input, weight, bias)
+    return route.output(self, input, weight)
 
 
 def _has_others_hooks(weight: Tensor) -> bool:
@@ -213,6 +245,15 @@ _library.define(
     "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
+# The two parts of the latter, which `tile_compiler` separates: the second one takes the products of several layers.
+_library.define(
+    "tile_linear_input_gradient(Tensor grad_output, Tensor input, Tensor weight, bool transposed) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "tile_products(Tensor[] grad_outputs, Tensor[] inputs, Tensor(a!)[] routes, bool[] transposed) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
+)
 
 
 def _by_op(route: Route, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -254,21 +295,12 @@ def _fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tens
 def _linear_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor | None, route: Tensor, transposed: bool
 ) -> Tensor:
-    found = _routes.get(int(route))
-    use = "accumulated" if found is None else found.gradient_use()
-    if use == "returned":
-        raise RuntimeError(
-            "torch.autograd.grad needs a dense weight gradient, but this layer computes only the active tiles, for its "
-            "optimizer; build the optimizer with tile_backward=False"
-        )
+    _add_products([grad_output], [input], [route], [transposed])
+    return grad_output.new_empty(0) if weight is None else _input_gradient(grad_output, input, weight, transposed)
+
+
+def _input_gradient(grad_output: Tensor, input: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     grad_rows, input_rows = _rows(grad_output), _rows(input)
-    operands = (input_rows, grad_rows) if transposed else (grad_rows, input_rows)
-    if found is None or (use == "accumulated" and not found.add_product(*operands)):
-        raise RuntimeError(
-            "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
-        )
-    if weight is None:
-        return grad_output.new_empty(0)
     matrix = weight.t() if transposed else weight
     # As in autograd's formula for mm, which returns a column-major gradient for a column-major input.
     if input_rows.stride(0) == 1 and input_rows.stride(1) == input_rows.shape[0]:
@@ -278,10 +310,38 @@ def _linear_backward(
     return grad_input.view(*grad_output.shape[:-1], input.shape[-1])
 
 
+def _add_products(
+    grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor], routes: Sequence[Tensor], transposed: Sequence[bool]
+) -> None:
+    products: dict[int, tuple[TileSink | None, list[Product]]] = {}
+    for grad_output, input, number, swapped in zip(grad_outputs, inputs, routes, transposed, strict=True):
+        route = _routes.get(int(number))
+        use = "accumulated" if route is None else route.gradient_use()
+        if use == "returned":
+            raise RuntimeError(
+                "torch.autograd.grad needs a dense weight gradient, but this layer computes only the active tiles, for "
+                "its optimizer; build the optimizer with tile_backward=False"
+            )
+        sink = None if route is None else route.sink()
+        _, its = products.setdefault(id(sink), (sink, []))
+        if route is not None and use == "accumulated":
+            operands = _rows(grad_output), _rows(input)
+            its.append(route.product(*operands[::-1] if swapped else operands))
+    for sink, its in products.values():
+        if sink is None or (its and not sink.receive_tiles(its)):
+            raise RuntimeError(
+                "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
+            )
+
+
 def _fake_linear_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor | None, route: Tensor, transposed: bool
 ) -> Tensor:
     return grad_output.new_empty(0 if weight is None else (*grad_output.shape[:-1], input.shape[-1]))
+
+
+def _fake_input_gradient(grad_output: Tensor, input: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    return grad_output.new_empty((*grad_output.shape[:-1], input.shape[-1]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -303,6 +363,10 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tens
 
 _library.impl("tile_linear", _linear, "CompositeExplicitAutograd")
 _library.impl("tile_linear_backward", _linear_backward, "CompositeExplicitAutograd")
+_library.impl("tile_linear_input_gradient", _input_gradient, "CompositeExplicitAutograd")
+_library.impl("tile_products", _add_products, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_opt::tile_linear", _fake_linear, lib=_library)
 torch.library.register_fake("sparse_opt::tile_linear_backward", _fake_linear_backward, lib=_library)
+torch.library.register_fake("sparse_opt::tile_linear_input_gradient", _fake_input_gradient, lib=_library)
+torch.library.register_fake("sparse_opt::tile_products", lambda *operands: None, lib=_library)
 torch.library.register_autograd("sparse_opt::tile_linear", _gradients, setup_context=_save, lib=_library)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_models import assert_same_gradients, small
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -35,6 +36,7 @@ from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.policy import branch_attention
 from sparse_opt.trainers.policy import logprobs as logprobs_module
 from sparse_opt.trainers.policy.adapters import add_lora
+from sparse_opt.trainers.policy.branch_attention import Pieces, SeparateRows
 from sparse_opt.trainers.policy.logprobs import chunked, completion_logprobs, token_logprobs, token_logprobs_and_states
 from sparse_opt.trainers.policy.models import attends_without_masks, compile_layers, make_masks_skippable
 
@@ -216,12 +218,13 @@ def test_compiled_layers(monkeypatch):
     assert_trains_like_separate_rows(model, ALL)
 
 
-# Attention by pieces
+# Attention without a mask
 
 
 def attention_by_pieces(query, key, value, query_ends, key_ends, most_queries, most_keys, *, scale, **options):
     """`varlen_attn`, which needs a GPU: causal attention of each piece, aligned at its end."""
     assert options == {"window_size": (-1, 0), "enable_gqa": True}
+    assert query.dtype == key.dtype == value.dtype
     outputs = []
     for i in range(len(query_ends) - 1):
         q = query[query_ends[i] : query_ends[i + 1]].transpose(0, 1)
@@ -233,9 +236,14 @@ def attention_by_pieces(query, key, value, query_ends, key_ends, most_queries, m
     return torch.cat(outputs)
 
 
-@pytest.fixture
-def by_pieces(monkeypatch):
-    monkeypatch.setattr(branch_attention, "supports", lambda dtype, device: True)
+LAYOUTS = {"pieces": Pieces, "separate rows": SeparateRows}
+
+
+@pytest.fixture(params=LAYOUTS)
+def without_mask(request, monkeypatch):
+    """Attention in one of the two ways, on a CPU."""
+    monkeypatch.setattr(shared_prompts, "lay_out", LAYOUTS[request.param].of)
+    monkeypatch.setattr(branch_attention, "supports", lambda layout, dtype, device: True)
     monkeypatch.setattr(branch_attention, "varlen_attn", attention_by_pieces)
     monkeypatch.setattr(branch_attention, "_OPTIONS", {"window_size": None, "enable_gqa": None})
     monkeypatch.setattr(logprobs_module, "branch_mask", None)  # not called
@@ -243,7 +251,7 @@ def by_pieces(monkeypatch):
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_attention_by_pieces_is_that_of_separate_rows(config_class, checkpointing, by_pieces):
+def test_attention_without_a_mask_is_that_of_separate_rows(config_class, checkpointing, without_mask):
     model = small(config_class).train()
     assert make_masks_skippable(model)
     if checkpointing:
@@ -253,7 +261,7 @@ def test_attention_by_pieces_is_that_of_separate_rows(config_class, checkpointin
     assert_trains_like_separate_rows(model, [PAIRS["no prompt"][0]])
 
 
-def test_attention_by_pieces_of_many_completions(by_pieces):
+def test_attention_without_a_mask_of_many_completions(without_mask):
     model = small(LlamaConfig)
     make_masks_skippable(model)
     groups = [[TokenSequence(PROMPT + tokens(3 + i, i), 9) for i in range(n)] for n in (1, 4)]
@@ -270,9 +278,30 @@ def grads_of_sum(model, logprobs):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("without_mask", ["separate rows"], indirect=True)
+def test_compiled_layers_without_a_mask(without_mask, monkeypatch):
+    monkeypatch.setattr(chunked, "_compiled", lambda function: function)
+    model = small(LlamaConfig)
+    make_masks_skippable(model)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    longer = [*ALL[:4], pair(tokens(40, 25), tokens(30, 26), tokens(20, 27))]
+    assert_trains_like_separate_rows(model, ALL)
+    assert_trains_like_separate_rows(model, longer)
+    n_compiled = counter.frame_count
+    for others in (ALL[:5], longer[2:]):  # other numbers of rows and tokens are not compiled again
+        gradients(model, collate_shared_prompts(others, PAD))
+    assert counter.frame_count == n_compiled
+    torch.compiler.reset()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_flash_attention_by_pieces_is_as_good_as_a_mask(compiled, monkeypatch):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_without_a_mask_is_as_good_as_with_one(layout, compiled, monkeypatch):
+    monkeypatch.setattr(shared_prompts, "lay_out", LAYOUTS[layout].of)
     model = small(LlamaConfig, hidden_size=128).cuda()  # heads of 32
     make_masks_skippable(model)
     pairs = [pair(tokens(200, 0), tokens(90, 1), tokens(150, 2)), pair(tokens(300, 3), tokens(5, 4), tokens(60, 5))]
@@ -280,11 +309,12 @@ def test_flash_attention_by_pieces_is_as_good_as_a_mask(compiled, monkeypatch):
     batches = [collate_shared_prompts(pairs[:n], PAD).to(device) for n in (2, 1)]  # also other lengths
     exact = [gradients(model, batch) for batch in batches]  # in fp32, by a mask
     model.bfloat16()
-    assert attends_without_masks(model) and branch_attention.supports(torch.bfloat16, device)
+    assert attends_without_masks(model)
+    assert all(branch_attention.supports(batch.branch_layout, torch.bfloat16, device) for batch in batches)
     if compiled:
         compile_layers(model)
     found = [gradients(model, batch) for batch in batches]
-    monkeypatch.setattr(branch_attention, "supports", lambda dtype, device: False)
+    monkeypatch.setattr(branch_attention, "supports", lambda layout, dtype, device: False)
     masked = [gradients(model, batch) for batch in batches]
     for (sums, _, grads), (exact_sums, _, exact_grads), (their_sums, _, their_grads) in zip(
         found, exact, masked, strict=True
@@ -299,7 +329,16 @@ def test_flash_attention_by_pieces_is_as_good_as_a_mask(compiled, monkeypatch):
 
 
 def test_under_autocast():
+    assert_as_good_under_autocast(small(LlamaConfig))
+
+
+def test_without_a_mask_under_autocast(without_mask):
     model = small(LlamaConfig)
+    make_masks_skippable(model)
+    assert_as_good_under_autocast(model)
+
+
+def assert_as_good_under_autocast(model):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         shared, separate = (
             completion_logprobs(model, collate(ALL, PAD)) for collate in (collate_shared_prompts, collate_examples)

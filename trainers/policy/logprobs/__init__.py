@@ -103,10 +103,10 @@ def _pass(
         inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
     if batch.branches is not None:
         dtype = attention_dtype(model)
-        if attends_without_masks(model) and branch_attention.supports(dtype, batch.input_ids.device):
-            # transformers takes a mask of 4 dimensions as it is; `branch_attention` does not use it.
-            mask = batch.branches.new_empty(1, 1, 1, 1)
-            inputs |= {"attention_mask": mask, "branch_layout": batch.branch_layout}
+        layout, device = batch.branch_layout, batch.input_ids.device
+        if layout is not None and attends_without_masks(model) and branch_attention.supports(layout, dtype, device):
+            # transformers takes a mask of 4 dimensions as it is; the layout's attention does not use it.
+            inputs |= {"attention_mask": batch.branches.new_empty(1, 1, 1, 1), "branch_layout": layout}
         else:
             inputs["attention_mask"] = branch_mask(batch.branches, dtype)
     head = plain_head(model)

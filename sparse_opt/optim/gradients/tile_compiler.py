@@ -1,0 +1,114 @@
+"""torch.compile's default backend for layers whose weight gradients are computed by tiles.
+
+Few active tiles leave a GPU idle. Compiled code computes those of each layer by a call of its own, because the compiler
+may reuse the memory of their operands after the call. Here the calls of a backward graph become one, at the place of
+the last: the operands of the others stay until then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import tile_backward  # noqa: F401  # defines the ops
+
+# Operands that wait for a call: 2048 tokens of Qwen2.5-32B's feed-forward layers are 128 MiB for one of them.
+_MAX_WAITING_BYTES = 256 * 2**20
+
+
+def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = False) -> Callable[..., Any]:
+    """Compile a graph as torch.compile does by default, with one call for the tiles of several layers.
+
+    Args:
+        recompute: keep only the graph's inputs for the backward pass, which computes the other activations again.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    # torch's cache of whole compilations does not know that `_compile` changes the graphs; that of Inductor sees them.
+    changes: dict[str, Any] = {"enable_autograd_cache": False}
+    if recompute:  # torch.autograd.graph has a function for it only from torch 2.13 on
+        changes["activation_memory_budget"] = 0.0
+    with config.patch(changes):
+        compiled: Any = compile_fx(graph, inputs, inner_compile=_compile)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _compile(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    if options.get("is_backward"):
+        merge_products(graph)
+    return compile_fx_inner(graph, inputs, **options)
+
+
+def merge_products(module: fx.GraphModule) -> None:
+    """Replace the calls of `tile_linear_backward` in a backward graph by input gradients and calls for all tiles."""
+    graph, ops = module.graph, torch.ops.sparse_opt
+    functional = torch.ops.higher_order.auto_functionalized_v2
+    found = [
+        node
+        for node in graph.find_nodes(op="call_function", target=functional)
+        if node.args[0] is ops.tile_linear_backward.default
+    ]
+    if len(found) < 2:
+        return
+    waiting: list[fx.Node] = []
+    n_bytes = 0
+    for node in found:
+        more = sum(_nbytes(node.kwargs[name]) for name in ("grad_output", "input"))
+        if waiting and n_bytes + more > _MAX_WAITING_BYTES:
+            _merge(graph, waiting)
+            waiting, n_bytes = [], 0
+        waiting.append(node)
+        n_bytes += more
+    _merge(graph, waiting)
+    graph.lint()
+    module.recompile()
+
+
+def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    ops = torch.ops.sparse_opt
+    routes: list[fx.Node] = []
+    origin: dict[fx.Node, fx.Node] = {}  # of a route as it is after a call, which has changed nothing in it
+    for node in nodes:
+        base: Any = node.kwargs["_all_bases"][node.kwargs["_route_base_index"]]  # type: ignore[index]
+        routes.append(origin.get(base, base))
+        origin |= {user: routes[-1] for user in node.users if user.args[1] == 1}
+    operands = [[node.kwargs[name] for node in nodes] for name in ("grad_output", "input", "transposed")]
+    with graph.inserting_after(nodes[-1]):
+        products = graph.call_function(ops.tile_products.default, (*operands[:2], routes, operands[2]))
+        products.meta["val"] = None
+    for node in nodes:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            if user in origin:
+                for copy in list(user.users):
+                    if copy.target is torch.ops.aten.copy_.default and copy.args == (origin[user], user):
+                        graph.erase_node(copy)
+                user.replace_all_uses_with(origin[user])
+                graph.erase_node(user)
+            else:
+                _replace_by_input_gradient(graph, node, user)
+        graph.erase_node(node)
+
+
+def _replace_by_input_gradient(graph: fx.Graph, node: fx.Node, output: fx.Node) -> None:
+    """Replace the first output of `tile_linear_backward`, which is empty if the layer's input needs no gradient."""
+    if node.kwargs["weight"] is not None:
+        arguments = tuple(node.kwargs[name] for name in ("grad_output", "input", "weight", "transposed"))
+        with graph.inserting_before(node):
+            gradient = graph.call_function(torch.ops.sparse_opt.tile_linear_input_gradient.default, arguments)
+        gradient.meta = output.meta.copy()
+        output.replace_all_uses_with(gradient)
+    graph.erase_node(output)
+
+
+def _nbytes(node: Any) -> int:
+    """The bytes of a node's tensor, by the sizes with which it was traced."""
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.element_size())

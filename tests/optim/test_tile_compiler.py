@@ -1,0 +1,130 @@
+"""Compiled layers compute the tiles of several weight gradients by one call, with the gradients of eager layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import compile_fx
+
+from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.optim.gradients import tile_compiler
+
+ATOL = 1e-4  # of sums of 16 products of normal values in fp32
+
+
+class Block(nn.Module):
+    """A feed-forward block; its second layer may be called twice."""
+
+    def __init__(self, *, twice=False):
+        super().__init__()
+        self.gate, self.up = nn.Linear(64, 128, bias=False), nn.Linear(64, 128)
+        self.down, self.twice = nn.Linear(128, 64, bias=False), twice
+
+    def forward(self, x):
+        up = self.up(x) + self.up(x.sin()) if self.twice else self.up(x)
+        return x + self.down(torch.nn.functional.silu(self.gate(x)) * up)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The ops of tiles in each backward graph. Graphs are traced as for Inductor, and run by torch."""
+    torch._dynamo.reset()
+    found: list[list[str]] = []
+
+    def run(graph, inputs, **options):
+        if options.get("is_backward"):
+            names = [str(node.target) for node in graph.graph.nodes]
+            found.append([name.split(".")[1] for name in names if name.startswith("sparse_opt.tile")])
+        return graph.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", run)
+    return found
+
+
+def build(device, compiled, n_blocks=1, groups=1, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(**options) for _ in range(n_blocks))).to(device)
+    matrices = {name: tuple(p.shape) for name, p in model.named_parameters() if p.ndim == 2}
+    mask = MaskSet.random(matrices, density=0.5, pattern="tile64", seed=1)
+    named = list(model.named_parameters())
+    params = model if groups == 1 else [{"params": named[k::groups]} for k in range(groups)]
+    optimizer = SparseAdamW(params, mask, lr=1e-3, tile_backward=True, model=model)
+    if compiled:
+        for block in model:
+            block.compile(backend=tile_compiler.inductor)
+    return model, optimizer
+
+
+def gradients(optimizer):
+    return torch.cat([buffer.values.float() for buffer in optimizer.gradient_buffers])
+
+
+def assert_same_gradients(device, backward, **options):
+    found, passes = [], []
+    for compiled in (False, True):
+        model, optimizer = build(device, compiled, **options)
+        x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+        backward(model, x)
+        found.append([gradients(optimizer), torch.zeros(()) if x.grad is None else x.grad])
+        optimizer.clip_grad_norm_(1e30)
+        passes.append(optimizer.grad_norm)
+    for eager, compiled in zip(*found, strict=True):
+        assert eager.shape == compiled.shape
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=ATOL)
+    torch.testing.assert_close(passes[1], passes[0], rtol=1e-4, atol=0)
+    assert passes[0] > 0
+
+
+def once(model, x):
+    model(x).square().sum().backward()
+
+
+@pytest.mark.usefixtures("few_under_the_interpreter")
+def test_one_call_for_the_layers_of_a_block(device, calls):
+    assert_same_gradients(device, once, n_blocks=2)
+    assert calls[0].count("tile_products") == 1 and calls[0].count("tile_linear_input_gradient") == 3
+    assert not any("tile_linear_backward" in names for names in calls)
+
+
+def test_gradients_accumulate(device, calls):
+    def backward(model, x):
+        for _ in range(2):
+            once(model, x)
+
+    assert_same_gradients(device, backward)
+
+
+def test_a_layer_that_is_called_twice(device, calls):
+    assert_same_gradients(device, once, twice=True)
+    assert calls[0].count("tile_products") == 1
+
+
+def test_parameter_groups_have_buffers_of_their_own(device, calls):
+    assert_same_gradients(device, once, groups=2)
+
+
+def test_an_input_without_gradient(device, calls):
+    assert_same_gradients(device, lambda model, x: once(model, x.detach()))
+    assert calls[0].count("tile_linear_input_gradient") == 1
+
+
+def test_large_operands_do_not_wait(device, calls, monkeypatch):
+    monkeypatch.setattr(tile_compiler, "_MAX_WAITING_BYTES", 0)
+    assert_same_gradients(device, once)
+    assert calls[0].count("tile_products") == 3
+
+
+def test_a_closed_optimizer_raises(device, calls):
+    model, optimizer = build(device, compiled=True)
+    loss = model(torch.randn(4, 64, device=device)).sum()
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="closed or detached"):
+        loss.backward()
+
+
+def test_graphs_without_tiles_stay(calls):
+    block = Block()
+    block.compile(backend=tile_compiler.inductor)
+    block(torch.randn(4, 64)).square().sum().backward()
+    assert calls == [[]] and block.down.weight.grad is not None
