@@ -24,7 +24,7 @@ and random weights, and the mask is random.
 # (`trainers.policy.logprobs`, `trainers.policy.models`). With --compile, the logits of the trained tokens and their
 # exponentials are held as a whole, 2 x 0.21 GiB in bf16. If the mask excludes the norms (`--exclude '*norm*'`), their
 # bf16 casts, 6.3 MB each, are not kept. With activation checkpointing the peak is at the end of the backward pass,
-# where the tied embedding has two gradients of 0.73 GiB; with tiles there is one. Compact gradients in fp32 would add
+# where the tied embedding has two gradients of 0.73 GiB; with tiles there is none. Compact gradients in fp32 would add
 # 0.15 GiB; they are bf16 like the dense ones they are taken from.
 
 from __future__ import annotations

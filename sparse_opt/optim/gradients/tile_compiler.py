@@ -8,7 +8,6 @@ the last: the operands of the others stay until then.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from . import tile_backward  # noqa: F401  # defines the ops
 _MAX_WAITING_BYTES = 256 * 2**20
 
 
-def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = False) -> Callable[..., Any]:
-    """Compile a graph as torch.compile does by default, with one call for the tiles of several layers.
+def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = False) -> Any:
+    """Compile a graph as torch.compile does by default, with one call for the tiles of several layers; a backend of it.
 
     Args:
         recompute: keep only the graph's inputs for the backward pass, which computes the other activations again.
@@ -34,8 +33,7 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = F
     if recompute:  # torch.autograd.graph has a function for it only from torch 2.13 on
         changes["activation_memory_budget"] = 0.0
     with config.patch(changes):
-        compiled: Any = compile_fx(graph, inputs, inner_compile=_compile)
-    return compiled  # type: ignore[no-any-return]
+        return compile_fx(graph, inputs, inner_compile=_compile)
 
 
 def _compile(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
