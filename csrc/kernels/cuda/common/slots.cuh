@@ -1,7 +1,7 @@
 // The slots of a thread, their positions in the dense tensor, and loads and stores of both. ElementSlots, for masks of
 // single elements: kUnroll slots, every kThreads-th of a block. RunSlots, for masks of runs: kUnroll consecutive slots,
-// moved as one vector. ElementVectors, for kernels that only read compact buffers of single elements, and write few
-// dense elements: kUnroll consecutive slots, loaded as one vector.
+// moved as one vector. ElementVectors, for kernels that read no dense tensor of single elements, and write few of its
+// elements: kUnroll consecutive slots, whose compact elements are moved as vectors.
 #pragma once
 
 #include <algorithm>
@@ -89,6 +89,15 @@ struct ElementSlots {
   }
 
   template <typename T>
+  __device__ __forceinline__ void store_changed(T* compact, const T (&values)[kUnroll],
+                                                const bool (&changed)[kUnroll]) const {
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (changed[j]) store_once(compact + slot(j), values[j]);
+    }
+  }
+
+  template <typename T>
   __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
     Held<T> held;
 #pragma unroll
@@ -123,15 +132,23 @@ struct VectorOf<16> {
   using Type = uint4;
 };
 
+template <int N>
+__device__ __forceinline__ bool any_of(const bool (&flags)[N]) {
+  bool any = false;
+#pragma unroll
+  for (int j = 0; j < N; ++j) any = any || flags[j];
+  return any;
+}
+
 // Whether no run ends inside a vector.
 inline bool has_runs_of_vectors(const Segments& segments) {
   return segments.run_length % kUnroll == 0;
 }
 
-// Whether kUnroll elements of so many bytes, a power of two, can be moved as one vector from any multiple of kUnroll
-// on.
-inline bool fits_vectors(const void* buffer, int size) {
-  return (reinterpret_cast<uintptr_t>(buffer) & (kUnroll * size - 1)) == 0;
+// Whether `unroll` elements of so many bytes, both powers of two, can be moved as vectors of 16 bytes at most, from any
+// multiple of `unroll` on.
+inline bool fits_vectors(const void* buffer, int size, int unroll = kUnroll) {
+  return (reinterpret_cast<uintptr_t>(buffer) & (std::min(unroll * size, 16) - 1)) == 0;
 }
 
 // Runs are a multiple of kUnroll long, and segments, blocks and threads begin at multiples of it: the slots of a thread
@@ -199,6 +216,13 @@ struct RunSlots {
     __stcs(reinterpret_cast<Vector<T>*>(compact + first), vector);
   }
 
+  // All of them if one changed.
+  template <typename T>
+  __device__ __forceinline__ void store_changed(T* compact, const T (&values)[kUnroll],
+                                                const bool (&changed)[kUnroll]) const {
+    if (any_of(changed)) store_compact(compact, values);
+  }
+
   template <typename T>
   __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
     Held<T> held;
@@ -220,10 +244,7 @@ struct RunSlots {
   template <typename T>
   __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
                                               const bool (&changed)[kUnroll]) const {
-    bool any = false;
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) any = any || changed[j];
-    if (!any) return;
+    if (!any_of(changed)) return;
     T* to = dense + position;
     if (is_vector(to)) {
       Vector<T> vector;
@@ -237,43 +258,61 @@ struct RunSlots {
 };
 
 // The indices and compact buffers must satisfy fits_vectors(). A segment may begin and end inside a vector: there its
-// elements are loaded one by one. Compact elements take a quarter of ElementSlots' instructions, but neighbours in a
-// dense tensor are in different ones.
-template <typename Index>
+// elements are moved one by one. Compact elements take a quarter of ElementSlots' instructions, or less, and the
+// indices are loaded only where elements change, when these are stored. If Staged, they are stored in ElementSlots'
+// order, by way of shared memory, so that a warp writes neighbours together: faster where many change.
+template <typename Index, int Threads, int Unroll, bool Staged>
 struct ElementVectors {
-  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll;
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = 0;
+  static constexpr int kBlocks = 1536 / Threads;
+  static constexpr uint32_t kAll = (1u << Unroll) - 1;
   template <typename T>
-  using Held = RunSlots::Held<T>;
+  static constexpr int kVectorBytes = std::min<int>(16, kUnroll * sizeof(T));
+  template <typename T>
+  using Vector = typename VectorOf<kVectorBytes<T>>::Type;
 
+  const Segments* segments;
+  int64_t number;     // of the segment in the call
   int64_t first;      // slot j is first + j
   uint32_t in_range;  // bit j: slot j
-  PositionOf<Index> position[kUnroll];
+
+  // The loaded elements, packed as in memory; 0 outside of the range.
+  template <typename T>
+  struct Held {
+    uint32_t words[kUnroll * sizeof(T) / 4] = {};
+
+    __device__ __forceinline__ T operator[](int j) const {
+      T values[kUnroll];
+      memcpy(values, words, sizeof(words));
+      return values[j];
+    }
+    __device__ __forceinline__ void set_all(const T (&values)[kUnroll]) { memcpy(words, values, sizeof(words)); }
+  };
 
   __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
   __device__ __forceinline__ bool active(int j) const { return (in_range >> j & 1) != 0; }
+  __device__ __forceinline__ PositionOf<Index> position(int64_t slot) const {
+    return position_at<Index>(*segments, number, slot);
+  }
 
-  __device__ __forceinline__ void find(const Segments& segments, const BlockRange& range) {
+  __device__ __forceinline__ void find(const Segments& of, const BlockRange& range) {
+    segments = &of;
+    number = range.number;
     first = range.origin + static_cast<int64_t>(threadIdx.x) * kUnroll;
     in_range = 0;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) in_range |= uint32_t{slot(j) >= range.begin && slot(j) < range.end} << j;
-    if (in_range == 0) return;
-    const Held<Index> offsets = load_compact(static_cast<const Index*>(segments.indices));
-    PositionOf<Index> base = 0;
-    if constexpr (std::is_same_v<Index, uint16_t>) {  // the slots are in one frame
-      base = __ldg(segments.index_bases + first / kIndexFrame + range.number);
-    }
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) position[j] = base + offsets[j];
   }
 
   template <typename T>
   __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
     Held<T> held;
-    if (in_range == (1u << kUnroll) - 1) {
-      using Vector = RunSlots::Vector<T>;
-      const Vector vector = __ldcs(reinterpret_cast<const Vector*>(compact + first));
-      memcpy(held.words, &vector, sizeof(vector));
+    if (in_range == kAll) {
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(held.words)) / kVectorBytes<T>; ++i) {
+        const Vector<T> vector = __ldcs(reinterpret_cast<const Vector<T>*>(compact + first) + i);
+        memcpy(held.words + i * (kVectorBytes<T> / 4), &vector, sizeof(vector));
+      }
       return held;
     }
     T values[kUnroll] = {};
@@ -285,20 +324,101 @@ struct ElementVectors {
     return held;
   }
 
+  // store(pointer, vector) for all vectors of the values.
+  template <typename T, typename Store>
+  __device__ __forceinline__ static void store_vectors(T* to, const T (&values)[kUnroll], Store store) {
+    Held<T> held;
+    held.set_all(values);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(held.words)) / kVectorBytes<T>; ++i) {
+      Vector<T> vector;
+      memcpy(&vector, held.words + i * (kVectorBytes<T> / 4), sizeof(vector));
+      store(reinterpret_cast<Vector<T>*>(to) + i, vector);
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
+    if (in_range == kAll) {
+      store_vectors(compact + first, values, [](auto* to, auto vector) { __stcs(to, vector); });
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (active(j)) store_once(compact + slot(j), values[j]);
+    }
+  }
+
+  // All of them if one changed.
+  template <typename T>
+  __device__ __forceinline__ void store_changed(T* compact, const T (&values)[kUnroll],
+                                                const bool (&changed)[kUnroll]) const {
+    if (any_of(changed)) store_compact(compact, values);
+  }
+
+  template <typename T>
+  __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
+    T values[kUnroll] = {};
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (active(j)) values[j] = dense[position(slot(j))];
+    }
+    Held<T> held;
+    held.set_all(values);
+    return held;
+  }
+
+  // Once in a kernel, by all threads of a block.
   template <typename T>
   __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
                                               const bool (&changed)[kUnroll]) const {
+    if constexpr (Staged) {
+      store_staged(dense, values, changed);
+    } else if (any_of(changed)) {
+      if (in_range == kAll) {
+        const Held<Index> indices = load_compact(static_cast<const Index*>(segments->indices));
+        const PositionOf<Index> base = __ldg(segments->index_bases + first / kIndexFrame + number);
+#pragma unroll
+        for (int j = 0; j < kUnroll; ++j) {
+          if (changed[j]) dense[base + indices[j]] = values[j];
+        }
+        return;
+      }
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        if (changed[j]) dense[position(slot(j))] = values[j];
+      }
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_staged(T* dense, const T (&values)[kUnroll],
+                                               const bool (&changed)[kUnroll]) const {
+    static_assert(kUnroll <= 8, "a byte has the bits of a thread's slots");
+    __shared__ alignas(16) T staged[kThreads * kUnroll];
+    __shared__ uint8_t staged_bits[kThreads];
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) bits |= uint32_t{changed[j]} << j;
+    staged_bits[threadIdx.x] = static_cast<uint8_t>(bits);
+    store_vectors(staged + threadIdx.x * kUnroll, values, [](auto* to, auto vector) { *to = vector; });
+    __syncthreads();
+    const int64_t origin = first - static_cast<int64_t>(threadIdx.x) * kUnroll;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (changed[j]) dense[position[j]] = values[j];
+      const int in_block = static_cast<int>(threadIdx.x) + j * kThreads;
+      if ((staged_bits[in_block / kUnroll] >> in_block % kUnroll & 1) != 0) {
+        dense[position(origin + in_block)] = staged[in_block];
+      }
     }
   }
 };
 
-// Whether single elements can be loaded as ElementVectors, if the compact buffers can.
-inline bool has_element_vectors(const Segments& segments) {
+// Whether single elements can be moved as ElementVectors of `unroll`, if the compact buffers can. Their indices are
+// offsets, as the optimizers store them.
+inline bool has_element_vectors(const Segments& segments, int unroll) {
   return segments.run_length == 1 && segments.index_type == IndexType::kOffset16 &&
-         fits_vectors(segments.indices, sizeof(uint16_t));
+         fits_vectors(segments.indices, sizeof(uint16_t), unroll);
 }
 
 // Whether active elements are single elements, and each has at least so many bytes of the dense tensors; never if 0.

@@ -27,7 +27,7 @@ struct Compact {
 };
 
 template <typename Layout, typename Dense, int Capacity>
-__global__ void __launch_bounds__(Layout::kThreads)
+__global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     indexed_replace_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                            const __grid_constant__ ReplaceArguments args) {
   constexpr int kUnroll = Layout::kUnroll;
@@ -52,9 +52,14 @@ __global__ void __launch_bounds__(Layout::kThreads)
 
 }  // namespace
 
+// The elements of a thread that moves vectors of single elements. On an H100 eight took 0.258 ms where four took 0.33.
+constexpr int kReplaceUnroll = 8;
+
 void indexed_replace(const ReplaceArguments& args, cudaStream_t stream) {
-  const bool fits = fits_vectors(args.before, element_size(args.before_dtype)) &&
-                    fits_vectors(args.after, element_size(args.after_dtype));
+  const auto fits = [&](int unroll) {
+    return fits_vectors(args.before, element_size(args.before_dtype), unroll) &&
+           fits_vectors(args.after, element_size(args.after_dtype), unroll);
+  };
   dispatch_dtype(args.dense_dtype, [&]<typename Dense>() {
     const auto launch = [&]<typename Layout>() {
       for_each_table(args.segments, nullptr, int64_t{Layout::kThreads} * Layout::kUnroll,
@@ -65,10 +70,10 @@ void indexed_replace(const ReplaceArguments& args, cudaStream_t stream) {
                        check_launch("indexed_replace_");
                      });
     };
-    if (fits && has_element_vectors(args.segments)) {
-      launch.template operator()<ElementVectors<uint16_t>>();
+    if (fits(kReplaceUnroll) && has_element_vectors(args.segments, kReplaceUnroll)) {
+      launch.template operator()<ElementVectors<uint16_t, 128, kReplaceUnroll, false>>();
     } else {
-      dispatch_layout(args.segments, fits && has_runs_of_vectors(args.segments), launch);
+      dispatch_layout(args.segments, fits(kUnroll) && has_runs_of_vectors(args.segments), launch);
     }
   });
 }

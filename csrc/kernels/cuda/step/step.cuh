@@ -69,7 +69,7 @@ struct StepSlots : Layout {
           rounds_up_or_down ? stochastic_round<Param>(values[j], random[j].param) : from_float<Param>(values[j]);
       changed[j] = this->active(j) && !same_bits(stored[j], param[j]);
     }
-    if (args.weights != nullptr) this->store_compact(static_cast<Param*>(args.weights), stored);
+    if (args.weights != nullptr) this->store_changed(static_cast<Param*>(args.weights), stored, changed);
     this->store_dense(static_cast<Param*>(dense), stored, changed);
   }
 
@@ -203,13 +203,17 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 }
 
 // Whether the compact buffers of a step can be moved as vectors.
-inline bool moves_vectors(const StepArguments& args) {
+inline bool fits_vectors(const StepArguments& args) {
   const int state_size = element_size(args.state_dtype);
-  return has_runs_of_vectors(args.segments) && fits_vectors(args.master, sizeof(float)) &&
-         fits_vectors(args.weights, element_size(args.param_dtype)) &&
+  return fits_vectors(args.master, sizeof(float)) && fits_vectors(args.weights, element_size(args.param_dtype)) &&
          fits_vectors(args.grad, element_size(args.grad_dtype)) &&
          std::all_of(std::begin(args.states), std::end(args.states),
                      [&](const void* state) { return fits_vectors(state, state_size); });
+}
+
+// Whether a step reads weights or gradients from dense tensors.
+inline bool reads_dense(const StepArguments& args) {
+  return args.dense_grads != nullptr || (args.weights == nullptr && !args.params_hold_master);
 }
 
 // call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
@@ -223,8 +227,10 @@ void dispatch_step_layout(const StepArguments& args, Call call) {
     call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
   } else if (scattered && args.segments.index_type == IndexType::kInt32) {
     call.template operator()<ElementSlots<int32_t, 640, 1, 2>>();
+  } else if (!reads_dense(args) && has_element_vectors(args.segments, kUnroll) && fits_vectors(args)) {
+    call.template operator()<ElementVectors<uint16_t, kThreads, kUnroll, true>>();
   } else {
-    dispatch_layout<128, 3>(args.segments, moves_vectors(args), call);
+    dispatch_layout<128, 3>(args.segments, has_runs_of_vectors(args.segments) && fits_vectors(args), call);
   }
 }
 
