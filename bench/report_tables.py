@@ -24,6 +24,7 @@ from .distributed import report as distributed_report
 from .kernels import access_rates, bounds, dram_bytes
 from .kernels.table import main as kernels
 from .kernels.table import targets
+from .scale import report as scale_report
 from .study import published as study
 from .training import trl_memory
 from .training.baseline import report as baseline_report
@@ -218,6 +219,12 @@ def modes_table(results: Path) -> str:
     )
 
 
+def scale_table(results: Path) -> str:
+    """Peak memory and time by model size."""
+    report = _load(results / "scale_h200.json")
+    return f"{machine_line(report)}. {scale_report.text(report, markdown=True)}"
+
+
 def trl_memory_table(results: Path) -> str:
     """DPO in TRL's trainer and in the sparse version of it."""
     report = _load(results / "trl_memory.json")
@@ -299,6 +306,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "kernels": kernel_table,
     "baselines": baseline_table,
     "modes": modes_table,
+    "scale": scale_table,
     "trl_memory": trl_memory_table,
     "dram_bytes": dram_table,
     "pytest_cpu": pytest_table,

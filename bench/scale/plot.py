@@ -11,7 +11,7 @@ from sparse_opt.analysis.output_files import new_figure, save_png
 from ..common.harness import Report
 from ..common.plots import COLOURS, plot_main
 from ..common.report import machine_line
-from .cases import n_parameters
+from .cases import SPARSE_OPTIONS, n_parameters
 from .report import GPUS, heading, sorted_rows
 
 
@@ -20,19 +20,21 @@ def plot(report: Report, path: Path) -> None:
     lower bound of their memory."""
     figure = new_figure(9, 6)
     axes = figure.subplots()
-    lines: dict[tuple[str, bool, int], list[tuple[float, float]]] = {}
+    lines: dict[tuple[str, bool, int, float], list[tuple[float, float]]] = {}
     crosses: list[tuple[str, float, float]] = []
     for row in sorted_rows(report):
         case, size = row["case"], n_parameters(row["case"]["shape"]) / 1e9
         if row["fits"] and row["peak_memory_bytes"] is not None:
-            key = case["method"], case["checkpointing"], case["sequence_length"]
+            density = case["density"] if case["method"] in SPARSE_OPTIONS else 1.0
+            key = case["method"], case["checkpointing"], case["sequence_length"], density
             lines.setdefault(key, []).append((size, row["peak_memory_bytes"] / 2**30))
         elif not row["fits"]:
             crosses.append((case["method"], size, row["needs_more_than_bytes"] / 2**30))
     methods = list(dict.fromkeys(row["case"]["method"] for row in report["rows"]))
     colours = dict(zip(methods, COLOURS, strict=False))
-    for (method, checkpointing, tokens), points in lines.items():
-        label = f"{method}, {tokens} tokens" + (", activations checkpointed" if checkpointing else "")
+    for (method, checkpointing, tokens, density), points in lines.items():
+        active = f", {density:.1%} active" if density < 1.0 else ""
+        label = f"{method}{active}, {tokens} tokens" + (", activations checkpointed" if checkpointing else "")
         style = "-" if checkpointing else "--"
         axes.plot(*zip(*points, strict=True), style, marker="o", color=colours[method], label=label)
     for method, size, gib in crosses:

@@ -9,11 +9,16 @@ from typing import Any
 
 from ..common.harness import Report
 from ..common.report import Columns, render
-from .cases import SHAPES, Case, n_parameters
+from ..training.baseline.run import DPO_BETA
+from .cases import SHAPES, SPARSE_OPTIONS, Case, n_parameters
 
 Row = Mapping[str, Any]
 # The first step's policy is its reference, so that the loss is ln 2. Its two forward passes may use different kernels.
 FIRST_LOSS_ATOL = 0.01
+# Compiled passes with and without gradients are fused differently. On the 32B shape the log-probability of a token then
+# differs by 0.067 (the root of the mean square; docs/notebook.md). For the sums over n tokens of two sequences, times
+# the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; four times this is allowed.
+COMPILED_TOKEN_RMS = 0.067
 # Memory that torch's allocator may use by GPU, in GiB; the rest is CUDA's own.
 GPUS = {"80 GB": 78.0, "141 GB": 139.0}
 
@@ -49,6 +54,7 @@ COLUMNS: Columns = {
     "model": lambda row: row["case"]["shape"],
     "parameters": lambda row: f"{n_parameters(row['case']['shape']) / 1e9:.2f} B",
     "method": lambda row: row["case"]["method"],
+    "active": lambda row: f"{row['case']['density']:.1%}" if row["case"]["method"] in SPARSE_OPTIONS else "",
     "tokens": lambda row: str(row["case"]["sequence_length"]),
     "activations": lambda row: "checkpointed" if row["case"]["checkpointing"] else "kept",
     "memory": lambda row: (
@@ -78,15 +84,15 @@ def largest(rows: list[Row], gib: float) -> dict[str, str]:
     return {method: label for method, (_, label) in found.items()}
 
 
-def text(report: Report) -> str:
+def text(report: Report, *, markdown: bool = False) -> str:
     """The table, and a line for each GPU and method."""
-    rows = sorted_rows(report)
-    lines = [heading(report), "", render(COLUMNS, rows, n_words=6)]
+    rows, point = sorted_rows(report), "- " if markdown else ""
+    lines = [heading(report), "", render(COLUMNS, rows, n_words=7, markdown=markdown), *([""] if markdown else [])]
     for gpu, gib in GPUS.items():
         for method, label in largest(rows, gib).items():
-            lines.append(f"largest measured model on one GPU of {gpu} ({gib:g} GiB), {method}: {label}")
+            lines.append(f"{point}largest measured model on one GPU of {gpu} ({gib:g} GiB), {method}: {label}")
     if report["not_begun"]:
-        lines.append(f"not begun, because time was up: {'; '.join(report['not_begun'])}")
+        lines.append(f"{point}not begun, because time was up: {'; '.join(report['not_begun'])}")
     return "\n".join(lines)
 
 
@@ -96,10 +102,17 @@ def heading(report: Report) -> str:
     if case is None:
         return "No row was measured."
     return (
-        f"A DPO step on one pair, random bf16 weights; sparse and lean: {case['pattern']} masks of density "
-        f"{case['density']:g} with stochastic rounding, lean with bf16 moments and base weights in host memory; "
+        f"A DPO step on one pair, random bf16 weights; sparse and lean: {case['pattern']} masks "
+        "with stochastic rounding, lean with bf16 moments and base weights in host memory; "
         f"lora: rank {case['lora_rank']}; dense: with a frozen reference model."
     )
+
+
+def first_loss_atol(case: Case) -> float:
+    """How far the first step's loss may be from ln 2."""
+    if not case.compile:
+        return FIRST_LOSS_ATOL
+    return 4 * 0.5 * DPO_BETA * COMPILED_TOKEN_RMS * math.sqrt(2 * case.sequence_length)
 
 
 def wrong_lines(report: Report) -> list[str]:
@@ -109,7 +122,7 @@ def wrong_lines(report: Report) -> list[str]:
         if not row["fits"]:
             continue
         name, first = case_of(row).name, row["steps"][0]["loss"]
-        if not abs(first - math.log(2)) <= FIRST_LOSS_ATOL:
+        if not abs(first - math.log(2)) <= first_loss_atol(case_of(row)):
             wrong.append(f"WRONG RESULT: {name} begins at a DPO loss of {first}, expected ln 2 = {math.log(2):.6f}")
         if not all(step["grad_norm"] > 0 for step in row["steps"]):
             wrong.append(f"WRONG RESULT: {name} has a gradient norm of 0, expected more than 0")
