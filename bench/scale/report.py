@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 FIRST_LOSS_ATOL = 0.01
 # Compiled passes with and without gradients are fused differently. On the 32B shape the log-probability of a token then
 # differs by 0.067 (the root of the mean square; docs/notebook.md). For the sums over n tokens of two sequences, times
-# the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; four times this is allowed.
+# the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; twice this is allowed.
 COMPILED_TOKEN_RMS = 0.067
 # Memory that torch's allocator may use by GPU, in GiB; the rest is CUDA's own.
 GPUS = {"80 GB": 78.0, "141 GB": 139.0}
@@ -63,6 +63,7 @@ COLUMNS: Columns = {
     "peak GiB": _peak,
     "weights GiB": lambda row: _if_fits(row, f"{row['bytes']['weights'] / 2**30:.1f}" if row["fits"] else ""),
     "run": lambda row: ", ".join(label for name, label in RUN_LABELS.items() if row["case"][name]),
+    "commit": lambda row: row["commit"][:9],
     "ms": lambda row: f"{1e3 * step_s(row):.0f}" if row["fits"] else "",
 }
 
@@ -112,7 +113,7 @@ def first_loss_atol(case: Case) -> float:
     """How far the first step's loss may be from ln 2."""
     if not case.compile:
         return FIRST_LOSS_ATOL
-    return 4 * 0.5 * DPO_BETA * COMPILED_TOKEN_RMS * math.sqrt(2 * case.sequence_length)
+    return 2 * 0.5 * DPO_BETA * COMPILED_TOKEN_RMS * math.sqrt(2 * case.sequence_length)
 
 
 def wrong_lines(report: Report) -> list[str]:

@@ -184,14 +184,18 @@ class BoundOptimizer(torch.optim.Optimizer):
         """Return the current active weights as base weights; none without `keep_base_weights`."""
         if not self.keep_base_weights:
             return []
-        if self.offload_base_weights and (sharded := [bucket for bucket in buckets if bucket.is_sharded]):
-            raise ValueError(f"offload_base_weights=True, but {sharded[0].names[0]!r} is sharded by fully_shard")
+        self._check_offload(buckets)
         of = base_weights.BaseWeights.of
         return [of(bucket, self.backend, offload=self.offload_base_weights) for bucket in buckets]
+
+    def _check_offload(self, buckets: list[Bucket]) -> None:
+        if self.offload_base_weights and (sharded := [bucket for bucket in buckets if bucket.is_sharded]):
+            raise ValueError(f"offload_base_weights=True, but {sharded[0].names[0]!r} is sharded by fully_shard")
 
     def _rebuilt_bases(
         self, buckets: list[Bucket], held: dict[sharding.Shard, tuple[Tensor, Tensor]]
     ) -> list[base_weights.BaseWeights]:
+        self._check_offload(buckets)
         return base_weights.rebuild(buckets, held, self.backend, offload=self.offload_base_weights)
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,21 @@ def test_graphs_without_tiles_stay(calls):
     block.compile(backend=tile_compiler.inductor)
     block(torch.randn(4, 64)).square().sum().backward()
     assert calls == [[]] and block.down.weight.grad is not None
+
+
+def test_other_lengths_take_the_same_graphs(calls):
+    model, optimizer = build("cpu", compiled=True)
+    for n in (4, 6, 9, 12):
+        once(model, torch.randn(2, n, 64, requires_grad=True))
+        optimizer.zero_grad()
+    assert len(calls) == 2  # for the first length, and for all others
+
+
+def test_recomputing_refuses_random_numbers():
+    block = Block()
+    block.gate = nn.Sequential(block.gate, nn.Dropout(0.5))
+    block.compile(backend=functools.partial(tile_compiler.inductor, recompute=True))
+    with pytest.raises(RuntimeError, match="would draw other random numbers"):
+        block(torch.randn(2, 64)).sum().backward()
+    block.eval()
+    block(torch.randn(2, 64)).sum().backward()

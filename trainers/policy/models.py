@@ -241,6 +241,7 @@ def compile_layer(layer: nn.Module) -> None:
 
     `torch.utils.checkpoint` around a compiled layer runs its whole forward pass again. Compiled code that keeps only
     its inputs computes again what its gradients need: not the layer's last product, whose output no gradient needs.
+    Where torch.compile runs the layer eagerly with gradients, activations are kept. Dropout is refused.
     """
     if getattr(layer, "gradient_checkpointing", False):  # of transformers' layers
         layer.gradient_checkpointing = False  # type: ignore[assignment]

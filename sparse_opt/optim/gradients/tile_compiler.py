@@ -20,20 +20,40 @@ _MAX_WAITING_BYTES = 256 * 2**20
 
 
 def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = False) -> Any:
-    """Compile a graph as torch.compile does by default, with one call for the tiles of several layers; a backend of it.
+    """A backend of torch.compile: Inductor, with one call for the tiles of several layers.
 
     Args:
         recompute: keep only the graph's inputs for the backward pass, which computes the other activations again.
+
+    Raises:
+        RuntimeError: the graph has a random operation, such as dropout, and `recompute` would draw other numbers.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    # torch's cache of whole compilations does not know that `_compile` changes the graphs; that of Inductor sees them.
-    changes: dict[str, Any] = {"enable_autograd_cache": False}
-    if recompute:  # torch.autograd.graph has a function for it only from torch 2.13 on
+    changes: dict[str, Any] = {}
+    if any(node.target is torch.ops.sparse_opt.tile_linear for node in graph.graph.nodes):
+        # torch's cache of whole compilations does not know that `_compile` changes the graphs; Inductor's sees them.
+        changes["enable_autograd_cache"] = False
+    if recompute:
+        for node in graph.graph.nodes:
+            if _is_random(node):
+                raise RuntimeError(f"activations are recomputed, but {node.name!r} would draw other random numbers")
+        # torch.autograd.graph has a function for it only from torch 2.13 on
         changes["activation_memory_budget"] = 0.0
     with config.patch(changes):
         return compile_fx(graph, inputs, inner_compile=_compile)
+
+
+def _is_random(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    if "dropout" in name:
+        p, training = ([*node.args[1:], *([None] * 3)])[:2]
+        p, training = node.kwargs.get("p", p), node.kwargs.get("training", training)
+        return p != 0.0 and training is not False
+    if name == "scaled_dot_product_attention":
+        return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+    return name in ("rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "normal")
 
 
 def _compile(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
@@ -107,6 +127,10 @@ def _replace_by_input_gradient(graph: fx.Graph, node: fx.Node, output: fx.Node) 
 
 
 def _nbytes(node: Any) -> int:
-    """The bytes of a node's tensor, by the sizes with which it was traced."""
+    """The bytes of a node's tensor. A size that varies counts as when it was traced; asking for it would fix it."""
     value = node.meta["val"]
-    return int(value.numel()) * int(value.element_size())
+    n = value.element_size()
+    for size in value.shape:
+        hint = size.node.hint if isinstance(size, torch.SymInt) else size
+        n *= 1 if hint is None else int(hint)
+    return int(n)

@@ -129,6 +129,7 @@ def row_of(case: Case, peak_gib: float | None = 60.0, **values: Any) -> dict[str
     return {
         "case": vars(case),
         "device_name": "G",
+        "commit": "0123456789",
         "fits": True,
         "bytes": {"weights": 2**30},
         "n_tiled": 3,
