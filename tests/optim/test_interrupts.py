@@ -269,12 +269,12 @@ def test_a_swap_that_fails_half_way(backend, fails, monkeypatch):
     trained = Trained(backend)
     swap, second = BaseWeights._swap, []
 
-    def failing(base):
+    def failing(base, values):
         if base.params[0] is trained.params["b"]:
             second.append(base)
             if len(second) == (1 if fails == "enter" else 2):
                 raise RuntimeError("no kernel")
-        swap(base)
+        swap(base, values)
 
     monkeypatch.setattr(BaseWeights, "_swap", failing)
     with pytest.raises(RuntimeError, match="no kernel"), trained.optimizer.base_weights():
@@ -282,7 +282,7 @@ def test_a_swap_that_fails_half_way(backend, fails, monkeypatch):
     if fails == "leave":  # as the error states; everything else is unchanged
         assert torch.equal(trained.params["a"], trained.before[0])
         with torch.no_grad():
-            swap(second[0])
+            swap(second[0], second[0].values)
         torch._C._autograd._unsafe_set_version_counter(tuple(trained.params.values()), tuple(trained.versions))
     trained.assert_unharmed()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

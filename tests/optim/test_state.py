@@ -81,10 +81,10 @@ def test_base_weights_survive_a_swap_that_fails_half_way(device, monkeypatch):
     now = bits(model)
     swap = BaseWeights._swap
 
-    def fail_for_second(base):
+    def fail_for_second(base, values):
         if base.params[0] is model["b"]:
             raise RuntimeError("no")
-        swap(base)
+        swap(base, values)
 
     monkeypatch.setattr(BaseWeights, "_swap", fail_for_second)
     with pytest.raises(RuntimeError, match="no"), optimizer.base_weights():
