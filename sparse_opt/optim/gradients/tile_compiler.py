@@ -50,7 +50,7 @@ def _is_random(node: fx.Node) -> bool:
     if "dropout" in name:
         p, training = ([*node.args[1:], *([None] * 3)])[:2]
         p, training = node.kwargs.get("p", p), node.kwargs.get("training", training)
-        return p != 0.0 and training is not False
+        return bool(p != 0.0 and training is not False)
     if name == "scaled_dot_product_attention":
         return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
     return name in ("rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "normal")
