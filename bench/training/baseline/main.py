@@ -73,8 +73,16 @@ N_PAIRS = 64
 _STEPS_BEFORE_REPLAYS = 4  # three ordinary ones and the capture
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings")
 _SETTINGS = (
-    *("modes", "n_steps", "n_warmup", "batch_size", "subset_size", "sequence_length", "n_generations"),
-    *("max_new_tokens", "lora_rank", "shira_rank", "learning_rate", "gradient_checkpointing", "compile"),
+    *("modes", "n_steps", "n_warmup", "steps_in_a_row", "batch_size", "subset_size", "sequence_length"),
+    *(
+        "n_generations",
+        "max_new_tokens",
+        "lora_rank",
+        "shira_rank",
+        "learning_rate",
+        "gradient_checkpointing",
+        "compile",
+    ),
     *("precomputed_reference", "share_prompts", "prompt_share", "cuda_graphs"),
     *(
         "l2_fetch_granularity",
@@ -171,6 +179,12 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--n_steps", type=int, default=20, help="of each mode (%(default)s)")
     run.add_argument("--n_warmup", type=int, default=5, help="steps left out of the medians (%(default)s)")
+    run.add_argument(
+        "--steps_in_a_row",
+        type=int,
+        default=1,
+        help="after the warm-up, time this many steps together: the host launches ahead of the GPU (%(default)s)",
+    )
     run.add_argument("--seed", type=int, default=0, help="of weights, mask, data and their order (%(default)s)")
     run.add_argument(
         "--l2_fetch_granularity",
@@ -192,6 +206,7 @@ def problem(args: Namespace) -> str:
         one_of_each("modes", args.modes, MODES)
         or out_of_range(args, "n_generations", at_least=2)  # a group of one has no advantage
         or out_of_range(args, "sequence_length", at_least=shortest)
+        or out_of_range(args, "steps_in_a_row")
     ):
         return error
     if args.precomputed_reference and args.algorithm != "dpo":

@@ -40,6 +40,8 @@ class Job:
     n_generations: int = 2
     max_new_tokens: int = 1
     n_steps: int
+    n_warmup: int = 0
+    steps_in_a_row: int = 1  # timed together, after the warm-up
     batch_size: int
     learning_rate: float
     lora_rank: int = 1

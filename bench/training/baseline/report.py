@@ -219,6 +219,8 @@ def heading(report: dict[str, Any]) -> str:
     notes = ", activations checkpointed" if settings["gradient_checkpointing"] else ""
     notes += ", layers compiled" if settings.get("compile") else ""
     notes += ", CUDA graphs" if settings.get("cuda_graphs") else ""
+    if settings.get("steps_in_a_row", 1) > 1:
+        notes += f", {settings['steps_in_a_row']} steps in a row"
     notes += ", precomputed reference" if settings.get("precomputed_reference") else ""
     if settings.get("l2_fetch_granularity") is not None:
         notes += f", {settings['l2_fetch_granularity']}-byte fetches"

@@ -245,11 +245,7 @@ _library.define(
     "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
-# The two parts of the latter, which `tile_compiler` separates: the second one takes the products of several layers.
-_library.define(
-    "tile_linear_input_gradient(Tensor grad_output, Tensor input, Tensor weight, bool transposed) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+# What `tile_compiler` leaves of the latter, for several layers.
 _library.define(
     "tile_products(Tensor[] grad_outputs, Tensor[] inputs, Tensor(a!)[] routes, bool[] transposed) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
@@ -273,7 +269,8 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool) -> Tensor:
+    """The op `tile_linear`, and what it is in compiled code (tile_compiler.py)."""
     rows = _rows(input)
     if transposed:
         assert bias is not None
@@ -340,10 +337,6 @@ def _fake_linear_backward(
     return grad_output.new_empty(0 if weight is None else (*grad_output.shape[:-1], input.shape[-1]))
 
 
-def _fake_input_gradient(grad_output: Tensor, input: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-    return grad_output.new_empty((*grad_output.shape[:-1], input.shape[-1]))
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, _, ctx.route, ctx.transposed = inputs
     ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
@@ -361,12 +354,10 @@ def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tens
     return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
 
 
-_library.impl("tile_linear", _linear, "CompositeExplicitAutograd")
+_library.impl("tile_linear", linear, "CompositeExplicitAutograd")
 _library.impl("tile_linear_backward", _linear_backward, "CompositeExplicitAutograd")
-_library.impl("tile_linear_input_gradient", _input_gradient, "CompositeExplicitAutograd")
 _library.impl("tile_products", _add_products, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_opt::tile_linear", _fake_linear, lib=_library)
 torch.library.register_fake("sparse_opt::tile_linear_backward", _fake_linear_backward, lib=_library)
-torch.library.register_fake("sparse_opt::tile_linear_input_gradient", _fake_input_gradient, lib=_library)
 torch.library.register_fake("sparse_opt::tile_products", lambda *operands: None, lib=_library)
 torch.library.register_autograd("sparse_opt::tile_linear", _gradients, setup_context=_save, lib=_library)

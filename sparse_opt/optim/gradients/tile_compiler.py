@@ -1,8 +1,15 @@
 """torch.compile's default backend for layers whose weight gradients are computed by tiles.
 
-Few active tiles leave a GPU idle. Compiled code computes those of each layer by a call of its own, because the compiler
-may reuse the memory of their operands after the call. Here the calls of a backward graph become one, at the place of
-the last: the operands of the others stay until then.
+Other backends call the ops of tile_backward.py, one after the other, for each layer. Here only the tiles are left to an
+op, and all else becomes torch's own products, which Inductor launches without a call of Python and plans with the rest.
+
+With another backend, compiled code calls the ops of tile_backward.py for each layer. Here a layer's output and the
+gradient of its input are torch's own products, which Inductor plans with the other work and launches without a call to
+Python; only the tiles are left to an op.
+
+Few active tiles leave a GPU idle. Compiled code would compute those of each layer by a call of its own, because the
+compiler may reuse the memory of their operands after the call. Here the calls of a backward graph become one, at the
+place of the last: the operands of the others stay until then.
 """
 
 from __future__ import annotations
@@ -13,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import tile_backward  # noqa: F401  # defines the ops
+from . import tile_backward
+
+aten = torch.ops.aten
 
 # Operands that wait for a call: 2048 tokens of Qwen2.5-32B's feed-forward layers are 128 MiB for one of them.
 _MAX_WAITING_BYTES = 256 * 2**20
 
 
 def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = False) -> Any:
-    """A backend of torch.compile: Inductor, with one call for the tiles of several layers.
+    """A backend of torch.compile: Inductor, with torch's products and one call for the tiles of several layers.
 
     Args:
         recompute: keep only the graph's inputs for the backward pass, which computes the other activations again.
@@ -30,6 +39,7 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = F
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
     changes: dict[str, Any] = {}
     if any(node.target is torch.ops.sparse_opt.tile_linear for node in graph.graph.nodes):
@@ -41,8 +51,9 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = F
                 raise RuntimeError(f"activations are recomputed, but {node.name!r} would draw other random numbers")
         # torch.autograd.graph has a function for it only from torch 2.13 on
         changes["activation_memory_budget"] = 0.0
+    decompositions = {**select_decomp_table(), torch.ops.sparse_opt.tile_linear.default: tile_backward.linear}
     with config.patch(changes):
-        return compile_fx(graph, inputs, inner_compile=_compile)
+        return compile_fx(graph, inputs, inner_compile=_compile, decompositions=decompositions)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -65,7 +76,7 @@ def _compile(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
 
 
 def merge_products(module: fx.GraphModule) -> None:
-    """Replace the calls of `tile_linear_backward` in a backward graph by input gradients and calls for all tiles."""
+    """Replace the calls of `tile_linear_backward` in a backward graph by torch's products and calls for all tiles."""
     graph, ops = module.graph, torch.ops.sparse_opt
     functional = torch.ops.higher_order.auto_functionalized_v2
     found = [
@@ -73,8 +84,6 @@ def merge_products(module: fx.GraphModule) -> None:
         for node in graph.find_nodes(op="call_function", target=functional)
         if node.args[0] is ops.tile_linear_backward.default
     ]
-    if len(found) < 2:
-        return
     waiting: list[fx.Node] = []
     n_bytes = 0
     for node in found:
@@ -84,6 +93,8 @@ def merge_products(module: fx.GraphModule) -> None:
             waiting, n_bytes = [], 0
         waiting.append(node)
         n_bytes += more
+    if not found:
+        return
     _merge(graph, waiting)
     graph.lint()
     module.recompile()
@@ -117,13 +128,31 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 def _replace_by_input_gradient(graph: fx.Graph, node: fx.Node, output: fx.Node) -> None:
     """Replace the first output of `tile_linear_backward`, which is empty if the layer's input needs no gradient."""
-    if node.kwargs["weight"] is not None:
-        arguments = tuple(node.kwargs[name] for name in ("grad_output", "input", "weight", "transposed"))
+    if (weight := node.kwargs["weight"]) is not None:
+        grad_output: Any = node.kwargs["grad_output"]
         with graph.inserting_before(node):
-            gradient = graph.call_function(torch.ops.sparse_opt.tile_linear_input_gradient.default, arguments)
-        gradient.meta = output.meta.copy()
+            rows = _call(graph, aten.reshape.default, grad_output, [-1, grad_output.meta["val"].shape[-1]])
+            matrix = _call(graph, aten.permute.default, weight, [1, 0]) if node.kwargs["transposed"] else weight
+            gradient = _call(graph, aten.mm.default, rows, matrix)
+            sizes = [*_sizes(graph, grad_output)[:-1], output.meta["val"].shape[-1]]
+            gradient = _call(graph, aten.reshape.default, gradient, sizes)
         output.replace_all_uses_with(gradient)
     graph.erase_node(output)
+
+
+def _call(graph: fx.Graph, op: Any, *arguments: Any) -> fx.Node:
+    """A node of the graph that calls an op, with the value that Inductor needs to know."""
+    node = graph.call_function(op, arguments)
+    node.meta["val"] = op(*fx.map_arg(arguments, lambda argument: argument.meta["val"]))
+    return node
+
+
+def _sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
+    """The sizes of a node's tensor: nodes of those that vary, numbers of the others."""
+    return [
+        _call(graph, aten.sym_size.int, node, i) if isinstance(size, torch.SymInt) else size
+        for i, size in enumerate(node.meta["val"].shape)
+    ]
 
 
 def _nbytes(node: Any) -> int:
