@@ -186,13 +186,19 @@ class WeightRows:
             return []
         held, changed = optimizer.nbytes(), changed_share(optimizer, named, mask.nnz)
         auto = self.recorder.auto(ADAMW)
-        # The optimizers of all rows write the same weights in turns. Taking over what others have written is not timed.
-        step = functools.partial(step_again, optimizer)
+
+        def prepare() -> None:
+            # The optimizers of all rows write the same weights in turns: without a restart, those that step at LR would
+            # make them so large that a step at SMALL_LR changes no bit.
+            self._restart()
+            if compact_weights:
+                optimizer.sync_weights()
+
         work = Work(
             name,
             backend or auto,
             masked.density,
-            Prepared(optimizer.sync_weights, step) if compact_weights else step,
+            Prepared(prepare, functools.partial(step_again, optimizer)),
             step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed),
             backend in (None, auto),
             (held["indices"] + held["state"] + held["compact_weights"]) / mask.nnz,

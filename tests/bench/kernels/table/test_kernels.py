@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, backends
-from sparse_opt.bench.kernels import optimizers
+from sparse_opt.bench.common.timing import Prepared
+from sparse_opt.bench.kernels import inputs, optimizers
 from sparse_opt.bench.kernels.cases import Active, WrongResult
 from sparse_opt.bench.kernels.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
 from sparse_opt.bench.kernels.table import main as kernels
@@ -144,6 +145,32 @@ def test_fetches_are_as_they_were_after_an_error(monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         fine_fetches(monkeypatch, lambda n_bytes, device: set_to.append(n_bytes) or 64)
     assert set_to == [32, 64]
+
+
+def test_timed_steps_change_the_share_of_weights_that_their_rows_say(monkeypatch):
+    """Also those of a small rate, beside optimizers that move the same weights far."""
+    rows = weights.WeightRows(
+        Recorder(torch.device("cpu"), []), {"a": (300, 200)}, torch.Generator().manual_seed(0), (), (), 0.0, 0, False
+    )
+    active = inputs.random_active(rows.params, 0.5, rows.generator)
+    masked = weights.Masked(optimizers.mask_of(rows._named(rows.params), active), active, 0.5)
+    timed = []
+
+    def in_turns(works, n_rounds=None):
+        for _ in range(30):
+            for work in works:
+                if isinstance(work.call, Prepared):
+                    work.call.before()
+                before = rows.params[0].clone()
+                work.call()
+                timed.append((work, (rows.params[0] != before).sum().item() / active.nnz))
+
+    monkeypatch.setattr(rows.recorder, "time", in_turns)
+    rows._optimizers(masked, [])
+    steps = [(work, share) for work, share in timed if work.changed is not None]
+    assert any(targets.SMALL in work.name and 0.005 < work.changed < 0.05 for work, _ in steps)
+    for work, share in steps:
+        assert share == pytest.approx(work.changed, rel=0.3), work.name
 
 
 @pytest.mark.gpu
