@@ -17,7 +17,7 @@ from .report import GPUS, heading, sorted_rows
 
 def plot(report: Report, path: Path) -> None:
     """Write a PNG: a line per method and treatment of activations; crosses mark cases that do not fit, at the
-    lower bound of their memory."""
+    lower bound of their memory, or at the top with its number."""
     figure = new_figure(9, 6)
     axes = figure.subplots()
     lines: dict[tuple[str, bool, int, float], list[tuple[float, float]]] = {}
@@ -37,15 +37,18 @@ def plot(report: Report, path: Path) -> None:
         label = f"{method}{active}, {tokens} tokens" + (", activations checkpointed" if checkpointing else "")
         style = "-" if checkpointing else "--"
         axes.plot(*zip(*points, strict=True), style, marker="o", color=colours[method], label=label)
-    for method, size, gib in crosses:
-        axes.plot([size], [gib], "x", color=colours[method])
+    top = 1.15 * max([*GPUS.values(), *(gib for points in lines.values() for _, gib in points)])
+    for method, size, gib in dict.fromkeys(crosses):
+        axes.plot([size], [min(gib, 0.96 * top)], "x", color=colours[method])
+        if gib > 0.96 * top:
+            axes.annotate(f"  more than {gib:.0f}", (size, 0.96 * top), va="center", fontsize=8, color=colours[method])
     for name, gib in GPUS.items():
         axes.axhline(gib, color="#999999", linewidth=0.8)
         axes.text(axes.get_xlim()[0], gib, f" GPU of {name}", va="bottom", fontsize=8)
-    axes.set(xlabel="parameters, billions", ylabel="peak GiB of a DPO step", ylim=(0, None))
+    axes.set(xlabel="parameters, billions", ylabel="peak GiB of a DPO step", ylim=(0, top))
     axes.spines[["top", "right"]].set_visible(False)
     if lines:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, handlelength=4, loc="lower right")
     figure.supxlabel(f"{heading(report)}\n{machine_line(report)}", fontsize=7, wrap=True)
     save_png(figure, path)
 
