@@ -39,13 +39,19 @@ SHAPES = (
 
 
 def bytes_per_weight(
-    dtype: str, mode: str | None = "dense", *, mask_density: float | None = None, master_weights: bool | None = True
+    dtype: str,
+    mode: str | None = "dense",
+    *,
+    mask_density: float | None = None,
+    master_weights: bool | None = True,
+    lean: bool = False,
 ) -> float:
     """Bytes per weight of the model in training: weight, gradient, moments, and fp32 master weights.
 
     dense: fp32 4 + 4 + 8; bf16 2 + 4 + 8 and 4 of the master, or 2 + 2 + 4 without masters; fp16 as fp32, and 2 of the
     fp16 copy that autocast holds during a forward pass. sparse: the weight, and per active one 2 of the index, 8 of the
-    moments, 4 of the gradient, its initial value, and 4 of the master of 16-bit weights. lora: the weight, without the
+    moments, 4 of the gradient, its initial value, and 4 of the master of 16-bit weights; with the option `lean`, 2 of
+    the index, 4 of the moments and 2 of the gradient. lora: the weight, without the
     adapters.
 
     Args:
@@ -57,6 +63,8 @@ def bytes_per_weight(
     if mode == "lora":
         return weight
     if mode == "sparse":
+        if lean:
+            return weight + 8 * (1.0 if mask_density is None else mask_density)
         initial = 2 if dtype == "bf16" else 4
         return weight + (1.0 if mask_density is None else mask_density) * (14 + initial + 4 * has_masters)
     if dtype == "bf16":

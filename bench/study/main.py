@@ -28,7 +28,7 @@ from sparse_opt.trainers.run.lock import RunLock
 from ..common.environment import environment
 from ..common.harness import exit_code, numbers_out_of_range
 from ..common.report import why_unwritable, write_json
-from .plan import CLAIMS, FINDING_SEED, SETTINGS, TUNING_SEED, Choice, Run
+from .plan import CLAIMS, FINDING_SEED, SETTINGS, TUNING_SEED, Choice, Run, claims_of
 from .plot import plot
 from .plot_updates import plot_updates
 from .pool import Pool, visible_gpus
@@ -174,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_words(sys.argv[1:] if argv is None else argv)
     settings = yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))[args.size]
     tasks = args.tasks or settings["tasks"]
+    args.claims = args.claims or claims_of(settings)
     path = args.results or args.output_dir / RESULTS_FILE
     if problem := _problem(args, settings) or why_unwritable(path):
         parser.error(problem)
@@ -231,7 +232,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--output_dir", type=Path, default=Path("study"), help="model, data and runs (%(default)s)")
     parser.add_argument("--results", type=Path, help="finished runs, a line each (OUTPUT_DIR/results.jsonl)")
     claims = "; ".join(f"{number}: {text}" for number, text in CLAIMS.items())
-    parser.add_argument("--claims", nargs="+", type=int, choices=CLAIMS, default=list(CLAIMS), help=claims)
+    parser.add_argument("--claims", nargs="+", type=int, choices=CLAIMS, help=f"claims (all of the size): {claims}")
     parser.add_argument("--tasks", nargs="+", help="tasks (all of the size)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="one run of each (0 1 2)")
     parser.add_argument("--report_only", action="store_true", help="write the page of the finished runs, and do none")
@@ -271,6 +272,12 @@ def _problem(args: Namespace, settings: dict[str, Any]) -> str:
         return f"--seeds {reserved.pop()}: this seed is used for tuning or for finding masks"
     if unknown := set(args.tasks or ()) - set(settings["tasks"]):
         return f"--tasks {unknown.pop()}: expected some of {' '.join(settings['tasks'])}"
+    if unknown_claims := set(args.claims) - set(claims_of(settings)):
+        expected = " ".join(map(str, claims_of(settings)))
+        return (
+            f"--claims {unknown_claims.pop()} needs bf16 weights, and those of size {args.size} are "
+            f"{settings['shared']['dtype']}: expected some of {expected}"
+        )
     for name in ("plot", "plot_updates"):
         if (file := getattr(args, name)) is not None:
             require_matplotlib(name)

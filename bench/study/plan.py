@@ -17,6 +17,10 @@ Several claims share runs, which are done once. What is trained:
 | fisher:2.5, snip:2.5 | the 2.5 % that the first training batch scores highest: mean of squared gradients; abs(w g) |
 | early5:2.5 | the 2.5 % that changed most in the first 5 % of the steps of a dense run with another seed |
 | found:2.5 | the same after all steps of that run |
+| lean:2.5:tile64 | the weights of random:2.5:tile64 with the same seed, by bf16 moments and bf16 compact gradients |
+
+Runs under a mask have fp32 moments, fp32 compact gradients and fp32 copies of the trained bf16 weights; dense runs have
+fp32 moments and copies. Lean runs have none of these, and round the bf16 weights and moments stochastically.
 
 Parts of the plan are in tiers. A tier begins when nothing of those before is left that could begin, and of a tier the
 tuning and the first seed of every part come before the other seeds, so that a study that is stopped has the most
@@ -44,13 +48,15 @@ WHOLE = ("dense", "sgd", "again", "subnetwork")
 OF_DENSE = ("again", "subnetwork")
 ADAPTERS = ("lora", "shira", "supertuning")
 SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}" for percent in EARLY))
+# Everything that trains under a mask; lean is no source of its own.
+MASKS = (*SOURCES, "lean")
 
 
 @dataclass(frozen=True)
 class Trained:
     """What a run trains: see the module."""
 
-    source: str  # one of WHOLE, ADAPTERS or SOURCES
+    source: str  # one of WHOLE, ADAPTERS or MASKS
     amount: float | None = None  # an adapter's rank, or percent of the weights
     pattern: str | None = None
 
@@ -66,10 +72,10 @@ class Trained:
             return cls(source)
         if source in ADAPTERS and len(rest) == 1 and re.fullmatch(r"[1-9]\d*", rest[0]):
             return cls(source, float(rest[0]))
-        if source not in SOURCES or len(rest) not in (1, 2) or not re.fullmatch(r"\d+(\.\d+)?", rest[0]):
+        if source not in MASKS or len(rest) not in (1, 2) or not re.fullmatch(r"\d+(\.\d+)?", rest[0]):
             raise ConfigError(
                 f"trained {word}: expected {', '.join(WHOLE)}, {', '.join(ADAPTERS)} with a rank, as in lora:8, or "
-                f"{', '.join(SOURCES)} with a percentage and, optionally, a pattern, as in random:2.5:tile64"
+                f"{', '.join(MASKS)} with a percentage and, optionally, a pattern, as in random:2.5:tile64"
             )
         percent, pattern = float(rest[0]), rest[1] if len(rest) == 2 else "element"
         if not 0 < percent < 100 or pattern not in PATTERNS:
@@ -86,7 +92,7 @@ class Trained:
     @property
     def is_mask(self) -> bool:
         """Whether the run trains under a mask."""
-        return self.source in SOURCES
+        return self.source in MASKS
 
     @property
     def needs_finding_run(self) -> bool:
@@ -136,7 +142,13 @@ CLAIMS = {
     5: "A mask trains as well as LoRA with as many trained values",
     6: "SGD trains as well as AdamW in reinforcement learning",
     7: "The best learning rate rises as the density falls, by the same law for every task",
+    8: "bf16 moments and gradients with stochastic rounding train as well as fp32 ones with fp32 copies of the weights",
 }
+
+
+def claims_of(settings: Mapping[str, Any]) -> list[int]:
+    """The claims that a size can be asked about: claim 8 needs bf16 weights."""
+    return [claim for claim in CLAIMS if claim != 8 or settings["shared"]["dtype"] == "bf16"]
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,8 @@ class Part:
     """A subject of the plan, with the seeds that it is run with after tuning, and the claims whose tables have it.
 
     `tuned_by` is the subject whose tuning chooses its learning rate: itself, unless it is compared with the dense run
-    of its seed, which has the same rate. Parts of a lower tier come first. `n_steps` is that of its runs, see `Run`.
+    of its seed, or is a lean run, which is compared with the random mask of its seed: both runs of such a pair have the
+    same rate. Parts of a lower tier come first. `n_steps` is that of its runs, see `Run`.
     """
 
     subject: Subject
@@ -194,8 +207,9 @@ def plan(
     | 8 | LoRA of the other ranks, and masks of their sizes |
     | 9 | masks with as many steps as they make in the time of dense training, see `schedule.at_equal_time` |
     | 10 | the other sources but `found` at all densities, in tiles and single elements, with one seed |
+    | 11 | lean runs under the random mask of 2.5 %, on all tasks |
 
-    Every subject is tuned on its own, on every task, except for those of `OF_DENSE`.
+    Every subject is tuned on its own, on every task, except for those of `OF_DENSE` and lean runs.
 
     Args:
         chosen: the best of some subjects by the questions for tuning, the first of equal ones; None while the tuning of
@@ -239,13 +253,14 @@ def plan(
     first_rank, *other_ranks = lora["ranks"]
     for task in tasks:
         tier = 0 if task == first else 2
-        dense = add(tier, (1, 2, 3, 4, 5, 6), "dense", every, task=task)
+        dense = add(tier, (1, 2, 3, 4, 5, 6, 8), "dense", every, task=task)
         add(tier, (7,), "dense", (), task=task)
         # These need the final weights of the dense runs, which are too large to be carried to another machine.
         add(tier, (3,), "again", one, task=task, like=dense)
         add(tier, (3,), "subnetwork", every, task=task, like=dense)
-        add(tier + 1, (4,), f"random:2.5:{tile}", every, task=task)
+        random = add(tier + 1, (4, 8), f"random:2.5:{tile}", every, task=task)
         add(tier + 1, (7,), f"random:2.5:{tile}", (), task=task)
+        add(11, (8,), f"lean:2.5:{tile}", every, task=task, like=random)
         add(tier + 1, (6,), "sgd", every, task=task)
         for word in (f"lora:{first_rank}", mask_like_lora(lora, first_rank, tile)):
             add(tier + 1, (5,), word, every, task=task)

@@ -17,7 +17,7 @@ from .verdicts import MORE_THAN_CHANCE, overlaps, ratio, rows_of, score_of
 
 # In the panel of forgetting: what is trained -> its name.
 _KINDS = {"dense": "dense", "again": "dense", "subnetwork": "subnetwork", "sgd": "SGD", "lora": "LoRA"}
-_KINDS |= {"shira": "SHiRA, Super-Tuning", "supertuning": "SHiRA, Super-Tuning"}
+_KINDS |= {"shira": "SHiRA, Super-Tuning", "supertuning": "SHiRA, Super-Tuning", "lean": "random masks, bf16 moments"}
 
 _SHOWN = 60  # the largest perplexity in this panel
 

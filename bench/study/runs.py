@@ -84,6 +84,11 @@ def dense_run(run: Run) -> Run:
     return replace(run, trained="dense")
 
 
+def random_run(run: Run) -> Run:
+    """The run whose mask a lean run has."""
+    return replace(run, trained=str(replace(Trained.parse(run.trained), source="random")))
+
+
 def require_samples(world: World, results: Results) -> None:
     """Check that the changed weights of the finished dense runs are here, which later ones are compared with.
 
@@ -161,9 +166,12 @@ def options_of(world: World, run: Run) -> dict[str, Any]:
         return options | {"mode": "lora", "adapter": trained.source, "lora_rank": int(trained.amount)}
     if trained.is_mask or trained.source == "subnetwork":
         file = mask_file(world, run)
+        options |= {"mode": "sparse", "mask": file}
+        if trained.source == "lean":
+            return options | {"lean": True}
         mask = MaskSet.load(file)
         shapes = {name: mask.shapes[name] for name in mask.names if mask[name].numel()}
-        return options | {"mode": "sparse", "mask": file} | _statistics(options, shapes)
+        return options | _statistics(options, shapes)
     options |= {"mode": "dense"} | _statistics(options, parameter_shapes(world.start))
     return options | ({"optim": "sgd"} if trained.source == "sgd" else {})
 
@@ -188,8 +196,8 @@ def do(world: World, run: Run) -> dict[str, Any]:
         `scores`; inputs, the digests of the files that the run depends on; seconds of the run, of its training, of its
         steps and of its optimizer (median); peak_memory_bytes on a GPU; optimizer_bytes; n_trained, the number of
         trained values of a mask or of adapters; changed_fp32, the share of all weights whose fp32 copy differs from the
-        start's, not of adapters; rewards, the mean reward of every fifth step (GRPO); what `measure_update` returns;
-        and closeness, of runs that are compared with the dense run of their seed.
+        start's, not of adapters and lean runs; rewards, the mean reward of every fifth step (GRPO); what
+        `measure_update` returns; and closeness, of runs that are compared with the dense run of their seed.
     """
     began = time.perf_counter()
     folder = world.folder / "runs" / run.name
@@ -247,6 +255,8 @@ def _numel(file: Path) -> int:
 def mask_path(world: World, run: Run) -> Path:
     """The file of a run's mask, which may not exist yet; random masks differ between seeds."""
     trained = Trained.parse(run.trained)
+    if trained.source == "lean":
+        return mask_path(world, random_run(run))
     name = run.trained.replace(":", "_")
     if trained.source == "subnetwork":
         name = run.name
@@ -262,6 +272,8 @@ def mask_file(world: World, run: Run) -> Path:
     trained, file = Trained.parse(run.trained), mask_path(world, run)
     if file.is_file():
         return file
+    if trained.source == "lean":
+        return mask_file(world, random_run(run))
     if trained.source == "subnetwork":
         return MaskSet.from_bool(changed_weights(world.start, world.final(dense_run(run)))).save(file)
     assert trained.amount is not None and trained.pattern is not None

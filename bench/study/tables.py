@@ -16,7 +16,7 @@ from .plan import SOURCES, TUNING_SEED, Part, Run, Trained
 from .results import Results
 from .schedule import at_equal_time
 from .timing import Times, timed_as
-from .verdicts import compared, difference, overlaps, ratio, rows_of, score_of
+from .verdicts import OF_SCORES, compared, difference, overlaps, ratio, rows_of, score_of
 
 
 def further_tables(
@@ -39,7 +39,7 @@ def further_tables(
     if claim == 4:
         by_source = [table for task in tasks for table in source_table(results, parts, task)]
         return by_source + differences + at_equal_time_table(results, parts, settings, times)
-    if claim == 5:
+    if claim in (5, 8):
         return [*differences, score_table(results, parts, before, times)]
     if claim == 7:
         return _laws(results, parts, tasks, before, settings)
@@ -47,8 +47,8 @@ def further_tables(
 
 
 def _differences(claim: int, results: Results, parts: Sequence[Part], tasks: Sequence[str]) -> list[str]:
-    """The comparisons that the verdicts on claims 3 to 6 are from."""
-    if claim not in (3, 4, 5, 6):
+    """The comparisons that the verdicts on the claims in `OF_SCORES` are from."""
+    if claim not in OF_SCORES:
         return []
     words = {True: "yes", False: "no", None: "not shown"}
     rows = [

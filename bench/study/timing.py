@@ -2,7 +2,7 @@
 
 For each choice of what is trained, a few steps of a run on its first task. Results are lines of JSON in times.jsonl:
 algorithm, task, trained, n_steps, step_time_s and optimizer_time_s (medians), peak_memory_bytes on a GPU, and the
-header of the results. Masks of all sources are timed as random ones of the same size and pattern.
+header of the results. Masks of all sources are timed as random ones of the same size and pattern, except for lean runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.training import finish
-from .plan import TUNING_SEED, Part, Run, Subject, Trained, first_rates
+from .plan import SOURCES, TUNING_SEED, Part, Run, Subject, Trained, first_rates
 from .results import Results
 from .runs import LOOPS, Chore, do_chore, needed_by, options_of
 from .world import DATA, World
@@ -40,7 +40,7 @@ def timed_as(subject: Subject) -> tuple[str, str] | None:
     trained = Trained.parse(subject.trained)
     if trained.source == "subnetwork":
         return None
-    if trained.is_mask:
+    if trained.source in SOURCES:
         trained = replace(trained, source="random")
     return subject.algorithm, "dense" if trained.source == "again" else str(trained)
 

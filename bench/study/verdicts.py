@@ -7,13 +7,14 @@ standard error of the mean difference over the questions. The first is "not belo
 below if d + e < -0.05, and otherwise nothing is shown; nor is it with one seed.
 
 A claim with a planned run or pair of runs that is missing is not shown. Where dense training improves on the start by
-less than 0.1, runs cannot differ: then claims 3 to 6 are not shown.
+less than 0.1, runs cannot differ: then claims 3 to 6 and 8 are not shown.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import NormalDist, mean, stdev
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,8 @@ from .schedule import is_finished
 
 Verdict = Literal["holds", "does not hold", "not shown"]
 MARGIN = 0.05  # of accuracy
+# The claims whose verdict is from differences of scores.
+OF_SCORES = (3, 4, 5, 6, 8)
 # Claim 1, after the published shares: 5-30 % in reinforcement learning, 85-94 % in supervised fine-tuning.
 FEW, MANY = 0.35, 0.6
 FULL_RANK = 0.95  # of min(m, n), the numerical rank
@@ -125,12 +128,13 @@ def verdict(
     7: holds if on every task the exponent p of rate ~ density^-p, fitted to the best rates of random masks of tiles, is
        above 0 over its whole interval (see `law`), and the largest is at most twice the smallest; does not hold if one
        is at most 0 over its whole interval, or two tasks' intervals have nothing in common. It needs two tasks.
+    8: holds if on every task the score of lean runs is not below that of the random mask with fp32 moments.
     """
     if not all(is_finished(settings, part, results) for part in parts):
         return "not shown"
     if claim == 7:
         return _same_law(settings, results, parts, tasks, before)
-    if claim in (3, 4, 5, 6) and not all(
+    if claim in OF_SCORES and not all(
         _learned(results, [part for part in parts if part.subject.task == task], before.get(task))
         for task in {part.subject.task for part in parts}
     ):
@@ -217,12 +221,15 @@ def _same_law(
 
 
 def compared(claim: int, results: Results, parts: Sequence[Part]) -> dict[tuple[Trained, Trained], Difference]:
-    """Of claims 3 to 6, the differences that the verdict is from: of a mask, SGD or the subnetwork from what it is
-    compared with. The parts are those of one task."""
+    """Of the claims in `OF_SCORES`, the differences that the verdict is from: of a mask, SGD, the subnetwork or lean
+    runs from what they are compared with. The parts are those of one task."""
     scores = _scores(results, parts)
     dense = Trained("dense")
     if claim == 5:
         pairs = _masks_like_lora(results, parts, scores)
+    elif claim == 8:
+        of_random = {trained: replace(trained, source="random") for trained in scores if trained.source == "lean"}
+        pairs = [pair for pair in of_random.items() if pair[1] in scores]
     elif dense not in scores:
         return {}
     elif claim == 4:
@@ -284,7 +291,11 @@ def _beats_lora(results: Results, parts: Sequence[Part]) -> bool | None:
     return _all_of([of_pair.not_below for of_pair in found.values()] + [None] * (len(ranks) - len(found)))
 
 
-_OF_CLAIM = {1: _few_weights, 3: _subnetwork, 4: _cheap_mask, 5: _beats_lora, 6: _sgd}
+def _lean(results: Results, parts: Sequence[Part]) -> bool | None:
+    return _all_of([found.not_below for found in compared(8, results, parts).values()])
+
+
+_OF_CLAIM = {1: _few_weights, 3: _subnetwork, 4: _cheap_mask, 5: _beats_lora, 6: _sgd, 8: _lean}
 
 
 def _scores(results: Results, parts: Sequence[Part]) -> dict[Trained, Score]:

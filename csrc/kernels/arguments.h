@@ -13,6 +13,10 @@ inline int element_size(DType dtype) {
 
 enum class IndexType : int { kInt32, kInt64, kOffset16 };
 
+inline int index_size(IndexType type) {
+  return type == IndexType::kInt64 ? 8 : type == IndexType::kInt32 ? 4 : 2;
+}
+
 constexpr int64_t kIndexFrame = 256;  // slots that share a base
 
 // Segment i, the compact slots [starts[i], ends[i]), belongs to dense tensor i. The position of slot s in it is

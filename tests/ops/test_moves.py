@@ -196,12 +196,14 @@ def test_replace(dtype, layout, wide, place):
         assert all((param == 7.0).all() for param in got.params)  # neither read nor written
 
 
+@pytest.mark.parametrize("indices", ["narrow", torch.int32, torch.int64], ids=lambda indices: str(indices)[-6:])
 @pytest.mark.parametrize("which", ["", "before", "after", "indices"])
-def test_replace_by_buffers_that_no_vector_fits(which, place):
+def test_replace_by_buffers_that_no_vector_fits(which, indices, place):
     """Segments that begin and end anywhere, with one buffer that is not aligned."""
     device, backend = torch.device(place[0]), place[1]
     shapes = [(n,) for n in (1, 2, 3, 5, 1023, 1024, 1026, 4097)]
-    case = make(device, dtype=torch.bfloat16, mask="full", shapes=shapes, layout="narrow")
+    how = {"layout": "narrow"} if indices == "narrow" else {"index_dtype": indices}
+    case = make(device, dtype=torch.bfloat16, mask="full", shapes=shapes, **how)
     buffers = {"before": case.taken(), "after": case.exp_avg.to(torch.bfloat16), "indices": case.indices}
     expected, got = case.clone(), case.clone()
     for i, param in enumerate(expected.params):

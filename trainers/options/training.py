@@ -46,7 +46,12 @@ class TrainingOptions(ModelOptions):
     mlp_only: bool = option(False, "train MLP weights only; with a mask, its elements in MLP weights only")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = option("auto", "kernels of mode sparse")
     master_weights: bool | None = option(
-        None, "keep fp32 master copies of the trained weights; none means yes for 16-bit weights"
+        None, "keep fp32 master copies of the trained weights; none means yes for 16-bit weights, unless lean"
+    )
+    lean: bool = option(
+        False,
+        "mode sparse in bf16: bf16 moments and compact gradients, stochastic rounding in place of fp32 master copies, "
+        "and the initial values in host memory: 6 bytes for each active weight on the GPU, and those of its index",
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     compile: bool = option(
@@ -260,10 +265,25 @@ class TrainingOptions(ModelOptions):
             )
         if self.mode == "lora" and self.mlp_only:
             raise ConfigError("option 'mlp_only' is for the modes dense and sparse: mode lora adapts all linear layers")
+        if self.lean:
+            self._require_lean()
         if self.delta_log_dir == Path("auto_if_dense"):
             self.delta_log_dir = Path("auto") if self.mode == "dense" else None
         if self.n_epochs is None:
             self._require_logged_step()
+
+    def _require_lean(self) -> None:
+        expected = {"mode": "sparse", "dtype": "bf16"}
+        for name, value in expected.items():
+            if (given := getattr(self, name)) != value:
+                raise ConfigError(f"option 'lean' is true, and {name} is {given}: expected {value}")
+        if self.master_weights:
+            raise ConfigError("option 'lean' is true, and master_weights too: lean rounds at random without them")
+        if self.parallel == "fsdp":
+            raise ConfigError(
+                "option 'lean' is true with parallel fsdp, whose ranks keep their part of the initial values on the "
+                "GPU: expected parallel replicate"
+            )
 
     def further_folders(self) -> dict[str, Path]:
         """Option -> folder that the run creates outside of its output folder, except for the delta log."""

@@ -58,7 +58,7 @@ def make_optimizer(
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
         # fp32 weights are their own master copies, also under fp16 autocast.
-        "master_weights": config.dtype == "bf16" and config.master_weights is not False,
+        "master_weights": config.dtype == "bf16" and config.master_weights is not False and not config.lean,
     }
     if config.mode == "sparse":
         shared |= {
@@ -67,6 +67,9 @@ def make_optimizer(
             "process_group": process_group,
             "backend": None if config.backend == "auto" else config.backend,
         }
+        if config.lean:
+            shared |= {"state_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16, "offload_base_weights": True}
+            shared |= {"stochastic_rounding": True, "seed": config.seed}
         mask = load_mask(config, model)
         if config.optim == "sgd":
             return SparseSGD(model.named_parameters(), mask, **shared)

@@ -57,6 +57,7 @@ def _profile(name: str) -> dict[str, Any]:
             train.get("mode", "dense"),
             mask_density=density,
             master_weights=train.get("master_weights"),
+            lean=train.get("lean", False),
         ),
         "sampling_bytes_per_weight": dtype[sampling.get("dtype", DatagenConfig.dtype)],
     }

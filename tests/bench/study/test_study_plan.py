@@ -10,8 +10,9 @@ import yaml
 
 from sparse_opt.bench.study import main as study_main
 from sparse_opt.bench.study import schedule
-from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Part, Run, Subject, Trained, first_rates, plan
+from sparse_opt.bench.study.plan import CLAIMS, TUNING_SEED, Part, Run, Subject, Trained, claims_of, first_rates, plan
 from sparse_opt.bench.study.results import Results
+from sparse_opt.bench.study.timing import timed_as
 from sparse_opt.bench.study.verdicts import rows_of
 from sparse_opt.bench.study.world import World
 from sparse_opt.errors import ConfigError
@@ -80,6 +81,7 @@ def test_everything_is_tuned_on_its_own_on_every_task(claims):
         (4, {"dense", "random:2.5:tile64", "snip:2.5:tile64"}),
         (5, {"dense", "lora:8", "random:2:tile64"}),
         (6, {"dense", "sgd"}),
+        (8, {"dense", "random:2.5:tile64", "lean:2.5:tile64"}),
     ],
 )
 def test_the_central_comparison_is_made_on_every_task(claim, words):
@@ -88,6 +90,33 @@ def test_the_central_comparison_is_made_on_every_task(claim, words):
     for task in ("sums", "another"):
         of_task = {part.subject.trained: part.seeds for part in parts if part.subject.task == task}
         assert all(of_task[word] == ((0,) if word == "again" else (0, 1)) for word in words)
+
+
+def test_lean_runs_are_compared_with_the_random_mask_alone(results, finish, settings):
+    """They take its learning rate without tuning, and are no mask of the other claims; their steps are timed."""
+    parts = plan(CLAIMS, ["sums", "another"], [0, 1], lambda subjects: None, LORA)
+    lean = [part for part in parts if part.subject.trained.startswith("lean")]
+    assert [(part.subject.task, part.claims, part.seeds) for part in lean] == [
+        ("sums", (8,), (0, 1)),
+        ("another", (8,), (0, 1)),
+    ]
+    assert [part.tuned_by for part in lean] == [
+        Subject("grpo", task, "random:2.5:tile64") for task in ("sums", "another")
+    ]
+    assert schedule.runs_left(settings, lean[0], results) == []
+    random = next(part for part in parts if part.subject == lean[0].tuned_by)
+    finish(results, [random], lambda run: {})
+    assert schedule.runs_left(settings, lean[0], results) == [
+        Run("grpo", "sums", "lean:2.5:tile64", results.best_rate(random.subject), seed) for seed in (0, 1)
+    ]
+    assert timed_as(lean[0].subject) == ("grpo", "lean:2.5:tile64")
+
+
+def test_weights_of_fp32_have_no_lean_runs(tmp_path):
+    settings = yaml.safe_load(study_main.SETTINGS.read_text(encoding="utf-8"))
+    assert claims_of(settings["smollm2"]) == list(CLAIMS) == [*claims_of(settings["small"]), 8]
+    with pytest.raises(ConfigError, match="--claims 8 needs bf16 weights, and those of size small are fp32"):
+        study_main.main(["--size", "small", "--claims", "8", "--output_dir", str(tmp_path), "--dry_run"])
 
 
 def test_masks_are_run_as_long_as_dense_training_takes(settings):
@@ -138,7 +167,7 @@ def test_first_seeds_come_before_second_ones_and_small_claims_before_large_ones(
     for part in parts:
         assert sum((of.seeds for of in order if of.subject == part.subject), ()) == part.seeds
     ends = {claim: max(i for i, part in enumerate(order) if claim in part.claims) for claim in CLAIMS}
-    assert sorted(ends, key=ends.get) == [1, 2, 3, 6, 7, 4, 5]
+    assert sorted(ends, key=ends.get) == [1, 2, 3, 6, 7, 4, 5, 8]
 
 
 @pytest.mark.parametrize(

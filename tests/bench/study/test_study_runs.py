@@ -149,6 +149,21 @@ def test_bf16_hides_changes_of_the_fp32_copies(finished, tiny_settings, trained)
     assert 0.05 < row["changed_fp32"] <= row.get("n_trained", math.inf) / n_weights_of(finished)
 
 
+def test_lean_runs_differ_from_random_ones_by_the_optimizer_alone(finished, tiny_settings):
+    world = World(finished, {**tiny_settings, "shared": {**tiny_settings["shared"], "dtype": "bf16"}}, "cpu")
+    both = [Run("grpo", "sums", f"{source}:10:run16", 1e-3, 7) for source in ("lean", "random")]
+    options, of_random = (runs.options_of(world, run) for run in both)
+    assert options.pop("lean") and options == {
+        name: value for name, value in of_random.items() if not name.startswith("statistics")
+    }
+    lean, random = (do(world, run) for run in both)
+    assert mask_path(world, both[0]) == mask_path(world, both[1]) and lean["n_trained"] == random["n_trained"] > 0
+    # Of each value two moments and the gradient have 2 bytes instead of 4, and the copy none.
+    assert random["optimizer_bytes"] - lean["optimizer_bytes"] == 10 * lean["n_trained"]
+    assert 0 < lean["changed_bf16"] <= lean["n_trained"] / n_weights_of(finished)
+    assert "changed_fp32" in random and "changed_fp32" not in lean
+
+
 def test_a_mask_from_another_machine_is_not_found_again(finished, tiny_settings):
     world, run = World(finished, tiny_settings, "cpu"), Run("grpo", "sums", "early5:1:run16", 1e-3, TUNING_SEED)
     assert needed_by(world, run) == Chore("log", "sums")

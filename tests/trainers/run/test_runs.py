@@ -274,6 +274,16 @@ def test_master_weights_are_kept_for_16_bit_weights_unless_refused(dpo_options, 
         assert (optimizer.nbytes()["master"] > 0) is kept
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_lean_is_6_bytes_for_an_active_weight(dpo_options, mask_file, optim):
+    options = dpo_options(lean=True, dtype="bf16", mask=mask_file, optim=optim, seed=3)
+    optimizer = make_optimizer(options, load_policy(options, torch.device("cpu")))
+    nnz, nbytes = MaskSet.load(mask_file).nnz, optimizer.nbytes()
+    assert (nbytes["state"], nbytes["grad"]) == ((0 if optim == "sgd" else 4) * nnz, 2 * nnz)
+    assert nbytes["master"] == 0 and optimizer.stochastic_rounding and optimizer.offload_base_weights
+    assert {group["seed"] for group in optimizer.param_groups} == {3}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "parts"),
     [
@@ -284,6 +294,10 @@ def test_master_weights_are_kept_for_16_bit_weights_unless_refused(dpo_options, 
         ({"learning_rate": float("nan")}, ConfigError, ["'learning_rate'", "nan"]),
         ({"delta_log_steps": "sometimes"}, ConfigError, ["sometimes"]),
         ({"delta_log_steps": "5,every:7"}, ConfigError, ["'delta_log_steps'", "5,every:7", "n_steps 4"]),
+        ({"lean": True}, ConfigError, ["'lean'", "mode is dense: expected sparse"]),
+        ({"lean": True, "mask": "m", "dtype": "fp32"}, ConfigError, ["'lean'", "dtype is fp32: expected bf16"]),
+        ({"lean": True, "mask": "m", "dtype": "bf16", "master_weights": True}, ConfigError, ["'lean'", "without them"]),
+        ({"lean": True, "mask": "m", "dtype": "bf16", "parallel": "fsdp"}, ConfigError, ["'lean'", "parallel fsdp"]),
     ],
 )
 def test_options_that_contradict_each_other(dpo_options, changes, error, parts):

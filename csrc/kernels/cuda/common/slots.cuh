@@ -377,7 +377,10 @@ struct ElementVectors {
     } else if (any_of(changed)) {
       if (in_range == kAll) {
         const Held<Index> indices = load_compact(static_cast<const Index*>(segments->indices));
-        const PositionOf<Index> base = __ldg(segments->index_bases + first / kIndexFrame + number);
+        PositionOf<Index> base = 0;
+        if constexpr (std::is_same_v<Index, uint16_t>) {
+          base = __ldg(segments->index_bases + first / kIndexFrame + number);
+        }
 #pragma unroll
         for (int j = 0; j < kUnroll; ++j) {
           if (changed[j]) dense[base + indices[j]] = values[j];
@@ -414,11 +417,9 @@ struct ElementVectors {
   }
 };
 
-// Whether single elements can be moved as ElementVectors of `unroll`, if the compact buffers can. Their indices are
-// offsets, as the optimizers store them.
+// Whether single elements can be moved as ElementVectors of `unroll`, if the compact buffers can.
 inline bool has_element_vectors(const Segments& segments, int unroll) {
-  return segments.run_length == 1 && segments.index_type == IndexType::kOffset16 &&
-         fits_vectors(segments.indices, sizeof(uint16_t), unroll);
+  return segments.run_length == 1 && fits_vectors(segments.indices, index_size(segments.index_type), unroll);
 }
 
 // Whether active elements are single elements, and each has at least so many bytes of the dense tensors; never if 0.

@@ -227,7 +227,8 @@ void dispatch_step_layout(const StepArguments& args, Call call) {
     call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
   } else if (scattered && args.segments.index_type == IndexType::kInt32) {
     call.template operator()<ElementSlots<int32_t, 640, 1, 2>>();
-  } else if (!reads_dense(args) && has_element_vectors(args.segments, kUnroll) && fits_vectors(args)) {
+  } else if (!reads_dense(args) && args.segments.index_type == IndexType::kOffset16 &&
+             has_element_vectors(args.segments, kUnroll) && fits_vectors(args)) {
     call.template operator()<ElementVectors<uint16_t, kThreads, kUnroll, true>>();
   } else {
     dispatch_layout<128, 3>(args.segments, has_runs_of_vectors(args.segments) && fits_vectors(args), call);
