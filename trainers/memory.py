@@ -51,7 +51,7 @@ def bytes_per_weight(
     dense: fp32 4 + 4 + 8; bf16 2 + 4 + 8 and 4 of the master, or 2 + 2 + 4 without masters; fp16 as fp32, and 2 of the
     fp16 copy that autocast holds during a forward pass. sparse: the weight, and per active one 2 of the index, 8 of the
     moments, 4 of the gradient, its initial value, and 4 of the master of 16-bit weights; with the option `lean`, 2 of
-    the index, 4 of the moments and 2 of the gradient. lora: the weight, without the
+    the index, 4 of AdamW's moments and 2 of the gradient. lora: the weight, without the
     adapters.
 
     Args:

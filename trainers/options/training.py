@@ -51,7 +51,7 @@ class TrainingOptions(ModelOptions):
     lean: bool = option(
         False,
         "mode sparse in bf16: bf16 moments and compact gradients, stochastic rounding in place of fp32 master copies, "
-        "and the initial values in host memory: 6 bytes for each active weight on the GPU, and those of its index",
+        "and the initial values in host memory: with AdamW 6 bytes for each active weight on the GPU, and its index",
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     compile: bool = option(
@@ -279,6 +279,10 @@ class TrainingOptions(ModelOptions):
                 raise ConfigError(f"option 'lean' is true, and {name} is {given}: expected {value}")
         if self.master_weights:
             raise ConfigError("option 'lean' is true, and master_weights too: lean rounds at random without them")
+        if not 0 <= self.seed < 2**62:
+            raise ConfigError(
+                f"option 'seed' is {self.seed} with lean, whose rounding it determines: expected 0 to 2**62"
+            )
         if self.parallel == "fsdp":
             raise ConfigError(
                 "option 'lean' is true with parallel fsdp, whose ranks keep their part of the initial values on the "

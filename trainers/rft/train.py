@@ -62,11 +62,16 @@ class RFTConfig(sft.SFTConfig):
 
     @classmethod
     def presets(cls, given: dict[str, Any]) -> list[Setting]:
-        """The values of `profile` for options that were not given; its learning-rate scale applies to its mode only."""
+        """The values of `profile` for options that were not given.
+
+        Its learning-rate scale applies to its mode only, and its master weights not to `lean`, which has none.
+        """
         presets = profile_settings(given.get("profile"), "train")
         mode = {key: value for key, value, _ in presets}.get("mode")
         if mode is not None and given.get("mode", mode) != mode:
             presets = [preset for preset in presets if preset[0] != "learning_rate_scale"]
+        if given.get("lean"):
+            presets = [preset for preset in presets if preset[0] != "master_weights"]
         return presets
 
     def __post_init__(self) -> None:

@@ -280,7 +280,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, tr
     elif bias is None or input.is_contiguous():
         out = F.linear(rows, weight, bias)
     else:  # F.linear would not fuse the bias here
-        out = torch.mm(rows, weight.t()).add_(bias)
+        out = torch.mm(rows, weight.t()) + bias
     # Not a view, so that the result may be modified in place, as that of a linear layer.
     return torch.ops.aten._unsafe_view(out, (*input.shape[:-1], out.shape[-1]))
 

@@ -1,8 +1,5 @@
 """torch.compile's default backend for layers whose weight gradients are computed by tiles.
 
-Other backends call the ops of tile_backward.py, one after the other, for each layer. Here only the tiles are left to an
-op, and all else becomes torch's own products, which Inductor launches without a call of Python and plans with the rest.
-
 With another backend, compiled code calls the ops of tile_backward.py for each layer. Here a layer's output and the
 gradient of its input are torch's own products, which Inductor plans with the other work and launches without a call to
 Python; only the tiles are left to an op.
@@ -42,16 +39,18 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = F
     from torch._inductor.decomposition import select_decomp_table
 
     changes: dict[str, Any] = {}
-    if any(node.target is torch.ops.sparse_opt.tile_linear for node in graph.graph.nodes):
+    decompositions: dict[Any, Any] | None = None
+    nodes = [node for module in graph.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
+    if any(node.target is torch.ops.sparse_opt.tile_linear for node in nodes):
         # torch's cache of whole compilations does not know that `_compile` changes the graphs; Inductor's sees them.
         changes["enable_autograd_cache"] = False
+        decompositions = {**select_decomp_table(), torch.ops.sparse_opt.tile_linear.default: tile_backward.linear}
     if recompute:
-        for node in graph.graph.nodes:
+        for node in nodes:
             if _is_random(node):
                 raise RuntimeError(f"activations are recomputed, but {node.name!r} would draw other random numbers")
         # torch.autograd.graph has a function for it only from torch 2.13 on
         changes["activation_memory_budget"] = 0.0
-    decompositions = {**select_decomp_table(), torch.ops.sparse_opt.tile_linear.default: tile_backward.linear}
     with config.patch(changes):
         return compile_fx(graph, inputs, inner_compile=_compile, decompositions=decompositions)
 
@@ -70,6 +69,8 @@ def _is_random(node: fx.Node) -> bool:
 def _compile(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
 
+    # The table of decompositions, which has been applied. It cannot be hashed, and Inductor's cache would not be used.
+    options.pop("get_decomp_fn", None)
     if options.get("is_backward"):
         merge_products(graph)
     return compile_fx_inner(graph, inputs, **options)
@@ -84,6 +85,8 @@ def merge_products(module: fx.GraphModule) -> None:
         for node in graph.find_nodes(op="call_function", target=functional)
         if node.args[0] is ops.tile_linear_backward.default
     ]
+    if not found:
+        return
     waiting: list[fx.Node] = []
     n_bytes = 0
     for node in found:
@@ -93,8 +96,6 @@ def merge_products(module: fx.GraphModule) -> None:
             waiting, n_bytes = [], 0
         waiting.append(node)
         n_bytes += more
-    if not found:
-        return
     _merge(graph, waiting)
     graph.lint()
     module.recompile()
@@ -127,7 +128,10 @@ def _merge(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 def _replace_by_input_gradient(graph: fx.Graph, node: fx.Node, output: fx.Node) -> None:
-    """Replace the first output of `tile_linear_backward`, which is empty if the layer's input needs no gradient."""
+    """Replace the first output of `tile_linear_backward`, which is empty if the layer's input needs no gradient.
+
+    As `tile_backward._input_gradient`, but for the order of its elements in memory, which is Inductor's choice.
+    """
     if (weight := node.kwargs["weight"]) is not None:
         grad_output: Any = node.kwargs["grad_output"]
         with graph.inserting_before(node):

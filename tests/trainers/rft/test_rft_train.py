@@ -129,6 +129,15 @@ def test_the_scale_of_a_profile_goes_with_its_mode():
     assert parse_config(rft.RFTConfig, [*words, "mode=dense", "learning_rate_scale=3"]).learning_rate_scale == 3
 
 
+def test_the_master_weights_of_a_profile_give_way_to_lean():
+    words = ["--policy_name", "m", "--dataset", "d", "--profile", "aggressive"]
+    assert parse_config(rft.RFTConfig, words).master_weights
+    lean = parse_config(rft.RFTConfig, [*words, "lean=true"])
+    assert lean.lean and lean.mode == "sparse" and lean.master_weights is None
+    with pytest.raises(ConfigError, match="'lean' is true, and master_weights too"):
+        parse_config(rft.RFTConfig, [*words, "lean=true", "master_weights=true"])
+
+
 def test_nothing_kept_is_an_error(options, tmp_path):
     (tmp_path / "none.jsonl").touch()
     with pytest.raises(DataError, match="none.jsonl: the file is empty"):

@@ -275,7 +275,7 @@ def test_master_weights_are_kept_for_16_bit_weights_unless_refused(dpo_options, 
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
-def test_lean_is_6_bytes_for_an_active_weight(dpo_options, mask_file, optim):
+def test_lean_has_16_bit_state_and_gradients_and_no_masters(dpo_options, mask_file, optim):
     options = dpo_options(lean=True, dtype="bf16", mask=mask_file, optim=optim, seed=3)
     optimizer = make_optimizer(options, load_policy(options, torch.device("cpu")))
     nnz, nbytes = MaskSet.load(mask_file).nnz, optimizer.nbytes()
@@ -297,6 +297,7 @@ def test_lean_is_6_bytes_for_an_active_weight(dpo_options, mask_file, optim):
         ({"lean": True}, ConfigError, ["'lean'", "mode is dense: expected sparse"]),
         ({"lean": True, "mask": "m", "dtype": "fp32"}, ConfigError, ["'lean'", "dtype is fp32: expected bf16"]),
         ({"lean": True, "mask": "m", "dtype": "bf16", "master_weights": True}, ConfigError, ["'lean'", "without them"]),
+        ({"lean": True, "mask": "m", "dtype": "bf16", "seed": -1}, ConfigError, ["'seed' is -1 with lean"]),
         ({"lean": True, "mask": "m", "dtype": "bf16", "parallel": "fsdp"}, ConfigError, ["'lean'", "parallel fsdp"]),
     ],
 )

@@ -1,4 +1,4 @@
-// Bytes per active element: index 2 or 4, or 4 a run, and the two compact elements; and 64 written for each 64-byte
+// Bytes per active element: index 2, 4 or 8, or 4 or 8 a run, and the two compact elements; and 64 written for each 64-byte
 // granule of the dense tensors in which an element changes.
 #include "../../rounding.h"
 #include "../common/slots.cuh"
