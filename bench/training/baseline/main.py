@@ -215,6 +215,8 @@ def problem(args: Namespace) -> str:
         return error
     if not 0 <= args.n_warmup < args.n_steps:
         return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
+    if (n_timed := args.n_steps - args.n_warmup) % args.steps_in_a_row:
+        return f"--steps_in_a_row {args.steps_in_a_row} does not divide the {n_timed} steps after the warm-up"
     own_model = args.model_name is not None or args.checkpoint is not None
     if args.small and own_model:
         return "--small makes a model of its own: leave out --model_name and --checkpoint"

@@ -258,12 +258,12 @@ def take_steps(
     """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section.
 
     cpu_s is the CPU time of all threads, which other work on the machine disturbs less. After the first `n_warmup`,
-    each `in_a_row` steps are timed together, and each of them has an equal share of their time.
+    each `in_a_row` steps are timed together, and each of them has an equal share of their time. `in_a_row` divides the
+    number of these steps.
     """
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    starts = [*range(n_warmup), *range(n_warmup, n_steps, in_a_row), n_steps]
     steps = []
-    for start, stop in pairwise(starts):
+    for start, stop in pairwise([*range(n_warmup), *range(n_warmup, n_steps + 1, in_a_row)]):
         synchronize()
         began, cpu_began = time.perf_counter(), time.process_time()
         # The next replay of a graph overwrites its results.

@@ -153,6 +153,10 @@ def test_grpo_with_a_picture(tmp_path, bench, run_here):
         ),
         (["dpo", "--small", "--modes", "dense,dense"], "each once"),
         (["dpo", "--small", "--n_steps", 5, "--n_warmup", 5], "--n_steps 5 leaves nothing after --n_warmup 5"),
+        (
+            ["dpo", "--small", "--n_steps", 9, "--n_warmup", 2, "--steps_in_a_row", 3],
+            "--steps_in_a_row 3 does not divide the 7 steps after the warm-up",
+        ),
         (["dpo", "--small", "--batch_size", 0], "--batch_size is 0, expected at least 1"),
         (["dpo", "--small", "--shira_rank", 0], "--shira_rank is 0, expected at least 1"),
         (["dpo", "--small", "--sequence_length", 4], "--sequence_length is 4, expected at least 8"),
