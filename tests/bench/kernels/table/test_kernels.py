@@ -148,7 +148,7 @@ def test_fetches_are_as_they_were_after_an_error(monkeypatch):
 
 
 def test_timed_steps_change_the_share_of_weights_that_their_rows_say(monkeypatch):
-    """Also those of a small rate, beside optimizers that move the same weights far."""
+    """Also those of a small rate, in turns with optimizers that move the same weights far."""
     rows = weights.WeightRows(
         Recorder(torch.device("cpu"), []), {"a": (300, 200)}, torch.Generator().manual_seed(0), (), (), 0.0, 0, False
     )
