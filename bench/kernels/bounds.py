@@ -125,17 +125,24 @@ def step_traffic(
 
     ``touched(p) + gradient + nnz * 2 * (states * state + master + weights) + index`` bytes are copied, where gradient
     is ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic rounding needs no memory).
-    ``touched(p)`` is 0 unless ``reads_params``. Changed parameters are scattered writes.
+    ``touched(p)`` is 0 unless ``reads_params``. Changed parameters are scattered writes. Where nothing dense is read, the
+    indices of changed elements alone are, and a copy of the weights is written only where they change (by sectors).
 
     Args:
         states: number of states per active element, 2 for AdamW.
+        weights_itemsize: bytes of an element of a copy of the active weights, 0 without one.
         changed: share of active parameters whose bits change; the others need not be written.
     """
     run = _run(pattern)
     param = touched_bytes(numel, nnz, param_itemsize, run) if reads_params else 0.0
     gradient = touched_bytes(numel, nnz, grad_itemsize, run) if dense_grads else float(nnz * grad_itemsize)
-    per_active = 2 * (states * state_itemsize + master_itemsize + weights_itemsize)
-    copied = param + gradient + nnz * per_active + index_bytes(nnz, index_itemsize, pattern)
+    index, weights = float(index_bytes(nnz, index_itemsize, pattern)), 2.0 * nnz * weights_itemsize
+    if not reads_params and not dense_grads and pattern == "element":
+        index = touched_bytes(nnz, changed * nnz, index_itemsize)
+        weights = nnz * weights_itemsize
+        if weights_itemsize:
+            weights += touched_bytes(nnz, changed * nnz, weights_itemsize, size=SECTOR_BYTES)
+    copied = param + gradient + nnz * 2 * (states * state_itemsize + master_itemsize) + weights + index
     return scattered_writes(copied, numel, changed * nnz, param_itemsize, run)
 
 
@@ -187,13 +194,13 @@ def swap_traffic(
 def replace_traffic(
     numel: int, nnz: int, *, itemsize: int, compact_itemsizes: int, index_itemsize: int = 4, changed: float = 1.0
 ) -> Traffic:
-    """indexed_replace_: ``index + nnz * (before + after)``, and changed elements scattered.
+    """indexed_replace_: ``nnz * (before + after)``, the indices of changed elements, and these elements scattered.
 
     Args:
         compact_itemsizes: bytes of an element of `before` and one of `after` together.
     """
-    copied = nnz * (index_itemsize + compact_itemsizes)
-    return scattered_writes(float(copied), numel, changed * nnz, itemsize)
+    copied = nnz * compact_itemsizes + touched_bytes(nnz, changed * nnz, index_itemsize)
+    return scattered_writes(copied, numel, changed * nnz, itemsize)
 
 
 def delta_encode_traffic(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> Traffic:

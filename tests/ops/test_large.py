@@ -45,6 +45,9 @@ def test_step_gather_and_swap(large, run_length):
         for op in STEP_OPS.values():
             states = moments[: len(op.states)]
             getattr(ops, op.name)(params, indices, [0], [n], *states, 0.01 * one, one, dense_grads=params, **how)
+        states, weights = moments[:2], params[0][elements].clone()
+        ops.indexed_adamw_(params, indices, [0], [n], *states, 0.01 * one, one, grad=gathered, weights=weights, **how)
+        assert torch.equal(params[0][elements], weights)
         ops.indexed_swap_(params, compact, indices, [0], [n], **how)
         results.append([gathered, *moments, compact])
     for got, expected in zip(*results, strict=True):

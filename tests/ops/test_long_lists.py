@@ -28,6 +28,7 @@ def test_long_lists(count, place):
             run_step(op, c, name, compact=False)  # steps differ from tensor to tensor
             c.steps += 1
         run_step("indexed_sgd_", c, name, momentum=0.0)
+        run_step("indexed_adamw_", c, name, weights=c.taken())
         values = torch.randn(c.indices.numel(), generator=torch.Generator().manual_seed(1)).to(device)
         ops.indexed_swap_(c.params, values, c.indices, c.starts, c.ends, backend=name)
         encoded = ops.delta_encode(case.params, c.params, backend=name)

@@ -125,6 +125,61 @@ def test_params_that_need_not_be_read(op, dtype, layout, held, rounding, place):
         assert torch.equal(bits_of(known["weights"]), bits_of(got.taken()))
 
 
+# The CUDA kernels keep lists of up to 16 changes of 256 slots, and bits of more.
+N_CHANGES = (0, 1, 15, 16, 17, 100, 255, 256)
+
+
+def changing(case, seed=0):
+    """The case with gradients, states and weights of zero, but for so many of each 256 slots."""
+    generator, (device, nnz) = torch.Generator().manual_seed(seed), (case.grad.device, case.nnz)
+    chosen = torch.zeros(nnz, dtype=torch.bool)
+    for i, (start, end) in enumerate(zip(case.starts, case.ends, strict=True)):
+        for number, first in enumerate(range(start // 32 * 32, end, 256)):
+            slots = range(max(first, start), min(first + 256, end))
+            shuffled = torch.randperm(len(slots), generator=generator)
+            chosen[slots[0] + shuffled[: N_CHANGES[(number + i) % len(N_CHANGES)]]] = True
+    chosen = chosen.to(device)
+    for compact in (case.grad, case.exp_avg, case.exp_avg_sq):
+        compact.copy_(chosen)
+    for i, (param, start, end) in enumerate(zip(case.params, case.starts, case.ends, strict=True)):
+        param.view(-1)[case.positions(i).to(device)] = 0.5 * chosen[start:end].to(param.dtype)
+    case.master.copy_(case.taken())
+    return chosen
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["", "unaligned"])
+@pytest.mark.parametrize("held", ["weights", "master"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64, torch.uint16], ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_few_and_many_changes_of_params_that_are_not_read(op, dtype, index_dtype, held, aligned, place):
+    device, backend = torch.device(place[0]), place[1]
+    slow = place == ("cpu", "triton")  # in the interpreter
+    shapes = [(2100,), (3,), (700,)] if slow else [(2 * 8192 + 2100,), (3,), (8192,), (700,)]
+    narrow = index_dtype == torch.uint16
+    layout = {"layout": "narrow"} if narrow else {"index_dtype": index_dtype}
+    case = make(device, dtype=dtype, mask="full", shapes=shapes, **layout)
+    assert case.starts[0] % 32 != 0
+    chosen = changing(case)
+    got = case.clone()
+    if not aligned:
+        got.exp_avg, got.grad = behind_its_beginning(got.exp_avg), behind_its_beginning(got.grad)
+    known = {"params_hold_master": True} if held == "master" else {"weights": got.taken()}
+    expected_known = copied(known)
+    sentinel = [param.fill_(-7.0) for param in got.params]
+    run_step(op, case, "reference", master=held == "master", **expected_known)
+    run_step(op, got, backend, master=held == "master", **known)
+    for i, (param, new) in enumerate(zip(sentinel, case.params, strict=True)):
+        changes = chosen[case.starts[i] : case.ends[i]]
+        at = case.positions(i).to(device)
+        assert torch.equal(bits_of(param)[at[changes]], bits_of(new)[at[changes]])
+        assert (param.view(-1)[at[~changes]] == -7.0).all()
+        new.copy_(param)
+    assert_same_bits(got, case)
+    if held == "weights":
+        assert torch.equal(bits_of(known["weights"]), bits_of(expected_known["weights"]))
+
+
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
@@ -258,16 +313,18 @@ def test_device_scalars(op, place):
         check(op, case, place, rounds=1)
 
 
-@pytest.mark.parametrize("master", [False, True], ids=["", "master"])
+@pytest.mark.parametrize("held", ["", "master", "weights"])
 @pytest.mark.parametrize("op", STEP_OPS)
-def test_found_inf_changes_nothing(op, master, any_place):
+def test_found_inf_changes_nothing(op, held, any_place):
     device, backend = any_place
     case = make(torch.device(device), dtype=torch.bfloat16)
     case.extra = {"found_inf": torch.tensor([math.inf], device=device)}
     case.grad.fill_(math.nan)
     got = case.clone()
-    run_step(op, got, backend, master=master)
+    weights = {"weights": got.taken()} if held == "weights" else {}
+    run_step(op, got, backend, master=held == "master", **weights)
     assert_same_bits(got, case)
+    assert not weights or torch.equal(weights["weights"], case.taken())
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])

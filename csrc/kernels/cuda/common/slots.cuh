@@ -1,7 +1,7 @@
 // The slots of a thread, their positions in the dense tensor, and loads and stores of both. ElementSlots, for masks of
 // single elements: kUnroll slots, every kThreads-th of a block. RunSlots, for masks of runs: kUnroll consecutive slots,
-// moved as one vector. ElementVectors, for kernels that read no dense tensor of single elements, and write few of its
-// elements: kUnroll consecutive slots, whose compact elements are moved as vectors.
+// moved as one vector. CompactVectors, for kernels without dense tensors: vectors of consecutive slots, without their
+// positions. ElementVectors: the same, for kernels that write few dense elements and read none.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,8 @@ __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segment
 // Unroll slots for each of Threads threads, and, if MostBlocks is not 0, at most so many blocks per multiprocessor.
 template <typename Index, int Threads = kThreads, int Unroll = kUnroll, int MostBlocks = 0>
 struct ElementSlots {
-  static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks;
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks, kParts = 1;
+  static constexpr bool kHasPositions = true;
   // Blocks that a multiprocessor should hold: about 4096 slots.
   static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 4096 / (Threads * Unroll);
 
@@ -155,7 +156,8 @@ inline bool fits_vectors(const void* buffer, int size, int unroll = kUnroll) {
 // are all in one run, or all outside of the segment. Compact buffers must satisfy fits_vectors(); dense tensors may
 // have any alignment.
 struct RunSlots {
-  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0;
+  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0, kParts = 1;
+  static constexpr bool kHasPositions = true;
   static constexpr int kBlocks = 6;
 
   int64_t first;  // slot j is first + j
@@ -257,23 +259,19 @@ struct RunSlots {
   }
 };
 
-// The indices and compact buffers must satisfy fits_vectors(). A segment may begin and end inside a vector: there its
-// elements are moved one by one. Compact elements take a quarter of ElementSlots' instructions, or less, and the
-// indices are loaded only where elements change, when these are stored. If Staged, they are stored in ElementSlots'
-// order, by way of shared memory, so that a warp writes neighbours together: faster where many change.
-template <typename Index, int Threads, int Unroll, bool Staged>
-struct ElementVectors {
-  static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = 0;
-  static constexpr int kBlocks = 1536 / Threads;
+// Compact buffers, which must satisfy fits_vectors(), without positions in the dense tensors. A thread has Unroll slots
+// in vectors of Vector consecutive ones: a warp's threads have neighbouring vectors, and each its next one behind those.
+// A segment may begin and end inside a vector: there elements are moved one by one. A block of the table is Parts blocks
+// of the kernel. The accesses have no cache hints: evict-first loads and stores took 3 % longer (docs/notebook.md).
+template <int Threads, int Unroll, int Vector, int Blocks, int Parts = 1>
+struct CompactVectors {
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = Blocks, kMostBlocks = 0, kParts = Parts;
+  static constexpr bool kHasPositions = false;
   static constexpr uint32_t kAll = (1u << Unroll) - 1;
   template <typename T>
-  static constexpr int kVectorBytes = std::min<int>(16, kUnroll * sizeof(T));
-  template <typename T>
-  using Vector = typename VectorOf<kVectorBytes<T>>::Type;
+  static constexpr int kAccessBytes = std::min<int>(16, Vector * sizeof(T));
 
-  const Segments* segments;
-  int64_t number;     // of the segment in the call
-  int64_t first;      // slot j is first + j
+  int64_t first;
   uint32_t in_range;  // bit j: slot j
 
   // The loaded elements, packed as in memory; 0 outside of the range.
@@ -289,130 +287,106 @@ struct ElementVectors {
     __device__ __forceinline__ void set_all(const T (&values)[kUnroll]) { memcpy(words, values, sizeof(words)); }
   };
 
-  __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
-  __device__ __forceinline__ bool active(int j) const { return (in_range >> j & 1) != 0; }
-  __device__ __forceinline__ PositionOf<Index> position(int64_t slot) const {
-    return position_at<Index>(*segments, number, slot);
+  // Slot j of a warp's thread, counted from the first of the warp.
+  __device__ __forceinline__ static int in_warp(int lane, int j) {
+    return j / Vector * (32 * Vector) + lane * Vector + j % Vector;
   }
+  __device__ __forceinline__ int64_t slot(int j) const { return first + in_warp(0, j); }
+  __device__ __forceinline__ bool active(int j) const { return (in_range >> j & 1) != 0; }
 
-  __device__ __forceinline__ void find(const Segments& of, const BlockRange& range) {
-    segments = &of;
-    number = range.number;
-    first = range.origin + static_cast<int64_t>(threadIdx.x) * kUnroll;
+  __device__ __forceinline__ void find(const Segments&, const BlockRange& range) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    first = range.origin + static_cast<int64_t>(threadIdx.x / 32) * (32 * Unroll) + in_warp(lane, 0);
     in_range = 0;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) in_range |= uint32_t{slot(j) >= range.begin && slot(j) < range.end} << j;
+  }
+
+  // move(pointer to 4 to 16 bytes in `compact`, the words of `held` for them), for all of a thread's elements.
+  template <typename T, typename Elements, typename Words, typename Move>
+  __device__ __forceinline__ void for_each_access(Elements* compact, Words* words, Move move) const {
+    constexpr int kBytes = kAccessBytes<T>, kAccesses = Vector * sizeof(T) / kBytes;
+    using Access = std::conditional_t<std::is_const_v<Elements>, const typename VectorOf<kBytes>::Type,
+                                      typename VectorOf<kBytes>::Type>;
+#pragma unroll
+    for (int i = 0; i < kUnroll / Vector * kAccesses; ++i) {
+      move(reinterpret_cast<Access*>(compact + slot(i / kAccesses * Vector)) + i % kAccesses, words + i * (kBytes / 4));
+    }
   }
 
   template <typename T>
   __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
     Held<T> held;
     if (in_range == kAll) {
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(sizeof(held.words)) / kVectorBytes<T>; ++i) {
-        const Vector<T> vector = __ldcs(reinterpret_cast<const Vector<T>*>(compact + first) + i);
-        memcpy(held.words + i * (kVectorBytes<T> / 4), &vector, sizeof(vector));
-      }
+      for_each_access<T>(compact, held.words, [](const auto* from, uint32_t* words) {
+        const auto vector = *from;
+        memcpy(words, &vector, sizeof(vector));
+      });
       return held;
     }
     T values[kUnroll] = {};
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (active(j)) values[j] = load_once(compact + slot(j));
+      if (active(j)) values[j] = compact[slot(j)];
     }
     held.set_all(values);
     return held;
-  }
-
-  // store(pointer, vector) for all vectors of the values.
-  template <typename T, typename Store>
-  __device__ __forceinline__ static void store_vectors(T* to, const T (&values)[kUnroll], Store store) {
-    Held<T> held;
-    held.set_all(values);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(held.words)) / kVectorBytes<T>; ++i) {
-      Vector<T> vector;
-      memcpy(&vector, held.words + i * (kVectorBytes<T> / 4), sizeof(vector));
-      store(reinterpret_cast<Vector<T>*>(to) + i, vector);
-    }
   }
 
   template <typename T>
   __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
     if (in_range == kAll) {
-      store_vectors(compact + first, values, [](auto* to, auto vector) { __stcs(to, vector); });
+      Held<T> held;
+      held.set_all(values);
+      for_each_access<T>(compact, held.words, [](auto* to, const uint32_t* words) {
+        std::remove_reference_t<decltype(*to)> vector;
+        memcpy(&vector, words, sizeof(vector));
+        *to = vector;
+      });
       return;
     }
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      if (active(j)) store_once(compact + slot(j), values[j]);
+      if (active(j)) compact[slot(j)] = values[j];
     }
   }
+};
 
-  // All of them if one changed.
-  template <typename T>
-  __device__ __forceinline__ void store_changed(T* compact, const T (&values)[kUnroll],
-                                                const bool (&changed)[kUnroll]) const {
-    if (any_of(changed)) store_compact(compact, values);
+// For kernels that write few of the dense tensors' single elements and read none: the indices, which must satisfy
+// fits_vectors() too, are loaded only by threads whose elements change, when these are stored.
+template <typename Index, int Threads, int Unroll>
+struct ElementVectors : CompactVectors<Threads, Unroll, Unroll, 1536 / Threads> {
+  using Base = CompactVectors<Threads, Unroll, Unroll, 1536 / Threads>;
+  using Base::first, Base::slot;
+
+  const Segments* segments;
+  int64_t number;  // of the segment in the call
+
+  __device__ __forceinline__ void find(const Segments& of, const BlockRange& range) {
+    Base::find(of, range);
+    segments = &of;
+    number = range.number;
   }
 
   template <typename T>
-  __device__ __forceinline__ Held<T> load_dense(const T* dense) const {
-    T values[kUnroll] = {};
+  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[Unroll],
+                                              const bool (&changed)[Unroll]) const {
+    if (!any_of(changed)) return;
+    if (this->in_range == Base::kAll) {
+      const auto indices = this->load_compact(static_cast<const Index*>(segments->indices));
+      PositionOf<Index> base = 0;
+      if constexpr (std::is_same_v<Index, uint16_t>) {
+        base = __ldg(segments->index_bases + first / kIndexFrame + number);
+      }
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active(j)) values[j] = dense[position(slot(j))];
+      for (int j = 0; j < Unroll; ++j) {
+        if (changed[j]) dense[base + indices[j]] = values[j];
+      }
+      return;
     }
-    Held<T> held;
-    held.set_all(values);
-    return held;
-  }
-
-  // Once in a kernel, by all threads of a block.
-  template <typename T>
-  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
-                                              const bool (&changed)[kUnroll]) const {
-    if constexpr (Staged) {
-      store_staged(dense, values, changed);
-    } else if (any_of(changed)) {
-      if (in_range == kAll) {
-        const Held<Index> indices = load_compact(static_cast<const Index*>(segments->indices));
-        PositionOf<Index> base = 0;
-        if constexpr (std::is_same_v<Index, uint16_t>) {
-          base = __ldg(segments->index_bases + first / kIndexFrame + number);
-        }
 #pragma unroll
-        for (int j = 0; j < kUnroll; ++j) {
-          if (changed[j]) dense[base + indices[j]] = values[j];
-        }
-        return;
-      }
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        if (changed[j]) dense[position(slot(j))] = values[j];
-      }
-    }
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void store_staged(T* dense, const T (&values)[kUnroll],
-                                               const bool (&changed)[kUnroll]) const {
-    static_assert(kUnroll <= 8, "a byte has the bits of a thread's slots");
-    __shared__ alignas(16) T staged[kThreads * kUnroll];
-    __shared__ uint8_t staged_bits[kThreads];
-    uint32_t bits = 0;
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) bits |= uint32_t{changed[j]} << j;
-    staged_bits[threadIdx.x] = static_cast<uint8_t>(bits);
-    store_vectors(staged + threadIdx.x * kUnroll, values, [](auto* to, auto vector) { *to = vector; });
-    __syncthreads();
-    const int64_t origin = first - static_cast<int64_t>(threadIdx.x) * kUnroll;
-#pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int in_block = static_cast<int>(threadIdx.x) + j * kThreads;
-      if ((staged_bits[in_block / kUnroll] >> in_block % kUnroll & 1) != 0) {
-        dense[position(origin + in_block)] = staged[in_block];
-      }
+    for (int j = 0; j < Unroll; ++j) {
+      if (changed[j]) dense[position_at<Index>(*segments, number, slot(j))] = values[j];
     }
   }
 };

@@ -72,7 +72,7 @@ void indexed_replace(const ReplaceArguments& args, cudaStream_t stream) {
     };
     if (fits(kReplaceUnroll) && has_element_vectors(args.segments, kReplaceUnroll)) {
       dispatch_index(args.segments.index_type, [&]<typename Index>() {
-        launch.template operator()<ElementVectors<Index, 128, kReplaceUnroll, false>>();
+        launch.template operator()<ElementVectors<Index, 128, kReplaceUnroll>>();
       });
     } else {
       dispatch_layout(args.segments, fits(kUnroll) && has_runs_of_vectors(args.segments), launch);

@@ -12,13 +12,13 @@
 // dense memory is read, and the 64 bytes above are 2 or 4 read, and written, of the copy.
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
 #include "../../rounding.h"
 #include "../../rules/rule.h"
 #include "../common/slots.cuh"
 #include "../kernels.h"
+#include "changes.cuh"
 
 namespace sparse_opt::cuda {
 
@@ -38,8 +38,8 @@ struct StepSlots : Layout {
     if (args.master != nullptr) master = this->load_compact(static_cast<const float*>(args.master));
     if (args.weights != nullptr) {
       param = this->load_compact(static_cast<const Param*>(args.weights));
-    } else if (!args.params_hold_master) {
-      param = this->load_dense(static_cast<const Param*>(dense));
+    } else if constexpr (Layout::kHasPositions) {
+      if (!args.params_hold_master) param = this->load_dense(static_cast<const Param*>(dense));
     }
   }
 
@@ -56,9 +56,11 @@ struct StepSlots : Layout {
     return args.master != nullptr ? master[j] : to_float(param[j]);
   }
 
+  // `record` is this warp's, of a layout without positions.
   template <bool Stochastic>
   __device__ __forceinline__ void store_params(const float (&values)[kUnroll], const RandomWords (&random)[kUnroll],
-                                               void* dense, const StepArguments& args) const {
+                                               void* dense, ChangeRecord<Param>* record,
+                                               const StepArguments& args) const {
     if (args.master != nullptr) this->store_compact(args.master, values);
     const bool rounds_up_or_down = Stochastic && args.master == nullptr;
     Param stored[kUnroll];
@@ -69,8 +71,17 @@ struct StepSlots : Layout {
           rounds_up_or_down ? stochastic_round<Param>(values[j], random[j].param) : from_float<Param>(values[j]);
       changed[j] = this->active(j) && !same_bits(stored[j], param[j]);
     }
-    if (args.weights != nullptr) this->store_changed(static_cast<Param*>(args.weights), stored, changed);
-    this->store_dense(static_cast<Param*>(dense), stored, changed);
+    if constexpr (Layout::kHasPositions) {
+      if (args.weights != nullptr) this->store_changed(static_cast<Param*>(args.weights), stored, changed);
+      this->store_dense(static_cast<Param*>(dense), stored, changed);
+    } else {
+      __shared__ ChangeRecord<Param> built[Layout::kThreads / 32];
+      uint32_t bits = 0;
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) bits |= uint32_t{changed[j]} << j;
+      const bool has_entries = write_record(record, built[threadIdx.x / 32], bits, stored);
+      if (!has_entries && args.weights != nullptr) this->store_compact(static_cast<Param*>(args.weights), stored);
+    }
   }
 
   __device__ __forceinline__ void load_state(int i, const void* compact) {
@@ -90,8 +101,13 @@ struct StepSlots : Layout {
 
   template <typename Grad>
   __device__ __forceinline__ void load_gradient_as(const void* compact, const void* dense) {
-    const Held<Grad> held = compact != nullptr ? this->load_compact(static_cast<const Grad*>(compact))
-                                               : this->load_dense(static_cast<const Grad*>(dense));
+    Held<Grad> held;
+    if constexpr (Layout::kHasPositions) {
+      held = compact != nullptr ? this->load_compact(static_cast<const Grad*>(compact))
+                                : this->load_dense(static_cast<const Grad*>(dense));
+    } else {
+      held = this->load_compact(static_cast<const Grad*>(compact));
+    }
     memcpy(gradient.words, held.words, sizeof(held.words));
   }
 
@@ -155,13 +171,27 @@ __global__ void __launch_bounds__(kThreads)
   tensors[i] = Rule::tensor_scalars(options, *args.lr, static_cast<int64_t>(step));
 }
 
+// The slots of a block of the kernel, one of kParts of a block of the table. Empty behind the end of the segment.
+template <typename Layout, int Capacity>
+__device__ __forceinline__ BlockRange part_range(const SegmentTable<Capacity>& table) {
+  constexpr int64_t kSlots = Layout::kThreads * Layout::kUnroll;
+  BlockRange range = block_range(table, kSlots * Layout::kParts, static_cast<int>(blockIdx.x) / Layout::kParts);
+  if constexpr (Layout::kParts > 1) {
+    range.origin += static_cast<int>(blockIdx.x) % Layout::kParts * kSlots;
+    range.begin = max(range.begin, range.origin);
+    range.end = min(range.end, range.origin + kSlots);
+  }
+  return range;
+}
+
 template <typename Rule, typename Layout, typename Param, typename State, bool Stochastic, int Capacity, int... I>
 __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, const StepArguments& args,
                                            const typename Rule::CallScalars& call,
                                            const typename Rule::TensorScalars* tensors,
-                                           std::integer_sequence<int, I...>) {
+                                           ChangeRecord<Param>* records, std::integer_sequence<int, I...>) {
   constexpr int kUnroll = Layout::kUnroll;
-  const BlockRange range = block_range(table, Layout::kThreads * kUnroll);
+  const BlockRange range = part_range<Layout>(table);
+  if (Layout::kParts > 1 && range.origin >= range.end) return;
   void* dense = table.dense[range.segment];
   const bool has_states = !Rule::kOptionalStates || args.states[0] != nullptr;
   StepSlots<Layout, Param, State, sizeof...(I)> slots;
@@ -177,7 +207,7 @@ __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, 
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) random[j] = random_words(args.seed, slots.slot(j), step);
   }
-  __syncthreads();  // reads before writes, see move.cuh
+  if constexpr (Layout::kHasPositions) __syncthreads();  // reads before writes, see move.cuh
 
   const bool branch = Rule::branch(call);
   float g[kUnroll], p[kUnroll], states[sizeof...(I)][kUnroll];
@@ -190,30 +220,21 @@ __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, 
     Rule::update(call, tensor, branch, g[j], p[j], states[I][j]...);
   }
   if (has_states) (slots.template store_state<Stochastic>(I, args.states[I], states[I], random), ...);
-  slots.template store_params<Stochastic>(p, random, dense, args);
+  ChangeRecord<Param>* record = nullptr;
+  if constexpr (!Layout::kHasPositions) {
+    record = records + (table.block_offset * Layout::kParts + blockIdx.x) * (Layout::kThreads / 32) + threadIdx.x / 32;
+  }
+  slots.template store_params<Stochastic>(p, random, dense, record, args);
 }
 
 template <typename Rule, typename Layout, typename Param, typename State, bool Stochastic, int Capacity>
 __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     step_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ StepArguments args,
-                const __grid_constant__ typename Rule::CallScalars call, const typename Rule::TensorScalars* tensors) {
+                const __grid_constant__ typename Rule::CallScalars call, const typename Rule::TensorScalars* tensors,
+                ChangeRecord<Param>* records) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
-  step_block<Rule, Layout, Param, State, Stochastic>(table, args, call, tensors,
+  step_block<Rule, Layout, Param, State, Stochastic>(table, args, call, tensors, records,
                                                      std::make_integer_sequence<int, kStateCount<Rule>>());
-}
-
-// Whether the compact buffers of a step can be moved as vectors.
-inline bool fits_vectors(const StepArguments& args) {
-  const int state_size = element_size(args.state_dtype);
-  return fits_vectors(args.master, sizeof(float)) && fits_vectors(args.weights, element_size(args.param_dtype)) &&
-         fits_vectors(args.grad, element_size(args.grad_dtype)) &&
-         std::all_of(std::begin(args.states), std::end(args.states),
-                     [&](const void* state) { return fits_vectors(state, state_size); });
-}
-
-// Whether a step reads weights or gradients from dense tensors.
-inline bool reads_dense(const StepArguments& args) {
-  return args.dense_grads != nullptr || (args.weights == nullptr && !args.params_hold_master);
 }
 
 // call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
@@ -227,9 +248,8 @@ void dispatch_step_layout(const StepArguments& args, Call call) {
     call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
   } else if (scattered && args.segments.index_type == IndexType::kInt32) {
     call.template operator()<ElementSlots<int32_t, 640, 1, 2>>();
-  } else if (!reads_dense(args) && args.segments.index_type == IndexType::kOffset16 &&
-             has_element_vectors(args.segments, kUnroll) && fits_vectors(args)) {
-    call.template operator()<ElementVectors<uint16_t, kThreads, kUnroll, true>>();
+  } else if (records_changes(args)) {
+    call.template operator()<RecordSlots>();
   } else {
     dispatch_layout<128, 3>(args.segments, has_runs_of_vectors(args.segments) && fits_vectors(args), call);
   }
@@ -267,22 +287,24 @@ void dispatch_step(const StepArguments& args, Call call) {
 // rules/generate.py writes a source for each rule that instantiates this.
 template <typename Rule>
 void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
-          cudaStream_t stream) {
+          void* changes, cudaStream_t stream) {
   const auto count = static_cast<unsigned>(args.segments.count);
   if (count == 0) return;
   tensor_scalars_kernel<Rule><<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(args, options, tensors);
   check_launch(Rule::kOp);
   const auto call = Rule::call_scalars(options);
   dispatch_step(args, [&]<typename Layout, typename Param, typename State, bool Stochastic>() {
-    for_each_table(args.segments, args.dense_grads, int64_t{Layout::kThreads} * Layout::kUnroll,
+    for_each_table(args.segments, args.dense_grads, int64_t{Layout::kThreads} * Layout::kUnroll * Layout::kParts,
                    [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                      if (blocks == 0) return;
                      constexpr auto kKernel = step_kernel<Rule, Layout, Param, State, Stochastic, Capacity>;
                      const size_t unused = unused_shared_memory<Layout, kKernel>();
-                     kKernel<<<blocks, Layout::kThreads, unused, stream>>>(table, args, call, tensors);
+                     kKernel<<<blocks * Layout::kParts, Layout::kThreads, unused, stream>>>(
+                         table, args, call, tensors, static_cast<ChangeRecord<Param>*>(changes));
                      check_launch(Rule::kOp);
                    });
   });
+  if (records_changes(args)) store_changes(Rule::kOp, args, changes, stream);
 }
 
 }  // namespace sparse_opt::cuda
