@@ -140,7 +140,11 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
 
 
 def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
-    """The cases of an op; sparse steps use dense gradients, full ones compact gradients and stochastic rounding."""
+    """The cases of an op; sparse steps use dense gradients, full ones compact gradients and stochastic rounding.
+
+    Steps that do not read the parameters have compact gradients, too: so few change, and so many, that CUDA kernels keep
+    lists of the changes, and bits.
+    """
     sparse = density < 1
     if op == "tile_weight_grad_":
         # More tokens than a block takes, or so many that each tile is split into parts, which form a cluster on a GPU.
@@ -154,8 +158,11 @@ def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
     case = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=sparse)
     if op not in STEP_OPS:
         return [case]
-    case = case if sparse else case.changed(stochastic_rounding=True, seed=1)
-    return [case, *cases_with_known_weights(case)]
+    if not sparse:
+        case = case.changed(stochastic_rounding=True, seed=1)
+        return [case, *cases_with_known_weights(case)]
+    compact = random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), dense_grads=False)
+    return [case, *cases_with_known_weights(case), *cases_with_known_weights(compact)]
 
 
 def cases_with_known_weights(case: Case) -> list[Case]:

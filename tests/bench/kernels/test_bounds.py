@@ -159,6 +159,25 @@ def test_weights_whose_bits_stay_are_not_written():
     assert (none.scattered, none.share) == (0, 0)
 
 
+def test_where_nothing_dense_is_read_indices_and_copies_count_where_elements_change():
+    numel, n = 1 << 20, 1 << 14
+    sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 4, "index_itemsize": 2, "dense_grads": False}
+    known = {**sizes, "reads_params": False}
+    few = bounds.step_traffic(numel, n, **known, weights_itemsize=2, changed=0.01)
+    index, sectors = bounds.touched_bytes(n, 0.01 * n, 2), bounds.touched_bytes(n, 0.01 * n, 2, size=32)
+    assert few.copied == pytest.approx(n * (16 + 4 + 2) + index + sectors)
+    assert 0 < sectors < index < 2 * n
+    masters = bounds.step_traffic(numel, n, **known, master_itemsize=4, changed=0.01)
+    assert masters.copied == pytest.approx(n * (16 + 4 + 8) + index)
+    assert bounds.step_traffic(numel, n, **known, weights_itemsize=2, changed=0.0).copied == n * (16 + 4 + 2)
+    everywhere = bounds.step_traffic(numel, n, **known, weights_itemsize=2)
+    assert everywhere.copied == n * (16 + 4 + 2 + 2 + 2)
+    dense = bounds.step_traffic(numel, n, **{**known, "dense_grads": True}, weights_itemsize=2, changed=0.01)
+    assert dense.copied == pytest.approx(bounds.touched_bytes(numel, n, 4) + n * (16 + 2 + 2 + 2))
+    replaced = bounds.replace_traffic(numel, n, itemsize=2, compact_itemsizes=4, index_itemsize=2, changed=0.01)
+    assert replaced == few._replace(copied=pytest.approx(n * 4 + index))
+
+
 def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
     n, half, compact = 1000, {"param_itemsize": 2}, {"grad_itemsize": 4, "dense_grads": False}
     everywhere = Traffic(0.0, 2 * n, 32, 1.0)  # of 2-byte elements

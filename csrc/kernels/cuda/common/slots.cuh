@@ -260,16 +260,15 @@ struct RunSlots {
 };
 
 // Compact buffers, which must satisfy fits_vectors(), without positions in the dense tensors. A thread has Unroll slots
-// in vectors of Vector consecutive ones: a warp's threads have neighbouring vectors, and each its next one behind those.
-// A segment may begin and end inside a vector: there elements are moved one by one. A block of the table is Parts blocks
-// of the kernel. The accesses have no cache hints: evict-first loads and stores took 3 % longer (docs/notebook.md).
+// in vectors of Vector consecutive ones: a warp's threads have neighbouring vectors, and each its next one behind
+// those. A segment may begin and end inside a vector: there elements are moved one by one. A block of the table is
+// Parts blocks of the kernel. The accesses have no cache hints: evict-first loads and stores took 3 % longer
+// (docs/notebook.md).
 template <int Threads, int Unroll, int Vector, int Blocks, int Parts = 1>
 struct CompactVectors {
   static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = Blocks, kMostBlocks = 0, kParts = Parts;
   static constexpr bool kHasPositions = false;
   static constexpr uint32_t kAll = (1u << Unroll) - 1;
-  template <typename T>
-  static constexpr int kAccessBytes = std::min<int>(16, Vector * sizeof(T));
 
   int64_t first;
   uint32_t in_range;  // bit j: slot j
@@ -277,7 +276,7 @@ struct CompactVectors {
   // The loaded elements, packed as in memory; 0 outside of the range.
   template <typename T>
   struct Held {
-    uint32_t words[kUnroll * sizeof(T) / 4] = {};
+    alignas(16) uint32_t words[kUnroll * sizeof(T) / 4] = {};
 
     __device__ __forceinline__ T operator[](int j) const {
       T values[kUnroll];
@@ -302,26 +301,14 @@ struct CompactVectors {
     for (int j = 0; j < kUnroll; ++j) in_range |= uint32_t{slot(j) >= range.begin && slot(j) < range.end} << j;
   }
 
-  // move(pointer to 4 to 16 bytes in `compact`, the words of `held` for them), for all of a thread's elements.
-  template <typename T, typename Elements, typename Words, typename Move>
-  __device__ __forceinline__ void for_each_access(Elements* compact, Words* words, Move move) const {
-    constexpr int kBytes = kAccessBytes<T>, kAccesses = Vector * sizeof(T) / kBytes;
-    using Access = std::conditional_t<std::is_const_v<Elements>, const typename VectorOf<kBytes>::Type,
-                                      typename VectorOf<kBytes>::Type>;
-#pragma unroll
-    for (int i = 0; i < kUnroll / Vector * kAccesses; ++i) {
-      move(reinterpret_cast<Access*>(compact + slot(i / kAccesses * Vector)) + i % kAccesses, words + i * (kBytes / 4));
-    }
-  }
-
   template <typename T>
   __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
     Held<T> held;
     if (in_range == kAll) {
-      for_each_access<T>(compact, held.words, [](const auto* from, uint32_t* words) {
-        const auto vector = *from;
-        memcpy(words, &vector, sizeof(vector));
-      });
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        copy_words<T>(held.words + i * kVectorWords<T>, compact + slot(i * Vector));
+      }
       return held;
     }
     T values[kUnroll] = {};
@@ -335,19 +322,55 @@ struct CompactVectors {
 
   template <typename T>
   __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
-    if (in_range == kAll) {
-      Held<T> held;
-      held.set_all(values);
-      for_each_access<T>(compact, held.words, [](auto* to, const uint32_t* words) {
-        std::remove_reference_t<decltype(*to)> vector;
-        memcpy(&vector, words, sizeof(vector));
-        *to = vector;
-      });
+    Held<T> held;
+    held.set_all(values);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) store_vector(compact, held, i);
+  }
+
+  // Stores the sectors in which an element changes; bit j of `changed`: slot j. Called by all threads of a warp. A part
+  // of a sector would take longer than all of it.
+  template <typename T>
+  __device__ __forceinline__ void store_sectors(T* compact, const T (&values)[kUnroll], uint32_t changed) const {
+    constexpr int kSectorBytes = 32, kNeighbours = kSectorBytes / (Vector * sizeof(T));  // threads with one sector
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const uint32_t neighbours = ((1u << kNeighbours) - 1) << (lane / kNeighbours * kNeighbours);
+    Held<T> held;
+    held.set_all(values);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint32_t threads = __ballot_sync(0xffffffff, (changed >> i * Vector & kVector) != 0);
+      if ((threads & neighbours) != 0) store_vector(compact, held, i);
+    }
+  }
+
+ private:
+  static constexpr int kVectors = Unroll / Vector;
+  static constexpr uint32_t kVector = (1u << Vector) - 1;
+  template <typename T>
+  static constexpr int kVectorWords = Vector * sizeof(T) / 4;
+  template <typename T>
+  static constexpr int kAccessBytes = std::min<int>(16, Vector * sizeof(T));
+
+  // The words of a vector, from or to memory.
+  template <typename T>
+  __device__ __forceinline__ static void copy_words(void* to, const void* from) {
+    using Access = typename VectorOf<kAccessBytes<T>>::Type;
+#pragma unroll
+    for (int i = 0; i < kVectorWords<T> * 4 / kAccessBytes<T>; ++i) {
+      static_cast<Access*>(to)[i] = static_cast<const Access*>(from)[i];
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void store_vector(T* compact, const Held<T>& held, int i) const {
+    if ((in_range >> i * Vector & kVector) == kVector) {
+      copy_words<T>(compact + slot(i * Vector), held.words + i * kVectorWords<T>);
       return;
     }
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      if (active(j)) compact[slot(j)] = values[j];
+    for (int j = 0; j < Vector; ++j) {
+      if (active(i * Vector + j)) compact[slot(i * Vector + j)] = held[i * Vector + j];
     }
   }
 };

@@ -23,17 +23,14 @@ __global__ void __launch_bounds__(kChangeThreads, kChangeBlocks)
   const auto store = [&](int64_t slot, Param value) {
     dense[position_at<Index>(args.segments, range.number, slot)] = value;
   };
-  auto* weights = static_cast<Param*>(args.weights);
 
   const int own = static_cast<int>(threadIdx.x) / kRecordEntries;
   const int first_slot = own * kRecordSlots;
-  const Entry entry = first_slot < slots ? __ldcs(records[own].entries + threadIdx.x % kRecordEntries)
-                                         : Entry{kNoChange};
+  const Entry entry =
+      first_slot < slots ? __ldcs(records[own].entries + threadIdx.x % kRecordEntries) : Entry{kNoChange};
   const bool has_bits = (__shfl_sync(0xffffffff, entry, 0, kRecordEntries) & kHasBits) != 0;
   if (!has_bits && (entry & kNoChange) == 0) {
-    const int64_t slot = range.origin + first_slot + Record::slot(entry);
-    store(slot, Record::value(entry));
-    if (weights != nullptr) weights[slot] = Record::value(entry);
+    store(range.origin + first_slot + Record::slot(entry), Record::value(entry));
   }
   if (!__syncthreads_or(has_bits)) return;
 
@@ -43,7 +40,8 @@ __global__ void __launch_bounds__(kChangeThreads, kChangeBlocks)
     const Record& record = records[in_block / kRecordSlots];
     if (in_block - in_record >= slots || (record.entries[0] & kHasBits) == 0 || !has_bit(record, in_record)) continue;
     const int64_t slot = range.origin + in_block;
-    store(slot, weights != nullptr ? weights[slot] : from_float<Param>(args.master[slot]));
+    store(slot, args.weights != nullptr ? static_cast<const Param*>(args.weights)[slot]
+                                        : from_float<Param>(args.master[slot]));
   }
 }
 

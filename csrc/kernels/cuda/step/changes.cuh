@@ -1,7 +1,6 @@
 // The changes that a step records instead of storing them, if it reads no dense memory. Streams of whole vectors and
 // writes of scattered elements take less time one after the other than mixed in one kernel (docs/notebook.md, "Weights
-// that are not read"), so store_changes(), a kernel of its own, writes the dense elements, and those of the copy of the
-// weights. Of records with bits the step writes the copy itself.
+// that are not read"), so store_changes(), a kernel of its own, writes the dense elements.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -71,9 +70,9 @@ __device__ __forceinline__ bool has_bit(const ChangeRecord<Param>& record, int i
 }
 
 // Called by all threads of a warp, with a bit for each of the thread's slots that change, and their new elements.
-// `built` is shared memory of the warp alone. Returns whether the record has entries, and not bits.
+// `built` is shared memory of the warp alone.
 template <typename Param>
-__device__ __forceinline__ bool write_record(ChangeRecord<Param>* record, ChangeRecord<Param>& built, uint32_t changed,
+__device__ __forceinline__ void write_record(ChangeRecord<Param>* record, ChangeRecord<Param>& built, uint32_t changed,
                                              const Param (&values)[RecordSlots::kUnroll]) {
   constexpr uint32_t kWarp = 0xffffffff;
   const int lane = static_cast<int>(threadIdx.x % 32), count = __popc(changed);
@@ -83,11 +82,11 @@ __device__ __forceinline__ bool write_record(ChangeRecord<Param>* record, Change
     const int before = __shfl_up_sync(kWarp, next, distance);
     if (lane >= distance) next += before;
   }
-  const bool has_entries = __shfl_sync(kWarp, next, 31) <= kRecordEntries;
+  const int total = __shfl_sync(kWarp, next, 31);
   next -= count;
   if (lane < kRecordEntries) built.entries[lane] = kNoChange;
   __syncwarp();
-  if (has_entries) {
+  if (total <= kRecordEntries) {
 #pragma unroll
     for (int j = 0; j < RecordSlots::kUnroll; ++j) {
       if ((changed >> j & 1) != 0) built.entries[next++] = built.entry(RecordSlots::in_warp(lane, j), values[j]);
@@ -98,7 +97,6 @@ __device__ __forceinline__ bool write_record(ChangeRecord<Param>* record, Change
   }
   __syncwarp();
   if (lane < kRecordEntries) record->entries[lane] = built.entries[lane];
-  return has_entries;
 }
 
 // Whether the compact buffers of a step can be moved as vectors of `unroll` elements.
@@ -117,7 +115,7 @@ inline bool records_changes(const StepArguments& args) {
   return !reads_dense && !has_runs_of_vectors(args.segments) && fits_vectors(args, RecordSlots::kUnroll);
 }
 
-// Writes the recorded changes. Does nothing after a step that found_inf skipped.
+// Writes the recorded changes to the dense tensors. Does nothing after a step that found_inf skipped.
 void store_changes(const char* op, const StepArguments& args, const void* records, cudaStream_t stream);
 
 }  // namespace sparse_opt::cuda

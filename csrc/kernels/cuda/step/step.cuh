@@ -75,12 +75,12 @@ struct StepSlots : Layout {
       if (args.weights != nullptr) this->store_changed(static_cast<Param*>(args.weights), stored, changed);
       this->store_dense(static_cast<Param*>(dense), stored, changed);
     } else {
-      __shared__ ChangeRecord<Param> built[Layout::kThreads / 32];
       uint32_t bits = 0;
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) bits |= uint32_t{changed[j]} << j;
-      const bool has_entries = write_record(record, built[threadIdx.x / 32], bits, stored);
-      if (!has_entries && args.weights != nullptr) this->store_compact(static_cast<Param*>(args.weights), stored);
+      if (args.weights != nullptr) this->store_sectors(static_cast<Param*>(args.weights), stored, bits);
+      __shared__ ChangeRecord<Param> built[Layout::kThreads / 32];
+      write_record(record, built[threadIdx.x / 32], bits, stored);
     }
   }
 
@@ -187,8 +187,8 @@ __device__ __forceinline__ BlockRange part_range(const SegmentTable<Capacity>& t
 template <typename Rule, typename Layout, typename Param, typename State, bool Stochastic, int Capacity, int... I>
 __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, const StepArguments& args,
                                            const typename Rule::CallScalars& call,
-                                           const typename Rule::TensorScalars* tensors,
-                                           ChangeRecord<Param>* records, std::integer_sequence<int, I...>) {
+                                           const typename Rule::TensorScalars* tensors, ChangeRecord<Param>* records,
+                                           std::integer_sequence<int, I...>) {
   constexpr int kUnroll = Layout::kUnroll;
   const BlockRange range = part_range<Layout>(table);
   if (Layout::kParts > 1 && range.origin >= range.end) return;
