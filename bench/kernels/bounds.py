@@ -125,8 +125,8 @@ def step_traffic(
 
     ``touched(p) + gradient + nnz * 2 * (states * state + master + weights) + index`` bytes are copied, where gradient
     is ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic rounding needs no memory).
-    ``touched(p)`` is 0 unless ``reads_params``. Changed parameters are scattered writes. Where nothing dense is read, the
-    indices of changed elements alone are, and a copy of the weights is written only where they change (by sectors).
+    ``touched(p)`` is 0 unless ``reads_params``. Changed parameters are scattered writes. Where nothing dense is read,
+    only the indices of changed elements are, and of a copy of the weights the sectors that change are written.
 
     Args:
         states: number of states per active element, 2 for AdamW.

@@ -142,8 +142,7 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
 def cases_of(op: str, dtype: torch.dtype, density: float) -> list[Case]:
     """The cases of an op; sparse steps use dense gradients, full ones compact gradients and stochastic rounding.
 
-    Steps that do not read the parameters have compact gradients, too: so few change, and so many, that CUDA kernels keep
-    lists of the changes, and bits.
+    Sparse steps that do not read the parameters have compact gradients, too: CUDA kernels list their few changes.
     """
     sparse = density < 1
     if op == "tile_weight_grad_":

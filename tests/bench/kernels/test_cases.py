@@ -198,13 +198,10 @@ def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
         pytest.skip("needs a backend besides the reference: the extension, or TRITON_INTERPRET=1")
     assert sanitize_ops.main(["--device", "cpu"]) == 0
     # tile_weight_grad_ runs twice, with aligned operands and with ragged ones; a step also with either form of known
-    # weights.
-    n_calls = (
-        (len(backends.OPS) + 1 + 2 * len(STEP_OPS))
-        * len(sanitize_ops.DTYPES)
-        * len(sanitize_ops.DENSITIES)
-        * len(names)
-    )
+    # weights, a sparse one of them with dense gradients and with compact ones.
+    n_of_each_density = len(backends.OPS) + 1 + 2 * len(STEP_OPS)
+    n_cases = len(sanitize_ops.DENSITIES) * n_of_each_density + 2 * len(STEP_OPS)
+    n_calls = n_cases * len(sanitize_ops.DTYPES) * len(names)
     assert f"{n_calls} calls of {len(backends.OPS)} ops on {', '.join(names)}: 0 wrong" in capsys.readouterr().out
 
     spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: dense[0].zero_())
