@@ -8,9 +8,10 @@ depends on the order of the writes, and an op with a better order than the probe
 An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. (The
 bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It
 writes back sectors of 32 bytes: a scattered write costs the sector of a single element, and its own bytes if it is a
-run or the row of a tile that is longer. Compact buffers are contiguous and cost their own size. The mask costs one
-index per unit of its pattern, of 4 or 2 bytes; the bases of 2-byte indices, one for each 256 indices, are 0.016 bytes
-per active element and not counted.
+run or the row of a tile that is longer. Compact buffers are contiguous and cost their own size, but for a copy of the
+weights, of which only sectors that change are written. The mask costs one index per unit of its pattern, of 4 or 2
+bytes, or, of single elements of a dense tensor that is not read, the indices of those that change; the bases of 2-byte
+indices, one for each 256 indices, are 0.016 bytes per active element and not counted.
 
 The bytes are exact for a mask that takes each unit independently with probability d. Ragged edges, and rows that are
 not aligned to granules, only increase the cost of a real mask.
@@ -32,12 +33,14 @@ from .access_rates import AccessRates
 GRANULE_BYTES = 64  # bytes per memory fetch
 SECTOR_BYTES = 32  # bytes per write to memory
 # Stored in the results: bounds that are counted in different ways must not be compared.
-BYTE_COUNTING = "reads by 64-byte granule, scattered writes by 32-byte sector"
+BYTE_COUNTING = "reads by 64-byte granule, changes by 32-byte sector"
 COUNTING = f"{BYTE_COUNTING} at their measured rate"
 COUNTING_WITHOUT_RATES = f"{BYTE_COUNTING} at the copy rate"
-COUNTING_BY_GRANULE = "reads and writes by 64-byte granule"  # at the copy rate, in older results
+# Of older results: all indices and all of a copy counted, and before, at the copy rate.
+COUNTING_OF_WHOLE_COPIES = "reads by 64-byte granule, scattered writes by 32-byte sector at their measured rate"
+COUNTING_BY_GRANULE = "reads and writes by 64-byte granule"
 # Of results whose rows have verdicts. Without rates, rows with scattered writes have none on their bound.
-JUDGED_COUNTINGS = (COUNTING, COUNTING_WITHOUT_RATES, COUNTING_BY_GRANULE)
+JUDGED_COUNTINGS = (COUNTING, COUNTING_WITHOUT_RATES, COUNTING_OF_WHOLE_COPIES, COUNTING_BY_GRANULE)
 
 
 def counting(rates: AccessRates) -> str:
@@ -123,10 +126,11 @@ def step_traffic(
 ) -> Traffic:
     """An optimizer step: parameter, states and master weight read and written, gradient and index read.
 
-    ``touched(p) + gradient + nnz * 2 * (states * state + master + weights) + index`` bytes are copied, where gradient
-    is ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic rounding needs no memory).
-    ``touched(p)`` is 0 unless ``reads_params``. Changed parameters are scattered writes. Where nothing dense is read,
-    only the indices of changed elements are, and of a copy of the weights the sectors that change are written.
+    ``touched(p) + gradient + nnz * (2 * states * state + 2 * master + weights) + changed weights + index`` bytes are
+    copied, where gradient is ``touched(g)`` if dense, else ``nnz * g``, and a state is 4 bytes or 2 (stochastic
+    rounding needs no memory). ``touched(p)`` is 0 unless ``reads_params``. Changed parameters are scattered writes; of
+    a copy of the weights, the sectors with a change are written. Single elements of which nothing dense is read need
+    the indices of those that change.
 
     Args:
         states: number of states per active element, 2 for AdamW.
@@ -136,12 +140,12 @@ def step_traffic(
     run = _run(pattern)
     param = touched_bytes(numel, nnz, param_itemsize, run) if reads_params else 0.0
     gradient = touched_bytes(numel, nnz, grad_itemsize, run) if dense_grads else float(nnz * grad_itemsize)
-    index, weights = float(index_bytes(nnz, index_itemsize, pattern)), 2.0 * nnz * weights_itemsize
+    index = float(index_bytes(nnz, index_itemsize, pattern))
     if not reads_params and not dense_grads and pattern == "element":
         index = touched_bytes(nnz, changed * nnz, index_itemsize)
-        weights = nnz * weights_itemsize
-        if weights_itemsize:
-            weights += touched_bytes(nnz, changed * nnz, weights_itemsize, size=SECTOR_BYTES)
+    weights = float(nnz * weights_itemsize)
+    if weights_itemsize:
+        weights += touched_bytes(nnz, changed * nnz, weights_itemsize, run, SECTOR_BYTES)
     copied = param + gradient + nnz * 2 * (states * state_itemsize + master_itemsize) + weights + index
     return scattered_writes(copied, numel, changed * nnz, param_itemsize, run)
 

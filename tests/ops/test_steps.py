@@ -140,9 +140,10 @@ def changing(case, seed=0):
             chosen[slots[0] + shuffled[: N_CHANGES[(number + i) % len(N_CHANGES)]]] = True
     chosen = chosen.to(device)
     for compact in (case.grad, case.exp_avg, case.exp_avg_sq):
-        compact.copy_(chosen)
+        compact.copy_(chosen * (0.5 + torch.rand(nnz, generator=generator)).to(device))
     for i, (param, start, end) in enumerate(zip(case.params, case.starts, case.ends, strict=True)):
-        param.view(-1)[case.positions(i).to(device)] = 0.5 * chosen[start:end].to(param.dtype)
+        values = (0.25 + 0.5 * torch.rand(end - start, generator=generator)).to(device)
+        param.view(-1)[case.positions(i).to(device)] = (values * chosen[start:end]).to(param.dtype)
     case.master.copy_(case.taken())
     return chosen
 
@@ -165,6 +166,8 @@ def test_few_and_many_changes_of_params_that_are_not_read(op, dtype, index_dtype
     if not aligned:
         got.exp_avg, got.grad = behind_its_beginning(got.exp_avg), behind_its_beginning(got.grad)
     known = {"params_hold_master": True} if held == "master" else {"weights": got.taken()}
+    if held == "weights":
+        known["weights"][[0, -1]] = 7.0  # of no segment
     expected_known = copied(known)
     sentinel = [param.fill_(-7.0) for param in got.params]
     run_step(op, case, "reference", master=held == "master", **expected_known)
@@ -250,6 +253,21 @@ def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, layout, place):
     shapes = [(5, 1031), (2047,), (3, 2100)]
     case = make(torch.device(place[0]), dtype=torch.bfloat16, mask="ragged", shapes=shapes, layout=layout)
     check(op, case, place, compact=False, stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("held", ["weights", "master"])
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_runs_shorter_than_a_vector_of_params_that_are_not_read(op, held, place):
+    device, backend = torch.device(place[0]), place[1]
+    case = make(device, dtype=torch.bfloat16, mask="full", shapes=[(2100,), (3, 201)], layout="run2")
+    changing(case)
+    got = case.clone()
+    known = {"params_hold_master": True} if held == "master" else {"weights": got.taken()}
+    expected_known = copied(known)
+    run_step(op, case, "reference", master=held == "master", **expected_known)
+    run_step(op, got, backend, master=held == "master", **known)
+    assert_same_bits(got, case)
+    assert held == "master" or torch.equal(bits_of(known["weights"]), bits_of(expected_known["weights"]))
 
 
 @pytest.mark.parametrize("op", STEP_OPS)

@@ -173,7 +173,7 @@ def test_where_nothing_dense_is_read_indices_and_copies_count_where_elements_cha
     everywhere = bounds.step_traffic(numel, n, **known, weights_itemsize=2)
     assert everywhere.copied == n * (16 + 4 + 2 + 2 + 2)
     dense = bounds.step_traffic(numel, n, **{**known, "dense_grads": True}, weights_itemsize=2, changed=0.01)
-    assert dense.copied == pytest.approx(bounds.touched_bytes(numel, n, 4) + n * (16 + 2 + 2 + 2))
+    assert dense.copied == pytest.approx(bounds.touched_bytes(numel, n, 4) + n * (16 + 2 + 2) + sectors)
     replaced = bounds.replace_traffic(numel, n, itemsize=2, compact_itemsizes=4, index_itemsize=2, changed=0.01)
     assert replaced == few._replace(copied=pytest.approx(n * 4 + index))
 

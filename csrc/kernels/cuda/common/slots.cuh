@@ -267,7 +267,7 @@ struct RunSlots {
 template <int Threads, int Unroll, int Vector, int Blocks, int Parts = 1>
 struct CompactVectors {
   static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = Blocks, kMostBlocks = 0, kParts = Parts;
-  static constexpr bool kHasPositions = false;
+  static constexpr bool kHasPositions = false;  // those of ElementVectors are found where elements are stored
   static constexpr uint32_t kAll = (1u << Unroll) - 1;
 
   int64_t first;

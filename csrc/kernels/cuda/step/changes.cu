@@ -6,7 +6,8 @@
 namespace sparse_opt::cuda {
 namespace {
 
-// Blocks on a multiprocessor: with more elements in flight the writes take longer (docs/notebook.md).
+// As many threads as a multiprocessor of an H100 has. A thread has one entry: with two or four, the writes take longer
+// (docs/notebook.md).
 constexpr int kChangeBlocks = 4;
 
 template <typename Param, typename Index, int Capacity>

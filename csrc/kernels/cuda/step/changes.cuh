@@ -1,6 +1,6 @@
-// The changes that a step records instead of storing them, if it reads no dense memory. Streams of whole vectors and
-// writes of scattered elements take less time one after the other than mixed in one kernel (docs/notebook.md, "Weights
-// that are not read"), so store_changes(), a kernel of its own, writes the dense elements.
+// The changes that a step records instead of storing them, if it reads no dense memory. Where few elements change,
+// streams of whole vectors and scattered writes take less time one after the other than mixed in one kernel
+// (docs/notebook.md, "Weights that are not read"), so store_changes(), a kernel of its own, writes the dense elements.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,8 @@
 namespace sparse_opt::cuda {
 
 // A block of store_changes() has kChangeSlots slots. Every kRecordSlots of them, those of a warp in the step, have a
-// record, of kRecordEntries entries: one for each change if there are no more of them, otherwise a bit for each slot.
-// Records are always written whole: a write of part of 64 bytes takes longer than one of them all.
+// record of kRecordEntries entries: one for each change if at most so many slots change, otherwise a bit for each slot.
+// Records are always written whole, 64 bytes or, in fp32, 128: a write of a part of them takes longer.
 constexpr int kRecordSlots = 256, kRecordEntries = 16;
 constexpr int kChangeThreads = 512, kBlockRecords = kChangeThreads / kRecordEntries;
 constexpr int64_t kChangeSlots = kBlockRecords * kRecordSlots;

@@ -9,7 +9,8 @@
 // part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/notebook.md), and in training few
 // active weights move by as much as their last bit in one step. Therefore the parameter is read even if a master holds
 // its value, unless the caller says that the parameter is the rounded master, or gives a compact copy of it: then no
-// dense memory is read, and the 64 bytes above are 2 or 4 read, and written, of the copy.
+// dense memory is read. Of the copy 2 or 4 bytes are read, and the sectors written in which an element changes; under
+// masks of single elements, indices are read only of changed elements, by a second kernel (changes.cuh).
 #pragma once
 
 #include <utility>
@@ -191,7 +192,9 @@ __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, 
                                            std::integer_sequence<int, I...>) {
   constexpr int kUnroll = Layout::kUnroll;
   const BlockRange range = part_range<Layout>(table);
-  if (Layout::kParts > 1 && range.origin >= range.end) return;
+  if constexpr (Layout::kParts > 1) {
+    if (range.origin >= range.end) return;
+  }
   void* dense = table.dense[range.segment];
   const bool has_states = !Rule::kOptionalStates || args.states[0] != nullptr;
   StepSlots<Layout, Param, State, sizeof...(I)> slots;
@@ -207,7 +210,7 @@ __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, 
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) random[j] = random_words(args.seed, slots.slot(j), step);
   }
-  if constexpr (Layout::kHasPositions) __syncthreads();  // reads before writes, see move.cuh
+  if constexpr (Layout::kHasPositions) __syncthreads();  // reads of dense memory before writes, see move.cuh
 
   const bool branch = Rule::branch(call);
   float g[kUnroll], p[kUnroll], states[sizeof...(I)][kUnroll];
