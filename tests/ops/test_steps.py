@@ -130,7 +130,7 @@ N_CHANGES = (0, 1, 15, 16, 17, 100, 255, 256)
 
 
 def changing(case, seed=0):
-    """The case with gradients, states and weights of zero, but for so many of each 256 slots."""
+    """Set gradients, states and weights to zero, but for so many of each 256 slots; return which."""
     generator, (device, nnz) = torch.Generator().manual_seed(seed), (case.grad.device, case.nnz)
     chosen = torch.zeros(nnz, dtype=torch.bool)
     for i, (start, end) in enumerate(zip(case.starts, case.ends, strict=True)):

@@ -58,8 +58,8 @@ void dispatch_word(int element_size, Call call) {
   }
 }
 
-// Compact data is read and written once: beside dense data, it should not evict the lines that neighbours share from
-// the caches.
+// Compact data is read and written once: in kernels that access dense tensors too, it should not evict the lines that
+// neighbours share from the caches.
 __device__ __forceinline__ float load_once(const float* p) {
   return __ldcs(p);
 }

@@ -1,6 +1,7 @@
 // Decoders of `fast` and `packed`. patch_apply reads the records once and accesses the cache lines of the tensor that
 // change. One warp decodes a tile; whatever a record contains, it reads within the record and writes within the tile.
 #include "../common/dispatch.cuh"
+#include "../common/warp_sum.cuh"
 #include "compare.cuh"
 #include "patch_kernels.h"
 #include "patch_records.cuh"
@@ -17,16 +18,6 @@ __device__ __forceinline__ Word load_word(const uint8_t* at) {
   } else {
     return *reinterpret_cast<const Word*>(at);
   }
-}
-
-__device__ __forceinline__ int warp_sum_before(int count, int& total) {
-  int sum = count;
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, sum, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) sum += below;
-  }
-  total = __shfl_sync(0xffffffffu, sum, 31);
-  return sum - count;
 }
 
 template <typename Word>

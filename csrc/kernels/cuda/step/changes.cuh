@@ -13,6 +13,7 @@
 
 #include "../../arguments.h"
 #include "../common/slots.cuh"
+#include "../common/warp_sum.cuh"
 
 namespace sparse_opt::cuda {
 
@@ -74,16 +75,9 @@ __device__ __forceinline__ bool has_bit(const ChangeRecord<Param>& record, int i
 template <typename Param>
 __device__ __forceinline__ void write_record(ChangeRecord<Param>* record, ChangeRecord<Param>& built, uint32_t changed,
                                              const Param (&values)[RecordSlots::kUnroll]) {
-  constexpr uint32_t kWarp = 0xffffffff;
-  const int lane = static_cast<int>(threadIdx.x % 32), count = __popc(changed);
-  int next = count;  // of this thread's changes and those of the threads before it
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int before = __shfl_up_sync(kWarp, next, distance);
-    if (lane >= distance) next += before;
-  }
-  const int total = __shfl_sync(kWarp, next, 31);
-  next -= count;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int total;
+  int next = warp_sum_before(__popc(changed), total);
   if (lane < kRecordEntries) built.entries[lane] = kNoChange;
   __syncwarp();
   if (total <= kRecordEntries) {
