@@ -10,16 +10,28 @@ namespace {
 // (docs/notebook.md).
 constexpr int kChangeBlocks = 4;
 
+// Drops a block's records from the L2 cache without writing them to memory. Called by all threads, which must have read
+// them.
+template <typename Param>
+__device__ __forceinline__ void discard_records(ChangeRecord<Param>* records) {
+  constexpr int kLineBytes = 128;
+  static_assert(sizeof(*records) * kBlockRecords <= kChangeThreads * kLineBytes);
+  const int first = static_cast<int>(threadIdx.x) * kLineBytes;
+  if (first < static_cast<int>(sizeof(*records)) * kBlockRecords) {
+    ::cuda::discard_memory(reinterpret_cast<char*>(records) + first, kLineBytes);
+  }
+}
+
 template <typename Param, typename Index, int Capacity>
 __global__ void __launch_bounds__(kChangeThreads, kChangeBlocks)
     store_changes_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                         const __grid_constant__ StepArguments args, const ChangeRecord<Param>* all_records) {
+                         const __grid_constant__ StepArguments args, ChangeRecord<Param>* all_records) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
   using Record = ChangeRecord<Param>;
   using Entry = typename Record::Entry;
   const BlockRange range = block_range(table, kChangeSlots);
   Param* dense = static_cast<Param*>(table.dense[range.segment]);
-  const Record* records = all_records + (table.block_offset + blockIdx.x) * kBlockRecords;
+  Record* records = all_records + (table.block_offset + blockIdx.x) * kBlockRecords;
   const auto slots = static_cast<int>(range.end - range.origin);
   const auto store = [&](int64_t slot, Param value) {
     dense[position_at<Index>(args.segments, range.number, slot)] = value;
@@ -33,17 +45,19 @@ __global__ void __launch_bounds__(kChangeThreads, kChangeBlocks)
   if (!has_bits && (entry & kNoChange) == 0) {
     store(range.origin + first_slot + Record::slot(entry), Record::value(entry));
   }
-  if (!__syncthreads_or(has_bits)) return;
-
+  if (__syncthreads_or(has_bits)) {
 #pragma unroll 4
-  for (int round = 0; round < kChangeSlots / kChangeThreads; ++round) {
-    const int in_block = round * kChangeThreads + static_cast<int>(threadIdx.x), in_record = in_block % kRecordSlots;
-    const Record& record = records[in_block / kRecordSlots];
-    if (in_block - in_record >= slots || (record.entries[0] & kHasBits) == 0 || !has_bit(record, in_record)) continue;
-    const int64_t slot = range.origin + in_block;
-    store(slot, args.weights != nullptr ? static_cast<const Param*>(args.weights)[slot]
-                                        : from_float<Param>(args.master[slot]));
+    for (int round = 0; round < kChangeSlots / kChangeThreads; ++round) {
+      const int in_block = round * kChangeThreads + static_cast<int>(threadIdx.x), in_record = in_block % kRecordSlots;
+      const Record& record = records[in_block / kRecordSlots];
+      if (in_block - in_record >= slots || (record.entries[0] & kHasBits) == 0 || !has_bit(record, in_record)) continue;
+      const int64_t slot = range.origin + in_block;
+      store(slot, args.weights != nullptr ? static_cast<const Param*>(args.weights)[slot]
+                                          : from_float<Param>(args.master[slot]));
+    }
+    __syncthreads();
   }
+  discard_records(records);
 }
 
 }  // namespace
@@ -60,14 +74,14 @@ int64_t change_bytes(const StepArguments& args) {
   return bytes;
 }
 
-void store_changes(const char* op, const StepArguments& args, const void* records, cudaStream_t stream) {
+void store_changes(const char* op, const StepArguments& args, void* records, cudaStream_t stream) {
   dispatch_dtype(args.param_dtype, [&]<typename Param>() {
     dispatch_index(args.segments.index_type, [&]<typename Index>() {
       for_each_table(args.segments, nullptr, kChangeSlots,
                      [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                        if (blocks == 0) return;
                        store_changes_kernel<Param, Index><<<blocks, kChangeThreads, 0, stream>>>(
-                           table, args, static_cast<const ChangeRecord<Param>*>(records));
+                           table, args, static_cast<ChangeRecord<Param>*>(records));
                        check_launch(op);
                      });
     });

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <cuda/annotated_ptr>  // and discard_memory
 #include <iterator>
 #include <type_traits>
 
@@ -19,7 +20,8 @@ namespace sparse_opt::cuda {
 
 // A block of store_changes() has kChangeSlots slots. Every kRecordSlots of them, those of a warp in the step, have a
 // record of kRecordEntries entries: one for each change if at most so many slots change, otherwise a bit for each slot.
-// Records are always written whole, 64 bytes or, in fp32, 128: a write of a part of them takes longer.
+// Records are always written whole, 64 bytes or, in fp32, 128: a write of a part of them takes longer. They stay in the
+// L2 cache as far as they fit, and store_changes() discards them there, so that few are written to memory.
 constexpr int kRecordSlots = 256, kRecordEntries = 16;
 constexpr int kChangeThreads = 512, kBlockRecords = kChangeThreads / kRecordEntries;
 constexpr int64_t kChangeSlots = kBlockRecords * kRecordSlots;
@@ -90,7 +92,9 @@ __device__ __forceinline__ void write_record(ChangeRecord<Param>* record, Change
     built.bits()[lane] = static_cast<uint8_t>(changed);
   }
   __syncwarp();
-  if (lane < kRecordEntries) record->entries[lane] = built.entries[lane];
+  const ::cuda::annotated_ptr<typename ChangeRecord<Param>::Entry, ::cuda::access_property::persisting> entries{
+      record->entries};
+  if (lane < kRecordEntries) entries[lane] = built.entries[lane];
 }
 
 // Whether the compact buffers of a step can be moved as vectors of `unroll` elements.
@@ -109,7 +113,8 @@ inline bool records_changes(const StepArguments& args) {
   return !reads_dense && !has_runs_of_vectors(args.segments) && fits_vectors(args, RecordSlots::kUnroll);
 }
 
-// Writes the recorded changes to the dense tensors. Does nothing after a step that found_inf skipped.
-void store_changes(const char* op, const StepArguments& args, const void* records, cudaStream_t stream);
+// Writes the recorded changes to the dense tensors, and leaves the records undefined. Does nothing after a step that
+// found_inf skipped.
+void store_changes(const char* op, const StepArguments& args, void* records, cudaStream_t stream);
 
 }  // namespace sparse_opt::cuda
