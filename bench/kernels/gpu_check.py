@@ -60,8 +60,8 @@ def options(parser: CommandParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="keep the tests and compute-sanitizer's checks that --output has as passed, of the same commit, machine "
-        "and versions",
+        help="keep what --output has of the same commit, machine and versions: tests and compute-sanitizer's checks "
+        "that passed, and complete parts of the table",
     )
     kernels.add_options(parser)
 
@@ -86,11 +86,11 @@ def check(args: Namespace, report: Report) -> None:
         write_json(args.output, report)
     if not args.skip_kernels:
         _title("kernels")
-        failures += kernels.run_table(report, args)
+        failures += kernels.run_table(report, args, lambda: write_json(args.output, report))
 
 
 def passed_before(output: Path, here: Report) -> Report:
-    """The tests and checks that passed in an earlier run of the same commit, machine and versions.
+    """What an earlier run of the same commit, machine and versions has: tests and checks that passed, and the table.
 
     Raises:
         ConfigError: `output` is not valid JSON.
@@ -111,6 +111,8 @@ def passed_before(output: Path, here: Report) -> Report:
     }
     for name, found in done.items():
         print(f"{name}: done on {then['date']}: {found}")
+    if "kernels" in report:
+        done["kernels"] = report["kernels"]
     return done
 
 

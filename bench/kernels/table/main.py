@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,14 @@ def why_wrong(args: Namespace) -> str:
     )
 
 
-def run_table(report: Report, args: Namespace) -> list[str]:
-    """Fill ``report["kernels"]``, print each row when it is measured, and return the failures."""
+def run_table(report: Report, args: Namespace, save: Callable[[], object] = lambda: None) -> list[str]:
+    """Fill ``report["kernels"]``, print each row when it is measured, and return the failures.
+
+    Parts that ``report["kernels"]`` has from an interrupted run of the same settings are kept, if no result was wrong.
+
+    Args:
+        save: called with the report filled after each part.
+    """
     device = torch.device(args.device)
     cpu = device.type == "cpu"
     numel = args.numel or (QUICK_NUMEL if args.quick else CPU_NUMEL if cpu else None)
@@ -119,24 +125,57 @@ def run_table(report: Report, args: Namespace) -> list[str]:
         on_failure=lambda failure: print(f"WRONG RESULT, not timed: {failure}", flush=True),
     )
     shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
-    write_rates = _write_rates(recorder, args.probe)
-    try:
-        time_parts(recorder, shapes, args.delta_numel or delta_numel, args)
-    finally:
+    delta_numel = args.delta_numel or delta_numel
+    settings = {
+        "n_matrices": len(shapes),
+        "numel": total_numel(shapes),
+        "delta_numel": delta_numel,
+        "n_rounds": recorder.n_rounds,
+        "seed": args.seed,
+        "peers": not args.no_peers,
+    }
+    earlier = report.get("kernels", {})
+    if earlier.get("wrong_results") == [] and all(earlier.get(name) == value for name, value in settings.items()):
+        done, write_rates = _continue(recorder, earlier)
+    else:
+        done, write_rates = [], _write_rates(recorder, args.probe)
+
+    def fill() -> None:
         report["kernels"] = {
-            "n_matrices": len(shapes),
-            "numel": total_numel(shapes),
-            "delta_numel": args.delta_numel or delta_numel,
-            "parts": list(args.only),
+            **settings,
+            "parts": list(done),
             "copy_gb_per_s": recorder.rates.copy / 1e9,
             "write_rates": write_rates,
             "floor_counting": bounds.counting(recorder.rates),
             "rows": recorder.rows,
+            "wrong_results": recorder.failures,
             "targets": [verdict.as_dict() for verdict in targets.judge(recorder.rows)],
             "left_out": recorder.left_out,
             "peer_versions": recorder.peer_versions,
         }
+
+    try:
+        for part in time_parts(recorder, shapes, delta_numel, args, done):
+            done.append(part)
+            fill()
+            save()
+    finally:
+        fill()
     return recorder.failures
+
+
+def _continue(recorder: Recorder, kernels: Mapping[str, Any]) -> tuple[list[str], list[access_rates.ProbeRow] | str]:
+    """Take over the complete parts of an interrupted run: their names, and the rates of scattered writes.
+
+    The bounds of new rows follow from that run's rates too.
+    """
+    done: list[str] = list(kernels["parts"])
+    recorder.rows += [row for row in kernels["rows"] if row["part"] in ("", *done)]
+    recorder.left_out |= kernels["left_out"]
+    recorder.peer_versions |= kernels["peer_versions"]
+    recorder.rates = AccessRates.of_report(kernels)
+    print(f"kept from the interrupted run: {', '.join(['copy', *done])}")
+    return done, kernels["write_rates"]
 
 
 def _write_rates(recorder: Recorder, probe: Path) -> list[access_rates.ProbeRow] | str:
@@ -149,22 +188,34 @@ def _write_rates(recorder: Recorder, probe: Path) -> list[access_rates.ProbeRow]
     return rows
 
 
-def time_parts(recorder: Recorder, shapes: Shapes, delta_numel: int, args: Namespace) -> None:
-    """Time all rows of these parts. Failed checks are recorded; errors propagate, except those of peers."""
+def time_parts(
+    recorder: Recorder, shapes: Shapes, delta_numel: int, args: Namespace, done: Sequence[str]
+) -> Iterator[str]:
+    """Time the parts that are not done, and yield the name of each after its rows.
+
+    Failed checks are recorded; errors propagate, except those of peers.
+    """
     cpu = recorder.device.type == "cpu"
     generator = torch.Generator(recorder.device).manual_seed(args.seed)
-    recorder.time_copy(delta_numel, generator)
-    if "weights" in args.only:
-        WeightRows(
-            recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, not args.no_peers
-        ).run()
-    if "backward" in args.only and not args.no_backward and not cpu:
-        time_backward(recorder, args.seed)
-    if "tiles" in args.only and not args.no_tiles:
-        tile_gradients.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
-    if "deltas" in args.only:
-        for density in DELTA_DENSITIES:
-            time_delta(recorder, delta_numel, density, generator)
+    if not recorder.rows:
+        recorder.time_copy(delta_numel, generator)
+    left_out = (["backward"] if args.no_backward or cpu else []) + (["tiles"] if args.no_tiles else [])
+    for part in PARTS:
+        if part not in args.only or part in (*left_out, *done):
+            continue
+        recorder.part = part
+        if part == "weights":
+            WeightRows(
+                recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, not args.no_peers
+            ).run()
+        elif part == "backward":
+            time_backward(recorder, args.seed)
+        elif part == "tiles":
+            tile_gradients.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
+        else:
+            for density in DELTA_DENSITIES:
+                time_delta(recorder, delta_numel, density, generator)
+        yield part
 
 
 def time_backward(recorder: Recorder, seed: int) -> None:

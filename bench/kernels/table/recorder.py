@@ -80,6 +80,7 @@ class Recorder:
     left_out: dict[str, str] = field(default_factory=dict)  # rows that were not timed -> reason
     peer_versions: dict[str, str] = field(default_factory=dict)
     rates: AccessRates = field(default_factory=lambda: AccessRates(0.0, {}))
+    part: str = ""  # of the table, to which new rows belong
 
     def auto(self, op: str) -> str:
         """The backend that `auto` selects."""
@@ -100,8 +101,11 @@ class Recorder:
         calls = {str(i): work.call for i, work in enumerate(works)}
         timings = measure(calls, device=self.device, n_rounds=n_rounds or self.n_rounds)
         for work, timing in zip(works, timings.values(), strict=True):
-            self.rows.append(row_of(work, timing, self.rates))
-            self.on_row(self.rows[-1])
+            self._add(work, timing)
+
+    def _add(self, work: Work, timing: Timing) -> None:
+        self.rows.append({"part": self.part, **row_of(work, timing, self.rates)})
+        self.on_row(self.rows[-1])
 
     def time_cases(
         self,
@@ -133,5 +137,4 @@ class Recorder:
         timing = measure({"copy": copy}, device=self.device, n_rounds=self.n_rounds)["copy"]
         traffic = Traffic(2.0 * source.nbytes)
         self.rates = self.rates._replace(copy=traffic.bytes / (1e-3 * timing.ms))
-        self.rows.append(row_of(Work("copy", TORCH, None, copy, traffic), timing, self.rates))
-        self.on_row(self.rows[-1])
+        self._add(Work("copy", TORCH, None, copy, traffic), timing)

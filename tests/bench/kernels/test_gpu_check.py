@@ -12,6 +12,7 @@ import torch
 from sparse_opt import backends
 from sparse_opt.bench.common import harness
 from sparse_opt.bench.kernels import cases, gpu_check
+from sparse_opt.bench.kernels.table import main as table
 from sparse_opt.bench.kernels.table import targets
 from sparse_opt.ops import STEP_OPS
 
@@ -88,6 +89,61 @@ def test_a_part_is_kept_as_it_ends(tmp_path, monkeypatch, needs_extension):
     assert not {"tests", "sanitizer"} & before_tests
     assert "tests" in before_sanitizer and "sanitizer" not in before_sanitizer
     assert {"tests", "sanitizer"} <= before_kernels
+
+
+def test_a_table_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs_extension):
+    path = tmp_path / "gpu_check.json"
+    words = [*WITH_TILES, "--output", str(path), "--skip_sanitizer", "--only", "tiles,deltas"]
+    monkeypatch.setenv("SPARSE_OPT_COMMIT", "abc")
+    time_delta = table.time_delta
+
+    def stopped(*arguments):
+        time_delta(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "time_delta", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            gpu_check.main(words)
+    cut = json.loads(path.read_text())
+    assert not cut["completed"] and cut["kernels"]["parts"] == ["tiles"]
+    of_deltas = [row for row in cut["kernels"]["rows"] if row["part"] == "deltas"]
+    kept = [row for row in cut["kernels"]["rows"] if row["part"] != "deltas"]
+    assert of_deltas and len(kept) > 1 and kept[0]["work"] == "copy"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table.tile_gradients, "time_rows", lambda *_: pytest.fail("the part was timed again"))
+        capsys.readouterr()
+        assert gpu_check.main([*words, "--resume"]) == 0
+    assert "kept from the interrupted run: copy, tiles" in capsys.readouterr().out
+    again = json.loads(path.read_text())
+    found = again["kernels"]
+    assert again["completed"] and found["parts"] == ["tiles", "deltas"] and found["rows"][: len(kept)] == kept
+    assert found["copy_gb_per_s"] == cut["kernels"]["copy_gb_per_s"]
+    works = [(row["work"], row["backend"], row["density"]) for row in found["rows"]]
+    assert len(set(works)) == len(works) > len(kept) + len(of_deltas)
+    of_copy = found["copy_gb_per_s"] * 1e9
+    assert all(row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / of_copy) for row in found["rows"][len(kept) :])
+
+    # A table of other settings, and one with a wrong result, begins again.
+    timed = []
+    monkeypatch.setattr(table.tile_gradients, "time_rows", lambda *_: timed.append(1))
+    cut["kernels"]["wrong_results"] = ["something"]
+    for settings, report in ((["--n_rounds", "3"], again), ([], cut)):
+        path.write_text(json.dumps(report))
+        timed.clear()
+        assert gpu_check.main([*words, *settings, "--resume"]) == 0
+        assert timed and json.loads(path.read_text())["kernels"]["parts"] == ["tiles", "deltas"]
+
+
+def test_a_part_of_the_table_is_kept_as_it_ends(tmp_path, monkeypatch, needs_extension):
+    path = tmp_path / "gpu_check.json"
+    written = []
+    monkeypatch.setattr(
+        table, "time_delta", lambda *_: written.append(json.loads(path.read_text())["kernels"]["parts"])
+    )
+    assert gpu_check.main([*WITH_TILES, "--output", str(path), "--only", "tiles,deltas"]) == 0
+    assert written == [["tiles"]] * len(table.DELTA_DENSITIES)
 
 
 def test_every_row_is_checked_timed_and_written(tmp_path, capsys, monkeypatch, needs_extension):
