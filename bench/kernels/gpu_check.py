@@ -75,8 +75,8 @@ def problem(args: Namespace) -> str:
 def check(args: Namespace, report: Report) -> None:
     """Run all parts, and write the report after each."""
     device, failures = torch.device(args.device), report.setdefault("failures", [])
-    if args.resume:
-        report.update(passed_before(args.output, report["environment"]))
+    earlier = passed_before(args.output, report["environment"]) if args.resume else {}
+    report.update({name: earlier[name] for name in ("tests", "sanitizer") if name in earlier})
     failures += _build(report, device)
     if not args.skip_tests and "tests" not in report:
         failures += _tests(report, args, device)
@@ -86,11 +86,13 @@ def check(args: Namespace, report: Report) -> None:
         write_json(args.output, report)
     if not args.skip_kernels:
         _title("kernels")
+        if "kernels" in earlier and earlier["build_info"] == report["build_info"]:
+            report["kernels"] = earlier["kernels"]
         failures += kernels.run_table(report, args, lambda: write_json(args.output, report))
 
 
 def passed_before(output: Path, here: Report) -> Report:
-    """What an earlier run of the same commit, machine and versions has: tests and checks that passed, and the table.
+    """What an earlier run of the same commit, machine and versions has: tests and checks that passed, build and table.
 
     Raises:
         ConfigError: `output` is not valid JSON.
@@ -111,9 +113,7 @@ def passed_before(output: Path, here: Report) -> Report:
     }
     for name, found in done.items():
         print(f"{name}: done on {then['date']}: {found}")
-    if "kernels" in report:
-        done["kernels"] = report["kernels"]
-    return done
+    return done | {name: report[name] for name in ("build_info", "kernels") if name in report}
 
 
 def _build(report: Report, device: torch.device) -> list[str]:

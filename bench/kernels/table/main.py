@@ -8,10 +8,11 @@ run only with --strict. A wrong result is not timed, and fails the run.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def why_wrong(args: Namespace) -> str:
 def run_table(report: Report, args: Namespace, save: Callable[[], object] = lambda: None) -> list[str]:
     """Fill ``report["kernels"]``, print each row when it is measured, and return the failures.
 
-    Parts that ``report["kernels"]`` has from an interrupted run of the same settings are kept, if no result was wrong.
+    Parts that ``report["kernels"]`` has from an interrupted run are kept if that run had the same settings on the same
+    GPU, and no wrong result.
 
     Args:
         save: called with the report filled after each part.
@@ -133,17 +135,18 @@ def run_table(report: Report, args: Namespace, save: Callable[[], object] = lamb
         "n_rounds": recorder.n_rounds,
         "seed": args.seed,
         "peers": not args.no_peers,
+        "gpu": None if cpu else str(torch.cuda.get_device_properties(device).uuid),
     }
     earlier = report.get("kernels", {})
     if earlier.get("wrong_results") == [] and all(earlier.get(name) == value for name, value in settings.items()):
         done, write_rates = _continue(recorder, earlier)
     else:
-        done, write_rates = [], _write_rates(recorder, args.probe)
+        done, write_rates = {}, _write_rates(recorder, args.probe)
 
     def fill() -> None:
         report["kernels"] = {
             **settings,
-            "parts": list(done),
+            "parts": dict(done),
             "copy_gb_per_s": recorder.rates.copy / 1e9,
             "write_rates": write_rates,
             "floor_counting": bounds.counting(recorder.rates),
@@ -156,7 +159,7 @@ def run_table(report: Report, args: Namespace, save: Callable[[], object] = lamb
 
     try:
         for part in time_parts(recorder, shapes, delta_numel, args, done):
-            done.append(part)
+            done[part] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             fill()
             save()
     finally:
@@ -164,12 +167,14 @@ def run_table(report: Report, args: Namespace, save: Callable[[], object] = lamb
     return recorder.failures
 
 
-def _continue(recorder: Recorder, kernels: Mapping[str, Any]) -> tuple[list[str], list[access_rates.ProbeRow] | str]:
-    """Take over the complete parts of an interrupted run: their names, and the rates of scattered writes.
+def _continue(
+    recorder: Recorder, kernels: Mapping[str, Any]
+) -> tuple[dict[str, str], list[access_rates.ProbeRow] | str]:
+    """Take over the complete parts of an interrupted run: when each ended, and the rates of scattered writes.
 
     The bounds of new rows follow from that run's rates too.
     """
-    done: list[str] = list(kernels["parts"])
+    done: dict[str, str] = kernels["parts"]
     recorder.rows += [row for row in kernels["rows"] if row["part"] in ("", *done)]
     recorder.left_out |= kernels["left_out"]
     recorder.peer_versions |= kernels["peer_versions"]
@@ -189,7 +194,7 @@ def _write_rates(recorder: Recorder, probe: Path) -> list[access_rates.ProbeRow]
 
 
 def time_parts(
-    recorder: Recorder, shapes: Shapes, delta_numel: int, args: Namespace, done: Sequence[str]
+    recorder: Recorder, shapes: Shapes, delta_numel: int, args: Namespace, done: Container[str]
 ) -> Iterator[str]:
     """Time the parts that are not done, and yield the name of each after its rows.
 
@@ -201,7 +206,7 @@ def time_parts(
         recorder.time_copy(delta_numel, generator)
     left_out = (["backward"] if args.no_backward or cpu else []) + (["tiles"] if args.no_tiles else [])
     for part in PARTS:
-        if part not in args.only or part in (*left_out, *done):
+        if part not in args.only or part in left_out or part in done:
             continue
         recorder.part = part
         if part == "weights":

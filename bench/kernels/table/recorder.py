@@ -80,7 +80,7 @@ class Recorder:
     left_out: dict[str, str] = field(default_factory=dict)  # rows that were not timed -> reason
     peer_versions: dict[str, str] = field(default_factory=dict)
     rates: AccessRates = field(default_factory=lambda: AccessRates(0.0, {}))
-    part: str = ""  # of the table, to which new rows belong
+    part: str = ""  # part of the table that new rows belong to
 
     def auto(self, op: str) -> str:
         """The backend that `auto` selects."""
@@ -105,6 +105,7 @@ class Recorder:
 
     def _add(self, work: Work, timing: Timing) -> None:
         self.rows.append({"part": self.part, **row_of(work, timing, self.rates)})
+        self.left_out.pop(work.name, None)  # of an earlier run that was interrupted
         self.on_row(self.rows[-1])
 
     def time_cases(

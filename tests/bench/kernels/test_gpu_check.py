@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sparse_opt.bench.common import harness
 from sparse_opt.bench.kernels import cases, gpu_check
 from sparse_opt.bench.kernels.table import main as table
 from sparse_opt.bench.kernels.table import targets
+from sparse_opt.bench.kernels.table.recorder import Recorder, Work
 from sparse_opt.ops import STEP_OPS
 
 WITH_TILES = ["--device", "cpu", "--skip_tests", "--numel", "50000", "--delta_numel", "5000", "--n_rounds", "2"]
@@ -106,7 +108,7 @@ def test_a_table_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs
         with pytest.raises(KeyboardInterrupt):
             gpu_check.main(words)
     cut = json.loads(path.read_text())
-    assert not cut["completed"] and cut["kernels"]["parts"] == ["tiles"]
+    assert not cut["completed"] and list(cut["kernels"]["parts"]) == ["tiles"]
     of_deltas = [row for row in cut["kernels"]["rows"] if row["part"] == "deltas"]
     kept = [row for row in cut["kernels"]["rows"] if row["part"] != "deltas"]
     assert of_deltas and len(kept) > 1 and kept[0]["work"] == "copy"
@@ -118,29 +120,57 @@ def test_a_table_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs
     assert "kept from the interrupted run: copy, tiles" in capsys.readouterr().out
     again = json.loads(path.read_text())
     found = again["kernels"]
-    assert again["completed"] and found["parts"] == ["tiles", "deltas"] and found["rows"][: len(kept)] == kept
+    assert again["completed"] and list(found["parts"]) == ["tiles", "deltas"] and found["rows"][: len(kept)] == kept
     assert found["copy_gb_per_s"] == cut["kernels"]["copy_gb_per_s"]
     works = [(row["work"], row["backend"], row["density"]) for row in found["rows"]]
     assert len(set(works)) == len(works) > len(kept) + len(of_deltas)
     of_copy = found["copy_gb_per_s"] * 1e9
     assert all(row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / of_copy) for row in found["rows"][len(kept) :])
 
-    # A table of other settings, and one with a wrong result, begins again.
+    # A table of other settings, of another build, with a wrong result, and of an older version begins again.
     timed = []
     monkeypatch.setattr(table.tile_gradients, "time_rows", lambda *_: timed.append(1))
-    cut["kernels"]["wrong_results"] = ["something"]
-    for settings, report in ((["--n_rounds", "3"], again), ([], cut)):
+    wrong = {**again, "kernels": {**found, "wrong_results": ["something"]}}
+    older = {**again, "kernels": {name: value for name, value in found.items() if name != "wrong_results"}}
+    settings = (["--n_rounds", "3"], ["--seed", "1"], ["--no_peers"], ["--numel", "60000"], ["--delta_numel", "6000"])
+    for changed, report in (
+        *((change, again) for change in settings),
+        ([], wrong),
+        ([], older),
+        ([], other_build(again)),
+    ):
         path.write_text(json.dumps(report))
         timed.clear()
-        assert gpu_check.main([*words, *settings, "--resume"]) == 0
-        assert timed and json.loads(path.read_text())["kernels"]["parts"] == ["tiles", "deltas"]
+        assert gpu_check.main([*words, *changed, "--resume"]) == 0
+        assert timed and list(json.loads(path.read_text())["kernels"]["parts"]) == ["tiles", "deltas"], changed
+
+    # A table is only kept by a run that has one.
+    path.write_text(json.dumps(wrong))
+    assert gpu_check.main([*words, "--resume", "--skip_kernels"]) == 0
+    assert "kernels" not in json.loads(path.read_text())
+
+
+def other_build(report: dict[str, Any]) -> dict[str, Any]:
+    return {**report, "build_info": {**report["build_info"], "compiler": "another"}}
+
+
+def test_a_row_that_was_timed_after_all_is_not_left_out():
+    recorder = Recorder(torch.device("cpu"), [], n_rounds=1, left_out={"a peer": "FAILED", "another": "FAILED"})
+    recorder.time([Work("a peer", "torch", None, lambda: None, None)])
+    assert recorder.left_out == {"another": "FAILED"}
+
+
+def test_the_gpu_tests_are_all_there():
+    tests = Path(__file__).parents[2]
+    for _, names, left_out in gpu_check.GPU_TESTS:
+        assert all((tests / name).exists() for name in (*names, *left_out)), names
 
 
 def test_a_part_of_the_table_is_kept_as_it_ends(tmp_path, monkeypatch, needs_extension):
     path = tmp_path / "gpu_check.json"
     written = []
     monkeypatch.setattr(
-        table, "time_delta", lambda *_: written.append(json.loads(path.read_text())["kernels"]["parts"])
+        table, "time_delta", lambda *_: written.append(list(json.loads(path.read_text())["kernels"]["parts"]))
     )
     assert gpu_check.main([*WITH_TILES, "--output", str(path), "--only", "tiles,deltas"]) == 0
     assert written == [["tiles"]] * len(table.DELTA_DENSITIES)

@@ -10,8 +10,8 @@ namespace {
 // (docs/notebook.md).
 constexpr int kChangeBlocks = 4;
 
-// Drops a block's records from the L2 cache without writing them to memory. Called by all threads, which must have read
-// them.
+// Drops a block's records from the L2 cache without writing them to memory. Call it by all threads, after a barrier
+// that follows all reads of the records.
 template <typename Param>
 __device__ __forceinline__ void discard_records(ChangeRecord<Param>* records) {
   constexpr int kLineBytes = 128;

@@ -20,8 +20,8 @@ namespace sparse_opt::cuda {
 
 // A block of store_changes() has kChangeSlots slots. Every kRecordSlots of them, those of a warp in the step, have a
 // record of kRecordEntries entries: one for each change if at most so many slots change, otherwise a bit for each slot.
-// Records are always written whole, 64 bytes or, in fp32, 128: a write of a part of them takes longer. They stay in the
-// L2 cache as far as they fit, and store_changes() discards them there, so that few are written to memory.
+// Records are always written whole, 64 bytes or, in fp32, 128: a write of a part of them takes longer. They should
+// stay in the L2 cache until store_changes() has read them, which then discards them: they have no further use there.
 constexpr int kRecordSlots = 256, kRecordEntries = 16;
 constexpr int kChangeThreads = 512, kBlockRecords = kChangeThreads / kRecordEntries;
 constexpr int64_t kChangeSlots = kBlockRecords * kRecordSlots;

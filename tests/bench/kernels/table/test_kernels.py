@@ -54,7 +54,7 @@ def test_one_part_alone(tmp_path):
     words = ["--device", "cpu", "--numel", "50000", "--n_rounds", "1", "--only", "tiles", "--json", str(path)]
     assert kernels.main(words) == 0
     found = json.loads(path.read_text())["kernels"]
-    assert found["parts"] == ["tiles"]
+    assert list(found["parts"]) == ["tiles"]
     assert found["rows"][0]["work"] == "copy"
     assert all(targets.is_weight_gradient(row) for row in found["rows"][1:])
     assert {row["density"] for row in found["rows"][1:]} == {None, 0.025, 0.1, 1.0}
