@@ -78,6 +78,8 @@ def check(args: Namespace, report: Report) -> None:
     earlier = passed_before(args.output, report["environment"]) if args.resume else {}
     report.update({name: earlier[name] for name in ("tests", "sanitizer") if name in earlier})
     failures += _build(report, device)
+    if not args.skip_kernels and "kernels" in earlier and earlier["build_info"] == report["build_info"]:
+        report["kernels"] = earlier["kernels"]
     if not args.skip_tests and "tests" not in report:
         failures += _tests(report, args, device)
         write_json(args.output, report)
@@ -86,8 +88,6 @@ def check(args: Namespace, report: Report) -> None:
         write_json(args.output, report)
     if not args.skip_kernels:
         _title("kernels")
-        if "kernels" in earlier and earlier["build_info"] == report["build_info"]:
-            report["kernels"] = earlier["kernels"]
         failures += kernels.run_table(report, args, lambda: write_json(args.output, report))
 
 

@@ -127,6 +127,16 @@ def test_a_table_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs
     of_copy = found["copy_gb_per_s"] * 1e9
     assert all(row["floor_ms"] == pytest.approx(1e3 * row["bytes"] / of_copy) for row in found["rows"][len(kept) :])
 
+    # If the tests have to run again, and are cut short, the table is still there.
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_check, "_tests", stop)
+        with pytest.raises(KeyboardInterrupt):
+            gpu_check.main([*(word for word in words if word != "--skip_tests"), "--resume"])
+    assert json.loads(path.read_text())["kernels"] == found
+
     # A table of other settings, of another build, with a wrong result, and of an older version begins again.
     timed = []
     monkeypatch.setattr(table.tile_gradients, "time_rows", lambda *_: timed.append(1))
