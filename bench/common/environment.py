@@ -23,7 +23,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
     """Everything needed to reproduce a measurement made now on ``device``, as plain data for JSON."""
     device = torch.device(device)
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": commit(),
         "machine": {
             "cpu": _cpu_model(),
@@ -40,6 +40,11 @@ def environment(device: torch.device | str) -> dict[str, Any]:
             **{package: installed_version(package) for package in _PACKAGES},
         },
     }
+
+
+def now() -> str:
+    """The time in UTC, to the second, as results have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def commit() -> str | None:

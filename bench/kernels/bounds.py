@@ -36,11 +36,9 @@ SECTOR_BYTES = 32  # bytes per write to memory
 BYTE_COUNTING = "reads by 64-byte granule, changes by 32-byte sector"
 COUNTING = f"{BYTE_COUNTING} at their measured rate"
 COUNTING_WITHOUT_RATES = f"{BYTE_COUNTING} at the copy rate"
-# Of older results: all indices and all of a copy counted, and before, at the copy rate.
-COUNTING_OF_WHOLE_COPIES = "reads by 64-byte granule, scattered writes by 32-byte sector at their measured rate"
-COUNTING_BY_GRANULE = "reads and writes by 64-byte granule"
+COUNTING_BY_GRANULE = "reads and writes by 64-byte granule"  # at the copy rate, in older results
 # Of results whose rows have verdicts. Without rates, rows with scattered writes have none on their bound.
-JUDGED_COUNTINGS = (COUNTING, COUNTING_WITHOUT_RATES, COUNTING_OF_WHOLE_COPIES, COUNTING_BY_GRANULE)
+JUDGED_COUNTINGS = (COUNTING, COUNTING_WITHOUT_RATES, COUNTING_BY_GRANULE)
 
 
 def counting(rates: AccessRates) -> str:

@@ -36,12 +36,12 @@ SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
 # Markers and paths of tests, and paths to leave out, in parts that run in parallel. ops/test_large.py and delta/codec
 # need much of a GPU's memory.
-LONG_OPS = ("ops/test_steps.py", "ops/test_compile.py")
+STEPS, COMPILE = "ops/test_steps.py", "ops/test_compile.py"
 GPU_TESTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("gpu and triton", LONG_OPS[:1], ()),
-    ("gpu and not triton", LONG_OPS[:1], ()),
-    ("gpu", LONG_OPS[1:], ()),
-    ("gpu", ("ops",), LONG_OPS),
+    ("gpu and triton", (STEPS,), ()),
+    ("gpu and not triton", (STEPS,), ()),
+    ("gpu", (COMPILE,), ()),
+    ("gpu", ("ops",), (STEPS, COMPILE)),
     ("gpu", ("optim",), ()),
     ("gpu", ("distributed", "bench", "test_backends.py", "test_l2_fetch.py"), ()),
     ("gpu", ("masks", "mask_finding", "analysis", "delta"), ()),

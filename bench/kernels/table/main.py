@@ -8,7 +8,6 @@ run only with --strict. A wrong result is not timed, and fails the run.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import sys
 from argparse import Namespace
@@ -24,6 +23,7 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.tensors import as_bits
 from sparse_opt.tuning import files
 
+from ...common.environment import now
 from ...common.harness import Benchmark, Report, comma_separated
 from ...common.report import Columns, machine_name, render
 from ...common.report import cells as cells_of
@@ -159,7 +159,7 @@ def run_table(report: Report, args: Namespace, save: Callable[[], object] = lamb
 
     try:
         for part in time_parts(recorder, shapes, delta_numel, args, done):
-            done[part] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            done[part] = now()
             fill()
             save()
     finally:
@@ -179,7 +179,7 @@ def _continue(
     recorder.left_out |= kernels["left_out"]
     recorder.peer_versions |= kernels["peer_versions"]
     recorder.rates = AccessRates.of_report(kernels)
-    print(f"kept from the interrupted run: {', '.join(['copy', *done])}")
+    print(f"kept from the earlier run: {', '.join(['copy', *done])}")
     return done, kernels["write_rates"]
 
 

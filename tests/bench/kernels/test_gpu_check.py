@@ -117,7 +117,7 @@ def test_a_table_that_was_cut_short_goes_on(tmp_path, capsys, monkeypatch, needs
         patch.setattr(table.tile_gradients, "time_rows", lambda *_: pytest.fail("the part was timed again"))
         capsys.readouterr()
         assert gpu_check.main([*words, "--resume"]) == 0
-    assert "kept from the interrupted run: copy, tiles" in capsys.readouterr().out
+    assert "kept from the earlier run: copy, tiles" in capsys.readouterr().out
     again = json.loads(path.read_text())
     found = again["kernels"]
     assert again["completed"] and list(found["parts"]) == ["tiles", "deltas"] and found["rows"][: len(kept)] == kept
