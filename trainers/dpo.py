@@ -71,7 +71,6 @@ class DPOConfig(LoggedOptions, GraphOptions, ReferenceOptions):
             )
         if self.ipo_average and self.loss_type != "ipo":
             raise ConfigError(f"option 'ipo_average' is for loss_type ipo, not '{self.loss_type}'")
-        self.require_no_padding("share_prompts")
         if self.mount_dir is not None and self.output_dir is None:
             self.save_dir = self.save_dir or Path("dpo_model")
             self.log_dir = self.log_dir or MARGINS_FOLDER
@@ -160,10 +159,8 @@ def train(config: DPOConfig) -> dict[str, Any]:
     run = TrainingRun(config, "dpo", "preference")
     if config.share_prompts:
         check_shared_prompts(run.model, _longest_row(run))
-    if config.share_prompts:
-        collate = partial(collate_shared_prompts, pad_id=run.pad_id)
-    else:
-        collate = partial(collate_examples, pad_id=run.pad_id, multiple=config.length_multiple)
+    in_rows = collate_shared_prompts if config.share_prompts else collate_examples
+    collate = partial(in_rows, pad_id=run.pad_id, multiple=config.length_multiple)
     reference = _reference_logprobs(config, run, collate)
     with run:
         margins_log = None

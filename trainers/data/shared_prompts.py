@@ -13,6 +13,7 @@ read positions from position ids. `check_shared_prompts` refuses the others.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from sparse_opt.errors import ConfigError
 from sparse_opt.files import one_line
 
-from ..policy.branch_attention import BranchRow, lay_out
+from ..policy.branch_attention import BranchRow, SeparateRows, lay_out
 from ..policy.logprobs.branch_mask import IMPLEMENTATIONS, attention_dtype, branch_mask
 from ..policy.models import causal_lm, running_eagerly
 from .encoding import TokenBatch, TokenSequence, collate, common_prefix_length
@@ -60,17 +61,20 @@ def branch_offsets(group: Sequence[TokenSequence]) -> list[int]:
     return [sum(lengths[:number]) for number in range(len(group))]
 
 
-def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: int) -> TokenBatch:
+def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: int, multiple: int = 1) -> TokenBatch:
     """One row for each group on the CPU: the shared tokens, the rest of each sequence, and padding.
 
-    `n_tokens` counts the shared tokens once.
+    `n_tokens` counts the shared tokens once. The length is rounded up to a multiple, and `first_trained` down, so that
+    fewer different shapes occur. With a multiple above 1 the layout is always `SeparateRows`, because pieces have more
+    shapes, and numbers on the host, which a CUDA graph would keep.
     """
     lengths = [n_row_tokens(group) for group in groups]
     length = max(lengths, default=1)
-    length += -length % _ALIGNMENT
+    length += -length % math.lcm(multiple, _ALIGNMENT)
     input_ids = torch.full((len(groups), length), pad_id, dtype=torch.int64, device="cpu")
     attention_mask, position_ids, branches = (torch.zeros_like(input_ids) for _ in range(3))
     completion_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    first_trained = min((group[0].prompt_length for group in groups), default=1)
     branch_rows = []
     for row, group in enumerate(groups):
         shared, offsets = n_shared_tokens(group), branch_offsets(group)
@@ -86,12 +90,12 @@ def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: in
         input_ids,
         attention_mask,
         completion_mask,
-        first_trained=min((max(group[0].prompt_length, 1) for group in groups), default=1),
+        first_trained=max(first_trained // multiple * multiple, 1),
         n_tokens=sum(lengths),
         n_trained=sum(sequence.n_trained for group in groups for sequence in group),
         position_ids=position_ids,
         branches=branches,
-        branch_layout=lay_out(branch_rows, length),
+        branch_layout=(lay_out if multiple == 1 else SeparateRows.of)(branch_rows, length),
     )
 
 

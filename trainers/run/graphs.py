@@ -13,6 +13,7 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.optim import GraphedStep, SparseOptimizer
 
 from ..data.encoding import TokenBatch
+from ..policy.branch_attention import SeparateRows
 from ..policy.models import attends_without_masks
 
 # The work of an optimizer step: from the batches of its forward passes and further tensors, all on the device.
@@ -40,20 +41,22 @@ def require_graphs(model: Any, optimizer: Any, device: torch.device, n_ranks: in
 class GraphedSteps:
     """Calls a `WholeStep` through `GraphedStep`.
 
-    The batches must be unpacked. In those that the function receives, `n_tokens` and `n_trained` are 0: they are
-    numbers on the host, and a replay would repeat those of the capture.
+    The batches must be unpacked; with shared prompts, their layout must be `SeparateRows`, which has no numbers on the
+    host. In those that the function receives, `n_tokens` and `n_trained` are 0: a replay would repeat those of the
+    capture.
     """
 
     def __init__(self, function: WholeStep, optimizer: SparseOptimizer):
         self._function, self._optimizer = function, optimizer
         self._step: GraphedStep | None = None
-        self._n_batches = 0
+        self._n_batches = self._n_parts = 0  # a step's forward passes, and the tensors of one
 
     def __call__(self, batches: Sequence[TokenBatch], tensors: Sequence[Tensor]) -> Tensor:
         """Take a step. The result is overwritten by the next call for batches of the same shapes."""
         if self._step is None:
             self._put_learning_rates_on_the_gpu()
-            self._step, self._n_batches = GraphedStep(self._captured, self._optimizer), len(batches)
+            self._step = GraphedStep(self._captured, self._optimizer)
+            self._n_batches, self._n_parts = len(batches), len(_tensors(batches[0]))
         if len(batches) != self._n_batches:
             raise ValueError(f"a step has {len(batches)} forward passes after steps of {self._n_batches}")
         found, norm = self._step(*(part for batch in batches for part in _tensors(batch)), *tensors)
@@ -61,8 +64,8 @@ class GraphedSteps:
         return found
 
     def _captured(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        end = 3 * self._n_batches
-        batches = [_batch(*inputs[i : i + 3]) for i in range(0, end, 3)]
+        end = self._n_parts * self._n_batches
+        batches = [_batch(*inputs[i : i + self._n_parts]) for i in range(0, end, self._n_parts)]
         found = self._function(batches, inputs[end:])
         return found, self._optimizer.grad_norm
 
@@ -73,14 +76,35 @@ class GraphedSteps:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
 
 
-def _tensors(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(batch: TokenBatch) -> tuple[Tensor, ...]:
     """What a graph depends on. The shape of the third tells `first_trained`."""
-    assert batch.position_ids is None, "packed rows cannot be replayed"
-    return batch.input_ids, batch.attention_mask, batch.completion_mask[:, batch.first_trained :]
+    parts = batch.input_ids, batch.attention_mask, batch.completion_mask[:, batch.first_trained :]
+    if batch.branches is None:
+        assert batch.position_ids is None, "packed rows cannot be replayed"
+        return parts
+    assert batch.position_ids is not None
+    assert isinstance(batch.branch_layout, SeparateRows), "pieces of rows have numbers on the host"
+    return *parts, batch.position_ids, batch.branches, *batch.branch_layout
 
 
-def _batch(input_ids: Tensor, attention_mask: Tensor, trained: Tensor) -> TokenBatch:
+def _batch(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    trained: Tensor,
+    position_ids: Tensor | None = None,
+    branches: Tensor | None = None,
+    *layout: Tensor,
+) -> TokenBatch:
     """The batch of `_tensors`."""
     first_trained = input_ids.shape[1] - trained.shape[1]
-    completion_mask = F.pad(trained, (first_trained, 0))
-    return TokenBatch(input_ids, attention_mask, completion_mask, first_trained, n_tokens=0, n_trained=0)
+    return TokenBatch(
+        input_ids,
+        attention_mask,
+        F.pad(trained, (first_trained, 0)),
+        first_trained,
+        n_tokens=0,
+        n_trained=0,
+        position_ids=position_ids,
+        branches=branches,
+        branch_layout=SeparateRows(*layout) if layout else None,
+    )

@@ -104,7 +104,7 @@ _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
-  sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs
+  sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs --share_prompts
   sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
   sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
@@ -251,8 +251,8 @@ def _graphs_problem(args: Namespace) -> str:
     """Return the error in the options for CUDA graphs; empty if they are valid."""
     if not args.cuda_graphs:
         return ""
-    if args.algorithm != "dpo" or args.share_prompts or args.dataset is not None:
-        return "--cuda_graphs is of dpo on random words in separate rows: leave out --share_prompts and --dataset"
+    if args.algorithm != "dpo" or args.dataset is not None:
+        return "--cuda_graphs is of dpo on random words: leave out --dataset"
     if not set(args.modes) <= {"sparse", "tiles"} or args.device == "cpu":
         return "--cuda_graphs needs a GPU and --modes of sparse,tiles"
     if args.n_warmup < _STEPS_BEFORE_REPLAYS:

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -224,7 +225,9 @@ def run(job: Job) -> dict[str, Any]:
         data: Any = [[[sequence.ids for sequence in pair] for pair in pairs] for pairs in chosen]
         if job.share_prompts:
             check_shared_prompts(trained.policy, max(map(n_row_tokens, examples)))
-        collate = collate_shared_prompts if job.share_prompts else collate_examples
+        collate: Callable[..., TokenBatch] = collate_examples
+        if job.share_prompts:
+            collate = partial(collate_shared_prompts, multiple=8)  # the layout of graphs, also without them
         batches = [collate(pairs, pad_id).to(device) for pairs in chosen]
         references = [reference_logprobs(trained, batch) for batch in batches] if job.precomputed_reference else None
         step = (graphed if job.cuda_graphs else dpo_step)(trained, batches, section, references)

@@ -178,8 +178,8 @@ def test_grpo_with_a_picture(tmp_path, bench, run_here):
         (["dpo", "--small", "--mask", "/nowhere/mask"], "--mask /nowhere/mask: no such file"),
         (["dpo", "--small", "--work_dir", "/nowhere"], "--work_dir /nowhere: no such folder"),
         (["dpo", "--small", "--modes", "sparse", "--cuda_graphs"], "--cuda_graphs needs a GPU and --modes of sparse"),
-        (["grpo", "--small", "--cuda_graphs"], "--cuda_graphs is of dpo on random words in separate rows"),
-        (["dpo", "--small", "--share_prompts", "--cuda_graphs"], "leave out --share_prompts and --dataset"),
+        (["grpo", "--small", "--cuda_graphs"], "--cuda_graphs is of dpo on random words: leave out --dataset"),
+        (["dpo", "--small", "--dataset", "pairs.jsonl", "--cuda_graphs"], "of dpo on random words: leave out"),
         (["dpo", "--small", "--kernel_time"], "--kernel_time needs a GPU, and the device is cpu"),
         (
             ["dpo", "--small", "--l2_fetch_granularity", "32"],

@@ -155,10 +155,8 @@ def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
     monkeypatch.setattr(
         graphs, "GraphedStep", lambda function, _: lambda *inputs: function(*(tensor.clone() for tensor in inputs))
     )
-    for precomputed in (False, True):
-        of_graphs, ordinary = (
-            run(changed(job, cuda_graphs=on, precomputed_reference=precomputed)) for on in (True, False)
-        )
+    for changes in ({}, {"precomputed_reference": True}, {"share_prompts": True}):
+        of_graphs, ordinary = (run(changed(job, cuda_graphs=on, **changes)) for on in (True, False))
         for step, other in zip(of_graphs["steps"], ordinary["steps"], strict=True):
             assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"])
         assert ordinary["steps"][0]["section_s"] and not of_graphs["steps"][0]["section_s"]
@@ -171,9 +169,10 @@ def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("mode", ["sparse", "tiles"])
-def test_replays_get_what_ordinary_steps_get(job, tile_masks, mode, deterministic):
-    changes = {"mode": mode, "mask": tile_masks[mode], "n_steps": 7, "device": "cuda"}
+def test_replays_get_what_ordinary_steps_get(job, tile_masks, mode, share_prompts, deterministic):
+    changes = {"mode": mode, "mask": tile_masks[mode], "n_steps": 7, "device": "cuda", "share_prompts": share_prompts}
     of_graphs, ordinary = (run(changed(job, cuda_graphs=on, **changes)) for on in (True, False))
     for step, other in zip(of_graphs["steps"], ordinary["steps"], strict=True):
         assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"])

@@ -124,7 +124,14 @@ def test_sft_replays_are_its_steps(sft_options, changes, deterministic):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"reference": "precomputed"}, {"loss_type": "ipo", "ipo_average": True}, {"eval_ratio": 0.2, "eval_steps": 4}],
+    [
+        {},
+        {"reference": "precomputed"},
+        {"loss_type": "ipo", "ipo_average": True},
+        {"eval_ratio": 0.2, "eval_steps": 4},
+        {"share_prompts": True},
+        {"share_prompts": True, "reference": "precomputed", "loss_type": "ipo", "ipo_average": True},
+    ],
     ids=str,
 )
 def test_dpo_with_graphs_is_dpo(on_a_cpu, dpo_options, mask_file, tmp_path, changes):
@@ -141,18 +148,23 @@ def test_dpo_with_graphs_is_dpo(on_a_cpu, dpo_options, mask_file, tmp_path, chan
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{}, {"reference": "precomputed"}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reference": "precomputed"},
+        {"gradient_checkpointing": True},
+        {"share_prompts": True},
+        {"share_prompts": True, "compile": True},
+    ],
+    ids=str,
+)
 def test_dpo_replays_are_its_steps(dpo_options, mask_file, tmp_path, changes, deterministic):
     options = {"mask": mask_file, "n_steps": 16, "device": "cuda", "dtype": "bf16", "pad_to_multiple_of": 8, **changes}
     eager, graphed = (
         dpo.train(dpo_options(output_dir=tmp_path / str(on), cuda_graphs=on, **options)) for on in (False, True)
     )
     assert_same_steps(graphed, eager)
-
-
-def test_dpo_with_shared_prompts_is_refused(dpo_options, mask_file):
-    with pytest.raises(ConfigError, match="option 'share_prompts' is true, and cuda_graphs or pad_to_multiple_of"):
-        dpo_options(mask=mask_file, cuda_graphs=True, share_prompts=True)
 
 
 def test_a_resumed_run_with_graphs_is_the_run(on_a_cpu, sft_options, monkeypatch):
