@@ -12,13 +12,15 @@ from safetensors.torch import load_file
 from small_models import EPS, random_sequences, small
 from test_logprobs import Head, with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.data.encoding import collate
+from sparse_opt.trainers.policy import models
 from sparse_opt.trainers.policy.logprobs import chunked as logprobs_module
+from sparse_opt.trainers.policy.logprobs import fused as fused_module
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 from sparse_opt.trainers.policy.logprobs.chunked import linear_logprobs
 from sparse_opt.trainers.policy.models import compile_layers, frozen_copy, has_compiled_layers
@@ -39,22 +41,23 @@ def graphs(monkeypatch):
 
         return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
 
-    monkeypatch.setattr(logprobs_module, "_compiled", compiled)
+    monkeypatch.setattr(fused_module, "compiled", compiled)
     return made
 
 
-@pytest.fixture(params=[28 * 300 - 1, 28 * 300], ids=["slices of 64", "kept logits"])
-def kept_elements(request, monkeypatch):
-    """Of 28 times 300 logits: four slices of 64 words and one of 44, or one slice that is kept."""
-    monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", request.param)
+@pytest.fixture(params=[False, True], ids=["slices of 64", "one slice"])
+def one_slice(request, monkeypatch):
+    """Of 28 times 300 logits: four slices of 64 words and one of 44, or all at once."""
+    monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", 28 * 300 - (not request.param))
     monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 64)
+    return request.param
 
 
 fused = functools.partial(linear_logprobs, fused=True)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_fused_logprobs_in_fp32_are_exact(kept_elements, graphs, temperature):
+def test_fused_logprobs_in_fp32_are_exact(one_slice, graphs, temperature):
     head = Head(torch.float32, temperature)
     eps, scale = EPS[torch.float32], 60 / temperature  # the largest logit; it is a sum of 24 products, each rounded
     found, grad_hidden, grad_weight = head.run(fused)
@@ -62,11 +65,12 @@ def test_fused_logprobs_in_fp32_are_exact(kept_elements, graphs, temperature):
     # A probability's relative error is its exponent's error; sums of 300 and 28 of them times values of about 4.
     torch.testing.assert_close(grad_hidden.double(), head.grads[0], rtol=0, atol=24 * scale * eps * 4)
     torch.testing.assert_close(grad_weight.double(), head.grads[1], rtol=0, atol=24 * scale * eps * 28)
-    assert set(graphs) == {"_fold", "_fused_grad_logits"}
+    of_one_slice = {"terms_of", "hidden_gradient", "weight_operand"}
+    assert set(graphs) == (of_one_slice if one_slice else {"fold", "grad_logits"})
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_fused_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(kept_elements, temperature):
+def test_fused_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(one_slice, temperature):
     head = Head(torch.bfloat16, temperature)
     exact = [head.selected, *head.grads]
     with torch.compiler.set_stance("force_eager"):
@@ -78,17 +82,47 @@ def test_fused_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(ke
         assert (found - true).norm() <= 2 * (theirs - true).norm()
 
 
+@pytest.mark.parametrize("trained", [(), ("hidden",), ("weight",)], ids=str)
+def test_only_what_needs_a_gradient_is_computed(one_slice, graphs, trained):
+    gen = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(n, 24, generator=gen) for name, n in (("hidden", 28), ("weight", 300))}
+    labels, incoming = torch.randint(300, (28,), generator=gen), torch.randn(28, generator=gen)
+
+    def run(function):
+        given = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in tensors.items()}
+        found = function(given["hidden"], given["weight"], labels, 0.8)
+        if trained:
+            (found * incoming).sum().backward()
+        return [found.detach(), *(given[name].grad for name in trained)]
+
+    # Logits are sums of 24 products of about 1.
+    for one, other in zip(run(fused), run(linear_logprobs), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=24 * 30 * EPS[torch.float32] * other.abs().max().item())
+    of_one_slice = {(): {"logprobs_of"}, ("hidden",): {"terms_of", "hidden_gradient"}}
+    of_slices = {(): {"fold_sums"}, ("hidden",): {"fold"}}
+    expected = of_one_slice.get(trained, {"terms_of", "weight_operand"}) if one_slice else of_slices.get(trained)
+    assert set(graphs) == (expected or {"fold_sums", "grad_logits"})
+
+
+def test_fp16_is_not_one_slice(graphs):
+    """A sum of terms may exceed its range."""
+    hidden, weight = torch.randn(5, 8).half(), torch.randn(240, 8).half()
+    fused(hidden, weight, torch.arange(5))
+    assert graphs == ["fold_sums"]
+
+
 def test_other_sizes_take_the_same_graph(graphs, monkeypatch):
     monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", 0)
     monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 64)
+    monkeypatch.setattr(fused_module, "_WIDE", 64)
     for n in (5, 9, 12):
         hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
         fused(hidden, weight, torch.randint(240, (n,)), 0.9).sum().backward()
-    assert sorted(graphs) == ["_fold"] * 2 + ["_fused_grad_logits"] * 2  # slices of 64 words, and the last one of 48
+    assert sorted(graphs) == ["fold"] * 2 + ["grad_logits"] * 2  # slices of 64 words, and the last one of 48
 
 
 def test_kept_logits_are_computed_once(monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_compiled", lambda function: function)  # no compilation under a mode
+    monkeypatch.setattr(fused_module, "compiled", lambda function: function)  # no compilation under a mode
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
     products = {torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default}
 
@@ -119,7 +153,7 @@ def test_only_models_with_compiled_layers_are_fused(graphs):
     for layer in model.model.layers:
         layer.compile(backend="eager")
     found = token_logprobs(model, batch, 0.8)
-    assert graphs == ["_fold"]
+    assert graphs == ["terms_of"]
     # Logits of up to 40 are sums of 32 products; the layers' own values are the same.
     torch.testing.assert_close(found, plain, rtol=0, atol=32 * 40 / 0.8 * EPS[torch.float32])
 
@@ -150,13 +184,41 @@ def test_a_compiled_run_is_the_run(tmp_path, model_folder, pairs_file, mask_file
         }
 
 
+# The layers share a graph. torch.compile leaves torch's own LayerNorm, one kernel, as it is.
+@pytest.mark.parametrize(
+    ("config_class", "names", "n_graphs"),
+    [(LlamaConfig, {"norm", "rotary_emb"}, 3), (GPT2Config, {"ln_f"}, 1)],
+    ids=["llama", "gpt2"],
+)
+def test_the_last_norm_and_the_rotary_embedding_are_compiled(config_class, names, n_graphs, monkeypatch):
+    model = small(config_class)
+    batch = collate(random_sequences(3, 211), pad_id=0)
+    plain = model(batch.input_ids, use_cache=False).logits
+    graphs: list[int] = []
+
+    def backend(graph, inputs, **_):
+        graphs.append(1)
+        return graph.forward
+
+    monkeypatch.setattr(models.tile_compiler, "inductor", backend)
+    compile_layers(model)
+    compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    outside = {name for name in compiled if not name.rpartition(".")[2].isdigit()}
+    assert {name.rpartition(".")[2] for name in outside} == names
+    assert compiled - outside and all(name.startswith(("model.", "transformer.")) for name in outside)
+    torch._dynamo.reset()
+    assert torch.equal(model(batch.input_ids, use_cache=False).logits, plain)
+    assert len(graphs) == n_graphs
+
+
 def test_policy_and_second_model_are_compiled(dpo_options, tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **_: compiled.append(layer))
     run = dpo.TrainingRun(dpo_options(compile=True), "dpo", "preference")
-    assert compiled == list(run.model.model.layers)
+    inner = run.model.model
+    assert compiled == [*inner.layers, inner.norm, inner.rotary_emb]
     run.reference()
-    assert len(compiled) == 4 and compiled[2] is not compiled[0]
+    assert len(compiled) == 8 and compiled[4] is not compiled[0]
 
 
 def test_names_stay():

@@ -223,6 +223,7 @@ def causal_lm(model: Any) -> Any:
 def compile_layers(model: nn.Module) -> None:
     """`torch.compile` each layer of a model in place (regional compilation): layers of one class share code.
 
+    So is what belongs to no layer and has no matrix: the last norm and the rotary embedding, dozens of small kernels.
     Names in the state dict are unchanged. Copies of the model are not compiled. See `compile_layer`.
 
     Raises:
@@ -234,6 +235,8 @@ def compile_layers(model: nn.Module) -> None:
     for layers in lists:
         for layer in layers:
             compile_layer(layer)
+    for module in _outside_layers(model):
+        module.compile(backend=tile_compiler.inductor)
 
 
 def compile_layer(layer: nn.Module) -> None:
@@ -276,6 +279,18 @@ def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(layer) for layer in module}) == 1:
             yield module
+
+
+def _outside_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules next to the outermost lists of layers that have neither modules nor matrices, except dropout."""
+    lists, layers = list(_layer_lists(model)), set(decoder_layers(model))
+    outermost = [found for found in lists if layers.issuperset(found)]
+    for parent in model.modules():
+        if any(child in outermost for child in parent.children()):
+            for child in parent.children():
+                is_small = not list(child.children()) and all(param.ndim < 2 for param in child.parameters())
+                if is_small and not isinstance(child, nn.Dropout):
+                    yield child
 
 
 @contextmanager

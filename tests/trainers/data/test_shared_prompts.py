@@ -37,7 +37,7 @@ from sparse_opt.trainers.policy import branch_attention
 from sparse_opt.trainers.policy import logprobs as logprobs_module
 from sparse_opt.trainers.policy.adapters import add_lora
 from sparse_opt.trainers.policy.branch_attention import Pieces, SeparateRows
-from sparse_opt.trainers.policy.logprobs import chunked, completion_logprobs, token_logprobs, token_logprobs_and_states
+from sparse_opt.trainers.policy.logprobs import completion_logprobs, fused, token_logprobs, token_logprobs_and_states
 from sparse_opt.trainers.policy.models import attends_without_masks, compile_layers, make_masks_skippable
 
 EPS = 2**-23
@@ -209,7 +209,7 @@ def test_logits_as_returned(monkeypatch):
 
 
 def test_compiled_layers(monkeypatch):
-    monkeypatch.setattr(chunked, "_compiled", lambda function: function)  # inductor takes long on a CPU
+    monkeypatch.setattr(fused, "compiled", lambda function: function)  # inductor takes long on a CPU
     model = small(LlamaConfig)
     make_masks_skippable(model)
     for layer in model.model.layers:
@@ -280,7 +280,7 @@ def grads_of_sum(model, logprobs):
 
 @pytest.mark.parametrize("without_mask", ["separate rows"], indirect=True)
 def test_compiled_layers_without_a_mask(without_mask, monkeypatch):
-    monkeypatch.setattr(chunked, "_compiled", lambda function: function)
+    monkeypatch.setattr(fused, "compiled", lambda function: function)
     model = small(LlamaConfig)
     make_masks_skippable(model)
     torch.compiler.reset()

@@ -111,7 +111,7 @@ def _pass(
             inputs["attention_mask"] = branch_mask(batch.branches, dtype)
     head = plain_head(model)
     fused = has_compiled_layers(model)
-    weight_grad = None if head is None else WeightGrad.of(head.weight, route_of(head), fused=fused)
+    weight_grad = None if head is None else WeightGrad.of(head.weight, route_of(head))
     hidden = None if head is None else hidden_states(model, head, inputs, call)
     rows: Tensor | None = None
     if head is None or hidden is None:

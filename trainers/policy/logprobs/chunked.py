@@ -2,13 +2,12 @@
 
 `selected_logprobs` takes logits in chunks of rows. `linear_logprobs` computes the logits one slice of the vocabulary at
 a time. If `fused`, the work on a slice's logits between its two matrix products is compiled: one or two kernels read
-the logits and write the input of the second product. A batch with few logits then has one slice, whose logits are kept
-for the backward pass; all others are computed a second time there, and never held as a whole.
+the logits and write the input of the second product. A batch with few logits is then one slice, of which that input is
+kept for the backward pass (`one_slice`); all others are computed a second time there, and never held as a whole.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +18,16 @@ from torch.autograd.function import once_differentiable
 
 from sparse_opt.optim.gradients.tile_backward import Route
 
+from . import fused as fused_work
+from .one_slice import OneSlice
+
 # Maximum number of logits held at once: 2^24 elements are 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
 # Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow slices leave a GPU idle. A slice of
 # this many words takes 32 KiB in fp32 per token, a hundredth of the activations of Llama-3.2-3B's layers.
 _LEAST_WORDS = 8192
-# If fused, up to this many logits are one slice and kept: 256 MiB in bf16, those of 1046 tokens over 128k words, of
-# which Llama-3.2-3B's layers keep 3.5 GiB of activations. `bench baseline dpo --cuda_graphs` timed it.
+# If fused, up to this many logits are one slice, and as many values are kept: 256 MiB in bf16 (1046 tokens over 128k
+# words), where Llama-3.2-3B's layers keep 3.5 GiB of activations. `bench baseline dpo --cuda_graphs` timed it.
 _KEPT_ELEMENTS = 1 << 27
 
 
@@ -123,7 +125,7 @@ def linear_logprobs(
     where 1 - p(label) is the sum of the other probabilities, so that it stays accurate if the label is nearly certain.
     The products are accumulated in fp32 (accumulating slices in bf16 biases training, as TRL found:
     https://github.com/huggingface/trl, kernels/chunked_logprob.py) and rounded once. The gradient of the weight is
-    computed from kept or recomputed logits, one slice of words at a time and over all positions at once, so that each
+    computed from kept or recomputed values, one slice of words at a time and over all positions at once, so that each
     of its elements is one product with one rounding, as in a linear layer. It is computed at the end of the backward
     pass, see `WeightGrad`. Fused losses of other libraries keep this gradient in fp32, twice the size of a bf16 weight,
     from the start of the backward pass or earlier.
@@ -135,24 +137,28 @@ def linear_logprobs(
         temperature: divisor of the logits.
         weight_grad: computes the gradient of the weight; made before the model's forward pass, if that is part of the
             graph. None makes one here.
-        fused: compile the work on a slice of logits between the two matrix products. Up to 2^27 logits are then one
-            slice, and are kept for the gradient of the weight.
+        fused: compile the work on a slice of logits between the two matrix products. Up to 2^27 logits (not in fp16)
+            are then one slice, of which as many values are kept for the gradient of the weight.
 
     Raises:
         ValueError: the dtypes of hidden and weight differ.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden states are {hidden.dtype} and the output layer's weight {weight.dtype}, expected one")
-    weight_grad = weight_grad or WeightGrad.of(weight, None, fused=fused)
-    flat: Tensor = _LinearLogprobs.apply(
+    weight_grad = weight_grad or WeightGrad.of(weight, None)
+    flat: Tensor
+    operands = (
         hidden.reshape(-1, hidden.shape[-1]),
         weight.detach(),
         None if weight_grad is None else weight_grad.token,
         labels.reshape(-1),
         temperature,
         weight_grad,
-        fused,
     )
+    if fused and labels.numel() * len(weight) <= _KEPT_ELEMENTS and hidden.dtype != torch.float16:
+        flat = OneSlice.apply(*operands)
+    else:
+        flat = _LinearLogprobs.apply(*operands, fused)
     return flat.view(labels.shape)
 
 
@@ -166,15 +172,17 @@ class WeightGrad:
     tiles, only these are computed, one slice of words at a time.
     """
 
-    def __init__(self, weight: Tensor, route: Route | None, *, fused: bool):
-        self.route, self.fused = route, fused
-        self.work: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, float] | None = None
+    def __init__(self, weight: Tensor, route: Route | None):
+        self.route = route
+        # Set by the backward pass of the log-probabilities: slices of words, and what has their gradient of the
+        # weight as the product of two matrices, the first of them [N, words], computed when it is asked for.
+        self.work: tuple[list[slice], Callable[[slice], Tensor], Tensor] | None = None
         self.token: Tensor = _WeightGradNode.apply(weight, self)
 
     @classmethod
-    def of(cls, weight: Tensor, route: Route | None, *, fused: bool) -> WeightGrad | None:
+    def of(cls, weight: Tensor, route: Route | None) -> WeightGrad | None:
         """The weight's gradient computation; None if no gradient is needed."""
-        return cls(weight, route, fused=fused) if weight.requires_grad and torch.is_grad_enabled() else None
+        return cls(weight, route) if weight.requires_grad and torch.is_grad_enabled() else None
 
 
 class _WeightGradNode(torch.autograd.Function):
@@ -189,25 +197,13 @@ class _WeightGradNode(torch.autograd.Function):
     def backward(ctx: Any, grad_token: Tensor) -> tuple[Tensor | None, None]:
         (weight,) = ctx.saved_tensors
         owner = ctx.owner()
-        (hidden, labels, log_norm, grad_selected, kept, temperature), owner.work = owner.work, None
-
-        def grad_logits(words: slice) -> Tensor:
-            logits = hidden @ weight[words].T if kept is None else kept
-            if owner.fused:
-                local, factor = labels[:, None] - words.start, (grad_selected / temperature)[:, None]
-                return _compiled(_fused_grad_logits)(
-                    _of_static_width(logits), local, log_norm[:, None], factor, factor.new_full((), temperature)
-                )
-            found = _grad_logits(logits, labels, log_norm, grad_selected, temperature, words.start)
-            return found.to(weight.dtype)
-
-        slices = _word_slices(len(hidden), len(weight), fused=owner.fused)
-        parts = ((words.start, grad_logits(words)) for words in slices)
-        if owner.route is not None and owner.route.add_product_rows(parts, hidden):
+        (slices, first, second), owner.work = owner.work, None
+        parts = ((words.start, first(words)) for words in slices)
+        if owner.route is not None and owner.route.add_product_rows(parts, second):
             return None, None
         grad_weight = torch.empty_like(weight)
         for words in slices:
-            torch.mm(grad_logits(words).T, hidden, out=grad_weight[words])
+            torch.mm(first(words).T, second, out=grad_weight[words])
         return grad_weight, None
 
 
@@ -229,18 +225,15 @@ class _LinearLogprobs(torch.autograd.Function):
         others = torch.zeros_like(top)  # sum of exp(logit - top) over the other words
         mixed = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad else None  # the same sum of their weights
         slices = _word_slices(len(hidden), len(weight), fused=fused)
-        kept = None
         for words in slices:
             logits = hidden @ weight[words].T
             if fused:
-                if len(slices) == 1 and weight_grad is not None:
-                    kept = logits
                 local, scale = labels[:, None] - words.start, top.new_full((), temperature)
-                found = _of_static_width(logits), local, top, own, others, scale
+                found = fused_work.of_static_width(logits), local, top, own, others, scale
                 if mixed is None:
-                    top, own, others = _compiled(_fold_sums)(*found)
+                    top, own, others = fused_work.compiled(fused_work.fold_sums)(*found)
                 else:
-                    terms, top, own, others, shrink = _compiled(_fold)(*found)
+                    terms, top, own, others, shrink = fused_work.compiled(fused_work.fold)(*found)
                     mixed.mul_(shrink)
                     _addmm_(mixed, terms, weight[words])
                     del terms
@@ -270,95 +263,45 @@ class _LinearLogprobs(torch.autograd.Function):
         if mixed is not None:
             grad_hidden = weight[labels].float().mul_(others / total).sub_(mixed.div_(total)).div_(temperature)
         log_norm = log_total + top / temperature
-        ctx.save_for_backward(hidden, labels, log_norm[:, 0], grad_hidden, kept)
-        ctx.temperature, ctx.weight_grad, ctx.token = temperature, weight_grad, token is not None
+        of_weight = None if weight_grad is None else weight
+        ctx.save_for_backward(hidden, of_weight, labels, log_norm, grad_hidden)
+        ctx.temperature, ctx.weight_grad, ctx.slices, ctx.fused = temperature, weight_grad, slices, fused
         return (exponent - log_total)[:, 0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None, None]:
-        hidden, labels, log_norm, grad_hidden, kept = ctx.saved_tensors
+        hidden, weight, labels, log_norm, grad_hidden = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_selected[:, None] * grad_hidden).to(hidden.dtype)
         grad_token = None
         if ctx.weight_grad is not None:
-            ctx.weight_grad.work = (hidden.detach(), labels, log_norm, grad_selected, kept, ctx.temperature)
+            temperature, fused = ctx.temperature, ctx.fused
+
+            def grad_logits(words: slice) -> Tensor:
+                logits = hidden @ weight[words].T
+                if fused:
+                    factor = (grad_selected / temperature)[:, None]
+                    found: Tensor = fused_work.compiled(fused_work.grad_logits)(
+                        fused_work.of_static_width(logits),
+                        labels[:, None] - words.start,
+                        log_norm,
+                        factor,
+                        factor.new_full((), temperature),
+                    )
+                    return found
+                found = _grad_logits(logits, labels, log_norm[:, 0], grad_selected, temperature, words.start)
+                return found.to(weight.dtype)
+
+            ctx.weight_grad.work = ctx.slices, grad_logits, hidden.detach()
             grad_token = hidden.new_zeros(())
         return grad_hidden, None, grad_token, None, None, None, None
 
 
-# Of a slice, compiled
-
-
-def _fold(
-    logits: Tensor, local: Tensor, top: Tensor, own: Tensor, others: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The work of `_LinearLogprobs.forward` on a slice's logits, as one function without in-place writes or scatters.
-
-    Args:
-        logits: [N, W].
-        local: [N, 1] int64, the labels' columns in the slice; outside 0 to W - 1 if a label is not in it.
-        top, own, others: [N, 1] fp32, of the previous slices.
-        temperature: [] fp32, a tensor so that one kernel serves every temperature.
-
-    Returns:
-        [N, W] exp((logit - top) / temperature) of the logits' dtype, 0 at the label; then top, own and others including
-        this slice, and exp((previous top - top) / temperature), the factor of the previous sums.
-    """
-    n_words = logits.shape[1]
-    inside = (local >= 0) & (local < n_words)
-    own = torch.where(inside, logits.gather(1, local.clamp(0, n_words - 1)).float(), own)
-    before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True).float())
-    exponentials = ((logits.float() - top) / temperature).exp()
-    exponentials = torch.where(_columns(logits) == local, 0.0, exponentials)
-    shrink = ((before - top) / temperature).exp()
-    others = others * shrink + exponentials.sum(dim=1, keepdim=True)
-    return exponentials.to(logits.dtype), top, own, others, shrink
-
-
-def _fold_sums(*found: Tensor) -> tuple[Tensor, ...]:
-    """top, own and others of `_fold`, for a forward pass without gradient."""
-    return _fold(*found)[1:4]
-
-
-def _fused_grad_logits(logits: Tensor, local: Tensor, log_norm: Tensor, factor: Tensor, temperature: Tensor) -> Tensor:
-    """`_grad_logits` without in-place writes or scatters, rounded to the logits' dtype: [N, W].
-
-    Args:
-        logits: [N, W].
-        local: as in `_fold`.
-        log_norm, factor: [N, 1] fp32; factor is the gradient over the temperature.
-        temperature: as in `_fold`.
-    """
-    probabilities = (logits.float() / temperature - log_norm).exp()
-    return (((_columns(logits) == local).float() - probabilities) * factor).to(logits.dtype)
-
-
-def _columns(logits: Tensor) -> Tensor:
-    return torch.arange(logits.shape[1], device=logits.device)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under torch.compile, for any number of rows."""
-    return torch.compile(function, dynamic=True)
-
-
-def _of_static_width(logits: Tensor) -> Tensor:
-    """The logits, marked so that wide slices, of which there are two widths at most, have kernels of their own.
-
-    Kernels for any width divide each element's index by it, and load element by element: they take twice as long.
-    """
-    if logits.shape[1] >= _LEAST_WORDS:
-        torch._dynamo.mark_static(logits, 1)
-    return logits
-
-
 def _word_slices(n_rows: int, n_words: int, *, fused: bool) -> list[slice]:
-    if fused:
-        size = n_words if n_rows * n_words <= _KEPT_ELEMENTS else _LEAST_WORDS
-    else:
-        size = max(_LEAST_WORDS, _CHUNK_ELEMENTS // max(n_rows, 1))
+    size = _LEAST_WORDS
+    if not fused:
+        size = max(size, _CHUNK_ELEMENTS // max(n_rows, 1))
         size -= size % min(size, 128)  # whole tiles of a matrix product
     return [slice(start, min(start + size, n_words)) for start in range(0, n_words, size)]
 

@@ -1,0 +1,128 @@
+"""Work on logits between two matrix products, as functions for torch.compile: one or two kernels each.
+
+`fold`, `fold_sums` and `grad_logits` are of one of several slices of the vocabulary, `logprobs_of`, `terms_of`,
+`hidden_gradient` and `weight_operand` of all words at once. They have no in-place writes and no scatters. In all of
+them, logits are [N, W] of any dtype, and the temperature is a [] fp32 tensor, so that one kernel serves every value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Wider slices have kernels of their own; there are two widths at most.
+_WIDE = 8192
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under torch.compile, for any number of rows."""
+    return torch.compile(function, dynamic=True)
+
+
+def of_static_width(logits: Tensor) -> Tensor:
+    """The logits, marked so that kernels are compiled for their width if it is large.
+
+    Kernels for any width divide each element's index by it, and load element by element: they take twice as long.
+    """
+    if logits.shape[1] >= _WIDE:
+        torch._dynamo.mark_static(logits, 1)
+    return logits
+
+
+def _columns(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device)
+
+
+# Of a slice of the vocabulary
+
+
+def fold(
+    logits: Tensor, local: Tensor, top: Tensor, own: Tensor, others: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The work of `chunked.linear_logprobs` on a slice's logits.
+
+    Args:
+        local: [N, 1] int64, the labels' columns in the slice; outside 0 to W - 1 if a label is not in it.
+        top, own, others: [N, 1] fp32, of the previous slices.
+
+    Returns:
+        [N, W] exp((logit - top) / temperature) of the logits' dtype, 0 at the label; then top, own and others including
+        this slice, and exp((previous top - top) / temperature), the factor of the previous sums.
+    """
+    n_words = logits.shape[1]
+    inside = (local >= 0) & (local < n_words)
+    own = torch.where(inside, logits.gather(1, local.clamp(0, n_words - 1)).float(), own)
+    before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True).float())
+    exponentials = ((logits.float() - top) / temperature).exp()
+    exponentials = torch.where(_columns(logits) == local, 0.0, exponentials)
+    shrink = ((before - top) / temperature).exp()
+    others = others * shrink + exponentials.sum(dim=1, keepdim=True)
+    return exponentials.to(logits.dtype), top, own, others, shrink
+
+
+def fold_sums(*found: Tensor) -> tuple[Tensor, ...]:
+    """top, own and others of `fold`, for a forward pass without gradient."""
+    return fold(*found)[1:4]
+
+
+def grad_logits(logits: Tensor, local: Tensor, log_norm: Tensor, factor: Tensor, temperature: Tensor) -> Tensor:
+    """(onehot(label) - softmax) times the factor, rounded to the logits' dtype: [N, W].
+
+    Args:
+        local: as in `fold`.
+        log_norm, factor: [N, 1] fp32: log of the sum over all words; the gradient over the temperature.
+    """
+    probabilities = (logits.float() / temperature - log_norm).exp()
+    return (((_columns(logits) == local).float() - probabilities) * factor).to(logits.dtype)
+
+
+# Of all words
+
+
+def logprobs_of(logits: Tensor, labels: Tensor, temperature: Tensor) -> Tensor:
+    """log_softmax(logits / temperature)[label]: [N, 1] fp32 for labels [N, 1] int64.
+
+    Inductor computes the maximum and the sum in one pass over the logits if they are written like this.
+    """
+    exponents = logits.float() / temperature
+    top = exponents.amax(dim=1, keepdim=True)
+    total = (exponents - top).exp().sum(dim=1, keepdim=True)
+    return logits.gather(1, labels).float() / temperature - top - total.log()
+
+
+def terms_of(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the gradients of `logprobs_of` need, with logprobs themselves.
+
+    Returns:
+        [N, W] exp((logit - largest) / temperature) of the logits' dtype, 0 at the label; then [N, 1] fp32 each: their
+        sum before they are rounded, that sum including the label's, and the log-probability.
+    """
+    top = logits.amax(dim=1, keepdim=True).float()
+    exponentials = ((logits.float() - top) / temperature).exp()
+    exponentials = torch.where(_columns(logits) == labels, 0.0, exponentials)
+    others = exponentials.sum(dim=1, keepdim=True)
+    own = (logits.gather(1, labels).float() - top) / temperature
+    total = own.exp() + others
+    return exponentials.to(logits.dtype), others, total, own - total.log()
+
+
+def hidden_gradient(weight: Tensor, labels: Tensor, mixed: Tensor, others: Tensor, factor: Tensor) -> Tensor:
+    """The gradient of the hidden states: [N, H] of the weight's dtype.
+
+    Args:
+        weight: [V, H].
+        labels: [N] int64.
+        mixed: [N, H] fp32, the product of the terms and the weight.
+        others, factor: [N, 1] fp32: see `terms_of`; the incoming gradient over total and temperature.
+    """
+    return ((weight[labels].float() * others - mixed) * factor).to(weight.dtype)
+
+
+def weight_operand(hidden: Tensor, factor: Tensor) -> Tensor:
+    """[N, H] of the hidden states' dtype, for the weight's gradient: see `one_slice`."""
+    return (hidden.float() * -factor).to(hidden.dtype)
