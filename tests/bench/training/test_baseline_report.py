@@ -125,6 +125,9 @@ def test_shared_prompts_are_compared_with_separate_rows():
         "mode tiles, shared prompts computes no weight gradient by tiles: its optimizer's tiled_parameters are empty",
         "mode dense, shared prompts begins with a gradient norm of 1.04, expected 1.0",
     ]
+    # Of a pair with the loss -log sigmoid(x), the norm is proportional to sigmoid(-x): 0.5 and 0.52.
+    rows[1]["first"] |= {"loss": -math.log(0.48), "grad_norm": 1.04}
+    assert len(wrong_results("dpo", rows, compiled=True)) == 1
 
 
 @pytest.mark.parametrize(
