@@ -33,8 +33,9 @@ from .. import branch_attention
 from ..models import attends_without_masks, autocast_of, causal_lm, has_compiled_layers, skip_padding_masks
 from ..sharding import in_forward, is_sharded
 from .branch_mask import attention_dtype, branch_mask
-from .chunked import WeightGrad, linear_logprobs, selected_logprobs
+from .chunked import linear_logprobs, selected_logprobs
 from .output_layer import hidden_states, plain_head
+from .weight_grad import WeightGrad
 
 
 def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:

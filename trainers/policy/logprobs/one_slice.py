@@ -14,16 +14,14 @@ hidden states.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import fused
-
-if TYPE_CHECKING:
-    from .chunked import WeightGrad
+from .weight_grad import WeightGrad
 
 
 class OneSlice(torch.autograd.Function):
