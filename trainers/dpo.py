@@ -157,10 +157,15 @@ def train(config: DPOConfig) -> dict[str, Any]:
             during training if the loss is not finite.
     """
     run = TrainingRun(config, "dpo", "preference")
+    collate = partial(collate_examples, pad_id=run.pad_id, multiple=config.length_multiple)
     if config.share_prompts:
         check_shared_prompts(run.model, _longest_row(run))
-    in_rows = collate_shared_prompts if config.share_prompts else collate_examples
-    collate = partial(in_rows, pad_id=run.pad_id, multiple=config.length_multiple)
+        collate = partial(
+            collate_shared_prompts,
+            pad_id=run.pad_id,
+            multiple=config.length_multiple,
+            separate_rows=config.has_few_shapes,
+        )
     reference = _reference_logprobs(config, run, collate)
     with run:
         margins_log = None

@@ -61,12 +61,17 @@ def branch_offsets(group: Sequence[TokenSequence]) -> list[int]:
     return [sum(lengths[:number]) for number in range(len(group))]
 
 
-def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: int, multiple: int = 1) -> TokenBatch:
+def collate_shared_prompts(
+    groups: Sequence[Sequence[TokenSequence]], pad_id: int, multiple: int = 1, *, separate_rows: bool = False
+) -> TokenBatch:
     """One row for each group on the CPU: the shared tokens, the rest of each sequence, and padding.
 
-    `n_tokens` counts the shared tokens once. The length is rounded up to a multiple, and `first_trained` down, so that
-    fewer different shapes occur. With a multiple above 1 the layout is always `SeparateRows`, because pieces have more
-    shapes, and numbers on the host, which a CUDA graph would keep.
+    `n_tokens` counts the shared tokens once.
+
+    Args:
+        multiple: lengths are rounded up to a multiple, and `first_trained` down, so that fewer different shapes occur.
+        separate_rows: the layout is `SeparateRows` in any case. `Pieces` have more shapes, and numbers on the host,
+            which a CUDA graph would keep.
     """
     lengths = [n_row_tokens(group) for group in groups]
     length = max(lengths, default=1)
@@ -95,7 +100,7 @@ def collate_shared_prompts(groups: Sequence[Sequence[TokenSequence]], pad_id: in
         n_trained=sum(sequence.n_trained for group in groups for sequence in group),
         position_ids=position_ids,
         branches=branches,
-        branch_layout=(lay_out if multiple == 1 else SeparateRows.of)(branch_rows, length),
+        branch_layout=SeparateRows.of(branch_rows, length, multiple) if separate_rows else lay_out(branch_rows, length),
     )
 
 

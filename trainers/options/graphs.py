@@ -45,6 +45,11 @@ class GraphOptions(TrainingOptions):
             )
 
     @property
+    def has_few_shapes(self) -> bool:
+        """Whether batches are padded so that few different shapes occur."""
+        return self.cuda_graphs or self.pad_to_multiple_of is not None
+
+    @property
     def length_multiple(self) -> int:
         """Batches are padded to a multiple of so many tokens."""
         return self.pad_to_multiple_of or (_MULTIPLE_WITH_GRAPHS if self.cuda_graphs else 1)

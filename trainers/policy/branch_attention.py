@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -131,11 +132,14 @@ class SeparateRows(NamedTuple):
     outputs: Tensor  # [N, L] int32: the token that takes the column's output; -1 if none does
 
     @classmethod
-    def of(cls, rows: Sequence[BranchRow], n_tokens: int) -> SeparateRows:
-        """The separate rows of rows of `n_tokens`, on the CPU."""
+    def of(cls, rows: Sequence[BranchRow], n_tokens: int, multiple: int = 1) -> SeparateRows:
+        """The separate rows of rows of `n_tokens`, on the CPU; L is also a multiple of `multiple`.
+
+        With a multiple above 1, rows that share nothing have as many copies as others: so that fewer shapes occur.
+        """
         lengths = _lengths(rows)
-        n_columns = _rounded_up(max(lengths, default=1), _ROW_MULTIPLE)
-        most_copies = max((len(row.ends) if row.n_shared else 1 for row in rows), default=1)
+        n_columns = _rounded_up(max(lengths, default=1), math.lcm(_ROW_MULTIPLE, multiple))
+        most_copies = max((len(row.ends) if row.n_shared or multiple > 1 else 1 for row in rows), default=1)
         columns = torch.zeros(len(lengths), n_columns, dtype=torch.int64, device="cpu")
         outputs = torch.full_like(columns, -1)
         copies = torch.full((len(rows) * n_tokens, most_copies), -1, dtype=torch.int64, device="cpu")

@@ -223,8 +223,9 @@ def causal_lm(model: Any) -> Any:
 def compile_layers(model: nn.Module) -> None:
     """`torch.compile` each layer of a model in place (regional compilation): layers of one class share code.
 
-    So is what belongs to no layer and has no matrix: the last norm and the rotary embedding, dozens of small kernels.
-    Names in the state dict are unchanged. Copies of the model are not compiled. See `compile_layer`.
+    The modules next to the layers that have no matrix, such as the last norm and the rotary embedding, are compiled
+    too: eagerly they are dozens of small kernels. Names in the state dict are unchanged. Copies of the model are not
+    compiled. See `compile_layer`.
 
     Raises:
         ConfigError: the model has no list of layers of one class.

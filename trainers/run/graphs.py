@@ -77,7 +77,7 @@ class GraphedSteps:
 
 
 def _tensors(batch: TokenBatch) -> tuple[Tensor, ...]:
-    """What a graph depends on. The shape of the third tells `first_trained`."""
+    """What a graph depends on; `first_trained` follows from the shapes."""
     parts = batch.input_ids, batch.attention_mask, batch.completion_mask[:, batch.first_trained :]
     if batch.branches is None:
         assert batch.position_ids is None, "packed rows cannot be replayed"

@@ -227,7 +227,7 @@ def run(job: Job) -> dict[str, Any]:
             check_shared_prompts(trained.policy, max(map(n_row_tokens, examples)))
         collate: Callable[..., TokenBatch] = collate_examples
         if job.share_prompts:
-            collate = partial(collate_shared_prompts, multiple=8)  # the layout of graphs, also without them
+            collate = partial(collate_shared_prompts, separate_rows=job.cuda_graphs)
         batches = [collate(pairs, pad_id).to(device) for pairs in chosen]
         references = [reference_logprobs(trained, batch) for batch in batches] if job.precomputed_reference else None
         step = (graphed if job.cuda_graphs else dpo_step)(trained, batches, section, references)

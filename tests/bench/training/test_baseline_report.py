@@ -125,9 +125,16 @@ def test_shared_prompts_are_compared_with_separate_rows():
         "mode tiles, shared prompts computes no weight gradient by tiles: its optimizer's tiled_parameters are empty",
         "mode dense, shared prompts begins with a gradient norm of 1.04, expected 1.0",
     ]
+    rows[3]["n_tiled"] = 1
     # Of a pair with the loss -log sigmoid(x), the norm is proportional to sigmoid(-x): 0.5 and 0.52.
     rows[1]["first"] |= {"loss": -math.log(0.48), "grad_norm": 1.04}
-    assert len(wrong_results("dpo", rows, compiled=True)) == 1
+    assert wrong_results("dpo", rows, compiled=True) == []
+    rows[1]["first"]["grad_norm"] = 1.0
+    (wrong,) = wrong_results("dpo", rows, compiled=True)
+    assert wrong.startswith("mode dense, shared prompts begins with a gradient norm of 1.0, expected 1.0")
+    for loss in (0.0, -800.0, math.inf, math.nan):
+        rows[1]["first"]["loss"] = loss
+        assert wrong_results("dpo", rows)[0].startswith(f"mode dense, shared prompts begins at a DPO loss of {loss}")
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,36 @@ def test_counts_of_a_batch():
     assert batch.n_trained_of_sequences().tolist() == separate.n_trained_of_sequences().tolist() == expected
 
 
+def test_rows_are_padded_to_a_multiple():
+    plain, padded = collate_shared_prompts(ALL, PAD), collate_shared_prompts(ALL, PAD, 12, separate_rows=True)
+    width, longest = plain.input_ids.shape[1], max(map(n_row_tokens, ALL))
+    assert padded.input_ids.shape == (len(ALL), longest + -longest % 24)  # of 12, and of 8 in any case
+    for name in ("input_ids", "attention_mask", "completion_mask", "position_ids"):
+        n = min(width, padded.input_ids.shape[1])
+        assert torch.equal(getattr(padded, name)[:, :n], getattr(plain, name)[:, :n])
+        assert not getattr(padded, name)[:, n:].any()
+    assert padded.first_trained == max(plain.first_trained // 12 * 12, 1)
+    assert (padded.n_tokens, padded.n_trained) == (plain.n_tokens, plain.n_trained)
+    assert collate_shared_prompts([], PAD, 12, separate_rows=True).input_ids.shape == (0, 24)
+
+
+def test_shapes_of_padded_rows_follow_from_three_lengths():
+    """Rows of any prompts and completions, also of pairs that share nothing."""
+    generator = torch.Generator().manual_seed(0)
+    shapes, lengths = set(), set()
+    for i in range(200):
+        n_prompt, *n_completions = torch.randint(1, 90, (3,), generator=generator).tolist()
+        prompt = tokens(n_prompt, i)
+        group = pair(prompt, *(tokens(n, 1000 + i + n) for n in n_completions))
+        batch = collate_shared_prompts([group], PAD, 128, separate_rows=True)
+        assert isinstance(batch.branch_layout, SeparateRows)
+        trained = batch.completion_mask[:, batch.first_trained :]
+        shapes.add(tuple(part.shape for part in (batch.input_ids, trained, *batch.branch_layout)))
+        longest = max(len(sequence.ids) for sequence in group)
+        lengths.add((-(-n_row_tokens(group) // 128), batch.first_trained, -(-longest // 128)))
+    assert 1 < len(shapes) == len(lengths) < 10
+
+
 def test_no_pairs():
     batch = collate_shared_prompts([], PAD)
     assert batch.input_ids.shape[0] == batch.n_tokens == batch.n_trained == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo, sft
-from sparse_opt.trainers.data.encoding import TokenSequence, collate
+from sparse_opt.trainers.data.encoding import TokenSequence, collate, collate_examples
+from sparse_opt.trainers.data.shared_prompts import collate_shared_prompts
+from sparse_opt.trainers.policy.branch_attention import Pieces, SeparateRows
 from sparse_opt.trainers.run import graphs, training_run
 
 
@@ -114,6 +118,22 @@ def test_sft_with_graphs_is_sft(on_a_cpu, sft_options):
     assert 1 < len(step.buffers) < 12
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_batch_is_taken_apart_and_put_together(share):
+    pairs = [[TokenSequence([5, 6, 7, 8, *own], 4) for own in ([9, 10], [11])], [TokenSequence([5, 12], 1)] * 2]
+    batch = collate_shared_prompts(pairs, 0, 4, separate_rows=True) if share else collate_examples(pairs, 0, 4)
+    found = graphs._batch(*graphs._tensors(batch))
+    for field in dataclasses.fields(batch):
+        one, other = (getattr(each, field.name) for each in (found, batch))
+        if field.name in ("n_tokens", "n_trained"):
+            assert one == 0 < other
+        elif field.name == "branch_layout" and share:
+            assert type(one) is type(other) is SeparateRows
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        else:
+            assert torch.equal(one, other) if isinstance(other, Tensor) else one == other, field.name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"compile": True}], ids=str)
 def test_sft_replays_are_its_steps(sft_options, changes, deterministic):
@@ -165,6 +185,31 @@ def test_dpo_replays_are_its_steps(dpo_options, mask_file, tmp_path, changes, de
         dpo.train(dpo_options(output_dir=tmp_path / str(on), cuda_graphs=on, **options)) for on in (False, True)
     )
     assert_same_steps(graphed, eager)
+
+
+@pytest.mark.parametrize(
+    ("changes", "separate"),
+    [({}, False), ({"pad_to_multiple_of": 1}, True), ({"cuda_graphs": True, "pad_to_multiple_of": 1}, True)],
+    ids=str,
+)
+def test_shared_rows_of_few_shapes_are_separate(
+    on_a_cpu, dpo_options, tmp_path, mask_file, monkeypatch, changes, separate
+):
+    """Also without padding, and of pairs whose layout would be pieces: graphs cannot take these."""
+    rows = [{"prompt": "a b c d e f g h " * 6, "chosen": "i", "rejected": "j"}]
+    dataset = tmp_path / "long_prompts.jsonl"
+    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+    layouts, collate_rows = set(), dpo.collate_shared_prompts
+
+    def recorded(*groups, **options):
+        batch = collate_rows(*groups, **options)
+        layouts.add(type(batch.branch_layout))
+        return batch
+
+    monkeypatch.setattr(dpo, "collate_shared_prompts", recorded)
+    options = {"mask": mask_file, "share_prompts": True, "n_steps": 2, "batch_size": 2, "max_length": 256}
+    dpo.train(dpo_options(dataset=str(dataset), **options, **changes))
+    assert layouts == {SeparateRows if separate else Pieces}
 
 
 def test_a_resumed_run_with_graphs_is_the_run(on_a_cpu, sft_options, monkeypatch):

@@ -9,7 +9,7 @@ which case applies.
 A model that is trained in fp16 runs under autocast, with its logits as returned.
 
 If the model's layers are compiled, so is the work on a slice's logits, and up to 256 MiB of logits (in bf16) are one
-slice, kept for the backward pass.
+slice, of which as many values are kept for the backward pass.
 
 The ranks of a sharded model make the same number of forward passes. One that has no sequences left passes a batch
 without any, for which the model computes a placeholder; results and gradients are those of no sequences.

@@ -84,19 +84,11 @@ def grad_logits(logits: Tensor, local: Tensor, log_norm: Tensor, factor: Tensor,
 # Of all words
 
 
-def logprobs_of(logits: Tensor, labels: Tensor, temperature: Tensor) -> Tensor:
-    """log_softmax(logits / temperature)[label]: [N, 1] fp32 for labels [N, 1] int64.
-
-    Inductor computes the maximum and the sum in one pass over the logits if they are written like this.
-    """
-    exponents = logits.float() / temperature
-    top = exponents.amax(dim=1, keepdim=True)
-    total = (exponents - top).exp().sum(dim=1, keepdim=True)
-    return logits.gather(1, labels).float() / temperature - top - total.log()
-
-
 def terms_of(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the gradients of `logprobs_of` need, with logprobs themselves.
+    """log_softmax(logits / temperature)[label], and what its gradients need.
+
+    Args:
+        labels: [N, 1] int64.
 
     Returns:
         [N, W] exp((logit - largest) / temperature) of the logits' dtype, 0 at the label; then [N, 1] fp32 each: their
@@ -109,6 +101,11 @@ def terms_of(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tenso
     own = (logits.gather(1, labels).float() - top) / temperature
     total = own.exp() + others
     return exponentials.to(logits.dtype), others, total, own - total.log()
+
+
+def logprobs_of(*found: Tensor) -> Tensor:
+    """The log-probabilities of `terms_of`, [N, 1] fp32, for a forward pass without gradient."""
+    return terms_of(*found)[3]
 
 
 def hidden_gradient(weight: Tensor, labels: Tensor, mixed: Tensor, others: Tensor, factor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from .weight_grad import WeightGrad
 
 
 class OneSlice(torch.autograd.Function):
-    """[N] fp32, see `chunked.linear_logprobs`. Not for fp16, which does not hold a sum of as many terms."""
+    """[N] fp32, see `chunked.linear_logprobs`. Not for fp16, whose range the sum of the terms can exceed."""
 
     @staticmethod
     def forward(
@@ -45,13 +45,16 @@ class OneSlice(torch.autograd.Function):
             return found[:, 0]
         terms, others, total, logprobs = fused.compiled(fused.terms_of)(logits, column, scale)
         del logits
-        mixed = None
+        mixed = of_hidden = None
         if needs_grad:
-            wide = terms.device.type == "cuda" and terms.dtype != torch.float32
-            mixed = torch.mm(terms, weight, out_dtype=torch.float32) if wide else terms.float() @ weight.float()
+            of_hidden = weight
+            rounds = terms.device.type == "cuda" and terms.dtype != torch.float32  # a product of the terms' dtype
+            mixed = torch.mm(terms, weight, out_dtype=torch.float32) if rounds else terms.float() @ weight.float()
         if weight_grad is not None:
             terms.scatter_(1, column, -others.to(terms.dtype))
-        ctx.save_for_backward(hidden, weight, labels, mixed, others, total, None if weight_grad is None else terms)
+        of_weight = None if weight_grad is None else terms
+        ctx.save_for_backward(hidden, of_hidden, labels, mixed, others, total, of_weight)
+        ctx.n_words = len(weight)
         ctx.temperature, ctx.weight_grad = temperature, weight_grad
         return logprobs[:, 0]
 
@@ -65,6 +68,6 @@ class OneSlice(torch.autograd.Function):
             grad_hidden = fused.compiled(fused.hidden_gradient)(weight, labels, mixed, others, factor)
         if ctx.weight_grad is not None:
             operand = fused.compiled(fused.weight_operand)(hidden, factor)
-            ctx.weight_grad.work = [slice(0, len(weight))], lambda _: terms, operand
+            ctx.weight_grad.work = [slice(0, ctx.n_words)], lambda _: terms, operand
             grad_token = hidden.new_zeros(())
         return grad_hidden, None, grad_token, None, None, None

@@ -14,8 +14,10 @@ from transformers import LlamaConfig
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 from sparse_opt.trainers.data.encoding import collate
+from sparse_opt.trainers.policy import logprobs as logprobs_package
 from sparse_opt.trainers.policy.logprobs import chunked as logprobs_module
-from sparse_opt.trainers.policy.logprobs import token_logprobs
+from sparse_opt.trainers.policy.logprobs import fused, token_logprobs
+from sparse_opt.trainers.policy.logprobs.fused import weight_operand
 
 EPS32 = torch.finfo(torch.float32).eps
 ours = pytest.mark.skipif(
@@ -84,6 +86,21 @@ def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype, device):
         loss_of(m, 4).backward()
     expected = torch.cat([g.float() for p in model.parameters() if (g := tiles.compact_grad(p)) is not None]).norm()
     torch.testing.assert_close(tiles.clip_grad_norm_(1.0), expected, rtol=100 * EPS32, atol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_tiles_of_all_logits_at_once(tied, monkeypatch):
+    """As with compiled layers, but for the compilation."""
+    monkeypatch.setattr(logprobs_package, "has_compiled_layers", lambda model: True)
+    monkeypatch.setattr(fused, "compiled", lambda function: function)
+    used = []
+    monkeypatch.setattr(fused, "weight_operand", lambda *given: (used.append(1), weight_operand(*given))[1])
+    model, tiles, twin, dense = make(tied)
+    for n in (5, 3):
+        for m in (model, twin):
+            loss_of(m, n).backward()
+        assert_same(tiles, dense)
+    assert len(used) == 4
 
 
 class _Made(TorchDispatchMode):
