@@ -6,7 +6,9 @@ import functools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
@@ -188,6 +190,53 @@ def test_inductor_compiles_what_the_graphs_became(dtype):
             rtol = 1e-5 if dtype == torch.float32 else 2**-6
             torch.testing.assert_close(got, expected, rtol=0, atol=rtol * scale)
     assert counters["inductor"]["fxgraph_cache_bypass"] == bypassed
+
+
+def test_forward_graphs_of_every_backend_consist_of_torchs_ops():
+    """None takes the layer's number, which is on the host: Inductor's CUDA graphs could not hold it."""
+    torch._dynamo.reset()
+    found = []
+
+    def keep(graph, inputs):
+        found.append(graph)
+        return make_boxed_func(graph.forward)
+
+    model, optimizer = build("cpu", compiled=False)
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep, inference_compiler=keep))
+    x = torch.randn(3, 64)
+    compiled(x).square().sum().backward()
+    with torch.no_grad():
+        compiled(x)
+    forward, backward, inference = found
+    assert "tile_linear_backward" in backward.code
+    for graph in (forward, inference):
+        assert not any("tile" in op for op in ops(graph))
+        numbers = [node for node in graph.graph.find_nodes(op="placeholder") if node.meta["val"].dtype == torch.int64]
+        assert all(user.op == "output" for node in numbers for user in node.users)
+    assert len(forward.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) >= 2
+    assert gradients(optimizer).any()
+
+
+@pytest.mark.gpu
+def test_inductors_cuda_graphs_train_as_eager_layers():
+    """The calls for tiles run between the graphs of a backward pass."""
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        model, optimizer = build("cuda", compiled=False, n_blocks=2)
+        run = torch.compile(model, mode="reduce-overhead") if compiled else model
+        skips = counters["inductor"]["cudagraph_skips"]
+        for step in range(6):
+            if compiled:
+                torch.compiler.cudagraph_mark_step_begin()
+            generator = torch.Generator("cuda").manual_seed(step)
+            run(torch.randn(16, 64, device="cuda", generator=generator)).square().sum().backward()
+            found.append(gradients(optimizer).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counters["inductor"]["cudagraph_skips"] == skips
+    for expected, got in zip(found[:6], found[6:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
 
 
 def test_other_lengths_take_the_same_graphs(calls):

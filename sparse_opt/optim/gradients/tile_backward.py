@@ -270,7 +270,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool) -> Tensor:
-    """The op `tile_linear`, and what it is in compiled code (tile_compiler.py)."""
+    """The op `tile_linear` without its gradients."""
     rows = _rows(input)
     if transposed:
         assert bias is not None
@@ -337,27 +337,48 @@ def _fake_linear_backward(
     return grad_output.new_empty(0 if weight is None else (*grad_output.shape[:-1], input.shape[-1]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, _, ctx.route, ctx.transposed = inputs
-    ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+class _TileLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool
+    ) -> Tensor:
+        ctx.route, ctx.transposed = route, transposed
+        ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
+        with torch._C._AutoDispatchBelowAutograd():
+            return linear(input, weight, bias, route, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a linear layer whose weight gradient is computed by tiles can't be differentiated twice "
+                "(create_graph); build the optimizer with tile_backward=False"
+            )
+        input, weight = ctx.saved_tensors
+        grad_input = torch.ops.sparse_opt.tile_linear_backward(grad_output, input, weight, ctx.route, ctx.transposed)
+        grad_bias = _rows(grad_output).sum(0) if ctx.needs_input_grad[2] else None
+        return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
 
 
-def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a linear layer whose weight gradient is computed by tiles can't be differentiated twice (create_graph); "
-            "build the optimizer with tile_backward=False"
-        )
-    input, weight = ctx.saved_tensors
-    grad_input = torch.ops.sparse_opt.tile_linear_backward(grad_output, input, weight, ctx.route, ctx.transposed)
-    grad_bias = _rows(grad_output).sum(0) if ctx.needs_input_grad[2] else None
-    return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
+def _differentiable_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool
+) -> Tensor:
+    """Autograd's kernel of `tile_linear`: torch's own ops, so that compiled code has these in its place.
+
+    An op that took the route would keep Inductor's CUDA graphs from the forward pass: they return every input that is
+    used later, and must not return one on the host.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
+        found: Tensor = _TileLinear.apply(input, weight, bias, route, transposed)
+        return found
+    with torch._C._AutoDispatchBelowAutograd():
+        return linear(input, weight, bias, route, transposed)
 
 
+_library.impl("tile_linear", _differentiable_linear, "Autograd")
 _library.impl("tile_linear", linear, "CompositeExplicitAutograd")
 _library.impl("tile_linear_backward", _linear_backward, "CompositeExplicitAutograd")
 _library.impl("tile_products", _add_products, "CompositeExplicitAutograd")
 torch.library.register_fake("sparse_opt::tile_linear", _fake_linear, lib=_library)
 torch.library.register_fake("sparse_opt::tile_linear_backward", _fake_linear_backward, lib=_library)
 torch.library.register_fake("sparse_opt::tile_products", lambda *operands: None, lib=_library)
-torch.library.register_autograd("sparse_opt::tile_linear", _gradients, setup_context=_save, lib=_library)

@@ -1,8 +1,8 @@
 """torch.compile's default backend for layers whose weight gradients are computed by tiles.
 
-With another backend, compiled code calls the ops of tile_backward.py for each layer. Here a layer's output and the
-gradient of its input are torch's own products, which Inductor plans with the other work and launches without a call to
-Python; only the tiles are left to an op.
+With another backend, compiled code calls an op of tile_backward.py for each layer's backward pass. Here the gradient of
+a layer's input is torch's own product, as its output is everywhere: Inductor plans it with the other work and launches
+it without a call to Python; only the tiles are left to an op.
 
 Few active tiles leave a GPU idle. Compiled code would compute those of each layer by a call of its own, because the
 compiler may reuse the memory of their operands after the call. Here the calls of a backward graph become one, at the
@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-
-from . import tile_backward
 
 aten = torch.ops.aten
 
@@ -36,15 +34,12 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = F
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
 
     changes: dict[str, Any] = {}
-    decompositions: dict[Any, Any] | None = None
     nodes = [node for module in graph.modules() if isinstance(module, fx.GraphModule) for node in module.graph.nodes]
     if any(node.target is torch.ops.sparse_opt.tile_linear for node in nodes):
         # torch's cache of whole compilations does not know that `_compile` changes the graphs; Inductor's sees them.
         changes["enable_autograd_cache"] = False
-        decompositions = {**select_decomp_table(), torch.ops.sparse_opt.tile_linear.default: tile_backward.linear}
     if recompute:
         for node in nodes:
             if _is_random(node):
@@ -52,7 +47,7 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, recompute: bool = F
         # torch.autograd.graph has a function for it only from torch 2.13 on
         changes["activation_memory_budget"] = 0.0
     with config.patch(changes):
-        return compile_fx(graph, inputs, inner_compile=_compile, decompositions=decompositions)
+        return compile_fx(graph, inputs, inner_compile=_compile)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -69,8 +64,6 @@ def _is_random(node: fx.Node) -> bool:
 def _compile(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    # The table of decompositions, which has been applied. It cannot be hashed, and Inductor's cache would not be used.
-    options.pop("get_decomp_fn", None)
     if options.get("is_backward"):
         merge_products(graph)
     return compile_fx_inner(graph, inputs, **options)
