@@ -127,7 +127,7 @@ def test_fp16_is_not_one_slice(graphs):
 def test_other_sizes_take_the_same_graph(graphs, monkeypatch):
     monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", 0)
     monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 64)
-    monkeypatch.setattr(fused_module, "_WIDE", 64)
+    monkeypatch.setattr(fused_module, "WIDE", 64)
     for n in (5, 9, 12):
         hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
         fused(hidden, weight, torch.randint(240, (n,)), 0.9).sum().backward()

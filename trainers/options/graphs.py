@@ -38,7 +38,7 @@ class GraphOptions(TrainingOptions):
 
     def require_no_padding(self, name: str) -> None:
         """Raise ConfigError if option `name`, of several sequences in a row, is true although batches are padded."""
-        if getattr(self, name) and self.length_multiple > 1:
+        if getattr(self, name) and self.has_few_shapes:
             raise ConfigError(
                 f"option '{name}' is true, and cuda_graphs or pad_to_multiple_of pads batches with one sequence in "
                 "each row: give one"

@@ -266,13 +266,15 @@ def has_compiled_layers(model: nn.Module) -> bool:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model: the modules of its outermost lists of one class."""
-    layers: list[nn.Module] = []
+    return [layer for found in _outermost_lists(model) for layer in found]
+
+
+def _outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
     inside: set[nn.Module] = set()
     for found in _layer_lists(model):
         if found not in inside:
-            layers += found
+            yield found
             inside.update(found.modules())
-    return layers
 
 
 def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
@@ -284,8 +286,7 @@ def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 def _outside_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules next to the outermost lists of layers that have neither modules nor matrices, except dropout."""
-    lists, layers = list(_layer_lists(model)), set(decoder_layers(model))
-    outermost = [found for found in lists if layers.issuperset(found)]
+    outermost = set(_outermost_lists(model))
     for parent in model.modules():
         if any(child in outermost for child in parent.children()):
             for child in parent.children():

@@ -338,14 +338,19 @@ def _fake_linear_backward(
 
 
 class _TileLinear(torch.autograd.Function):
+    """Autograd's kernel of `tile_linear`: torch's own ops, so that compiled code has these in its place.
+
+    An op that took the route would keep Inductor's CUDA graphs from the forward pass: they return every input that is
+    used later, and must not return one on the host.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool
     ) -> Tensor:
         ctx.route, ctx.transposed = route, transposed
         ctx.save_for_backward(input, weight if ctx.needs_input_grad[0] else None)
-        with torch._C._AutoDispatchBelowAutograd():
-            return linear(input, weight, bias, route, transposed)
+        return linear(input, weight, bias, route, transposed)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
@@ -360,22 +365,7 @@ class _TileLinear(torch.autograd.Function):
         return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
 
 
-def _differentiable_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool
-) -> Tensor:
-    """Autograd's kernel of `tile_linear`: torch's own ops, so that compiled code has these in its place.
-
-    An op that took the route would keep Inductor's CUDA graphs from the forward pass: they return every input that is
-    used later, and must not return one on the host.
-    """
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
-        found: Tensor = _TileLinear.apply(input, weight, bias, route, transposed)
-        return found
-    with torch._C._AutoDispatchBelowAutograd():
-        return linear(input, weight, bias, route, transposed)
-
-
-_library.impl("tile_linear", _differentiable_linear, "Autograd")
+_library.impl("tile_linear", lambda *operands: _TileLinear.apply(*operands), "Autograd")
 _library.impl("tile_linear", linear, "CompositeExplicitAutograd")
 _library.impl("tile_linear_backward", _linear_backward, "CompositeExplicitAutograd")
 _library.impl("tile_products", _add_products, "CompositeExplicitAutograd")

@@ -224,6 +224,7 @@ def test_a_resumed_run_with_graphs_is_the_run(on_a_cpu, sft_options, monkeypatch
         ({"mask": None}, "option 'cuda_graphs' is true, and mode is dense: expected mode sparse"),
         ({"dtype": "fp16"}, "'cuda_graphs' is true, and dtype is fp16"),
         ({"packing": True}, "option 'packing' is true, and cuda_graphs or pad_to_multiple_of pads"),
+        ({"packing": True, "pad_to_multiple_of": 1}, "option 'packing' is true, and cuda_graphs or pad_to_multiple_of"),
         ({"padding_free": True}, "option 'padding_free' is true, and cuda_graphs or pad_to_multiple_of pads"),
         ({}, "option 'cuda_graphs' is true, and the device is cpu: expected a GPU"),
     ],

@@ -22,7 +22,7 @@ from .weight_grad import WeightGrad
 _CHUNK_ELEMENTS = 1 << 24
 # Each slice costs a pass over fp32 sums of the hidden states' shape, and narrow slices leave a GPU idle. A slice of
 # this many words takes 32 KiB in fp32 per token, a hundredth of the activations of Llama-3.2-3B's layers.
-_LEAST_WORDS = 8192
+_LEAST_WORDS = fused_work.WIDE
 # If fused, up to this many logits are one slice, and as many values are kept: 256 MiB in bf16 (1046 tokens over 128k
 # words), where Llama-3.2-3B's layers keep 3.5 GiB of activations. `bench baseline dpo --cuda_graphs` timed it.
 _KEPT_ELEMENTS = 1 << 27
@@ -187,7 +187,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 else:
                     terms, top, own, others, shrink = fused_work.compiled(fused_work.fold)(*found)
                     mixed.mul_(shrink)
-                    _addmm_(mixed, terms, weight[words])
+                    fused_work.addmm_(mixed, terms, weight[words])
                     del terms
                 del found, logits  # free before the next slice's are made
                 continue
@@ -206,7 +206,7 @@ class _LinearLogprobs(torch.autograd.Function):
             others.mul_(shrink).add_(exponentials.sum(dim=1, keepdim=True))
             if mixed is not None:
                 mixed.mul_(shrink)
-                _addmm_(mixed, exponentials.to(weight.dtype), weight[words])
+                fused_work.addmm_(mixed, exponentials.to(weight.dtype), weight[words])
             del exponentials  # free before the next slice's are made
         exponent = own.sub_(top).div_(temperature)
         total = exponent.exp() + others
@@ -256,11 +256,3 @@ def _word_slices(n_rows: int, n_words: int, *, fused: bool) -> list[slice]:
         size = max(size, _CHUNK_ELEMENTS // max(n_rows, 1))
         size -= size % min(size, 128)  # whole tiles of a matrix product
     return [slice(start, min(start + size, n_words)) for start in range(0, n_words, size)]
-
-
-def _addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b for an fp32 total, without rounding the product to a 16-bit dtype first."""
-    if total.device.type == "cuda" and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())

@@ -3,6 +3,7 @@
 `fold`, `fold_sums` and `grad_logits` are of one of several slices of the vocabulary, `logprobs_of`, `terms_of`,
 `hidden_gradient` and `weight_operand` of all words at once. They have no in-place writes and no scatters. In all of
 them, logits are [N, W] of any dtype, and the temperature is a [] fp32 tensor, so that one kernel serves every value.
+`addmm_` is the second product, which is torch's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Wider slices have kernels of their own; there are two widths at most.
-_WIDE = 8192
+# Slices of at least so many words have kernels for their width, of which there are two at most.
+WIDE = 8192
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def of_static_width(logits: Tensor) -> Tensor:
 
     Kernels for any width divide each element's index by it, and load element by element: they take twice as long.
     """
-    if logits.shape[1] >= _WIDE:
+    if logits.shape[1] >= WIDE:
         torch._dynamo.mark_static(logits, 1)
     return logits
 
@@ -94,13 +95,11 @@ def terms_of(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tenso
         [N, W] exp((logit - largest) / temperature) of the logits' dtype, 0 at the label; then [N, 1] fp32 each: their
         sum before they are rounded, that sum including the label's, and the log-probability.
     """
-    top = logits.amax(dim=1, keepdim=True).float()
-    exponentials = ((logits.float() - top) / temperature).exp()
-    exponentials = torch.where(_columns(logits) == labels, 0.0, exponentials)
-    others = exponentials.sum(dim=1, keepdim=True)
-    own = (logits.gather(1, labels).float() - top) / temperature
-    total = own.exp() + others
-    return exponentials.to(logits.dtype), others, total, own - total.log()
+    nothing = logits.new_zeros(len(logits), 1, dtype=torch.float32)
+    terms, top, own, others, _ = fold(logits, labels, nothing - torch.inf, nothing, nothing, temperature)
+    exponent = (own - top) / temperature
+    total = exponent.exp() + others
+    return terms, others, total, exponent - total.log()
 
 
 def logprobs_of(*found: Tensor) -> Tensor:
@@ -123,3 +122,14 @@ def hidden_gradient(weight: Tensor, labels: Tensor, mixed: Tensor, others: Tenso
 def weight_operand(hidden: Tensor, factor: Tensor) -> Tensor:
     """[N, H] of the hidden states' dtype, for the weight's gradient: see `one_slice`."""
     return (hidden.float() * -factor).to(hidden.dtype)
+
+
+# The second product
+
+
+def addmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b for an fp32 total, without rounding the product to a 16-bit dtype first."""
+    if total.device.type == "cuda" and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())

@@ -47,9 +47,8 @@ class OneSlice(torch.autograd.Function):
         del logits
         mixed = of_hidden = None
         if needs_grad:
-            of_hidden = weight
-            rounds = terms.device.type == "cuda" and terms.dtype != torch.float32  # a product of the terms' dtype
-            mixed = torch.mm(terms, weight, out_dtype=torch.float32) if rounds else terms.float() @ weight.float()
+            mixed, of_hidden = torch.zeros_like(hidden, dtype=torch.float32), weight
+            fused.addmm_(mixed, terms, weight)
         if weight_grad is not None:
             terms.scatter_(1, column, -others.to(terms.dtype))
         of_weight = None if weight_grad is None else terms
