@@ -189,7 +189,11 @@ void GradientBuffer::add_values_(int64_t i, const at::Tensor& values, const std:
   if (is_queued(i)) flush();
   wait_for_last_stream();
   const at::Tensor slots = values_.narrow(0, bound_->start(i), bound_->end(i) - bound_->start(i));
-  slots.copy_(received_[i] ? slots.to(at::kFloat).add_(values) : values);
+  if (received_[i]) {
+    slots.add_(values);  // the sum is rounded once
+  } else {
+    slots.copy_(values);
+  }
   const at::Tensor stored = slots.to(at::kFloat);
   begin_pass(i, Pass::kValues);
   (partial_sums_.defined() ? partial_sums_.narrow(0, first_partial_[i], 1) : sum_sq_.narrow(0, i, 1))

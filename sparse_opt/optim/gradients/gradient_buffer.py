@@ -229,7 +229,10 @@ class PythonGradientBuffer(GradientBuffer):
 
     def add_values(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
         slots = self.values[self.segment(i)]
-        slots.copy_(slots.float().add_(values) if self._received[i] else values)
+        if self._received[i]:
+            slots.add_(values)  # the sum is rounded once
+        else:
+            slots.copy_(values)
         stored = slots.float()
         self.sum_sq[i] = stored.square().sum()
         if found_inf is not None:

@@ -99,6 +99,11 @@ class Route(ABC):
         """Return left^T @ right, the gradient of this route's parameter."""
         return Product(self._i, left, right)
 
+    def add_whole_product(self, left: Tensor, right: Tensor) -> bool:
+        """`add_product_rows` for a left operand that is one tensor, [tokens, rows]."""
+        sink = self._sink_of_accumulated()
+        return sink is not None and sink.receive_tiles([self.product(left, right)])
+
     def add_product_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
         """`add_product` for a left operand, [tokens, rows], that is never materialized whole, such as the gradient of
         the logits of a large vocabulary.

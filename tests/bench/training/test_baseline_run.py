@@ -171,8 +171,12 @@ def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("mode", ["sparse", "tiles"])
-def test_replays_get_what_ordinary_steps_get(job, tile_masks, mode, share_prompts, deterministic):
+def test_replays_get_what_ordinary_steps_get(job, tile_masks, tmp_path, mode, share_prompts, deterministic):
+    """With shared prompts, of sequences so long that ordinary steps attend in separate rows too."""
     changes = {"mode": mode, "mask": tile_masks[mode], "n_steps": 7, "device": "cuda", "share_prompts": share_prompts}
+    if share_prompts:
+        write_pairs(tmp_path / "pairs.jsonl", preference_pairs(6, 64, seed=0))
+        changes |= {"dataset": str(tmp_path / "pairs.jsonl"), "sequence_length": 64}
     of_graphs, ordinary = (run(changed(job, cuda_graphs=on, **changes)) for on in (True, False))
     for step, other in zip(of_graphs["steps"], ordinary["steps"], strict=True):
         assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"])
