@@ -120,10 +120,13 @@ void GradientBuffer::allocate_partial_sums() {
   finished_ = at::zeros({1}, values_.options().dtype(at::kInt));
 }
 
-// Call it before a pass writes partial sums: a pass of another kind may have written more of them.
+// Call it before a pass writes partial sums: a pass of another kind may have written more of them. One of values writes
+// a single one and may follow any other: the replay of a CUDA graph, which last_pass_ does not know of, may have
+// computed tiles.
 void GradientBuffer::begin_pass(size_t i, Pass pass) {
   if (!partial_sums_.defined()) return;
-  if (last_pass_[i] != Pass::kNone && last_pass_[i] != pass)
+  const bool follows_another = last_pass_[i] != Pass::kNone && last_pass_[i] != pass;
+  if (follows_another || pass == Pass::kValues)
     partial_sums_.narrow(0, first_partial_[i], partials_end_[i] / kGatherBlock).zero_();
   last_pass_[i] = pass;
 }

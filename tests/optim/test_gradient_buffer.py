@@ -83,6 +83,31 @@ def test_a_gradient_that_is_not_finite_sets_found_inf(backend, kind, device):
     assert found_inf.item() == float("inf")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_sums_of_squares_after_a_replay_that_computed_tiles(grad_dtype):
+    """The host does not know what kind of gradient a replay has added."""
+    device = torch.device("cuda")
+    _optimizer, buffer = build("cuda", device, grad_dtype)
+    product = Product(1, *operands(device, 0))
+
+    def add_tiles():
+        buffer.drop()
+        buffer.add_tiles([product], None)
+
+    add_tiles()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_tiles()
+    for seed in (1, 2):
+        buffer.drop()
+        add(buffer, "rows", 1, seed)
+        buffer.finish()
+        expected = buffer.values[buffer.segment(1)].float().square().sum()
+        torch.testing.assert_close(buffer.sums_of_squares(buffer.received)[1], expected)
+        graph.replay()
+
+
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 def test_dense_gradients_replace_the_compact_one(backend, grads, device):
     torch.manual_seed(0)

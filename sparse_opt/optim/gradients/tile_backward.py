@@ -100,7 +100,7 @@ class Route(ABC):
         return Product(self._i, left, right)
 
     def add_whole_product(self, left: Tensor, right: Tensor) -> bool:
-        """`add_product_rows` for a left operand that is one tensor, [tokens, rows]."""
+        """`add_product_rows` for a left operand that is one tensor, [tokens, rows], and is computed already."""
         sink = self._sink_of_accumulated()
         return sink is not None and sink.receive_tiles([self.product(left, right)])
 

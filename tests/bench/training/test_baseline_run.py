@@ -28,6 +28,7 @@ from sparse_opt.bench.training.baseline.report import FIRST_LOSS_ATOL, summary, 
 from sparse_opt.bench.training.baseline.run import Sections, compile_layers, covered, even_share, run
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.data.encoding import TokenSequence, collate
+from sparse_opt.trainers.policy.branch_attention import Pieces
 from sparse_opt.trainers.policy.logprobs import token_logprobs
 from sparse_opt.trainers.policy.models import load_policy
 from sparse_opt.trainers.run import graphs
@@ -171,12 +172,15 @@ def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("mode", ["sparse", "tiles"])
-def test_replays_get_what_ordinary_steps_get(job, tile_masks, tmp_path, mode, share_prompts, deterministic):
-    """With shared prompts, of sequences so long that ordinary steps attend in separate rows too."""
+def test_replays_get_what_ordinary_steps_get(
+    job, tile_masks, tmp_path, monkeypatch, mode, share_prompts, deterministic
+):
+    """With shared prompts, sequences are long enough that ordinary steps attend in separate rows too."""
     changes = {"mode": mode, "mask": tile_masks[mode], "n_steps": 7, "device": "cuda", "share_prompts": share_prompts}
     if share_prompts:
         write_pairs(tmp_path / "pairs.jsonl", preference_pairs(6, 64, seed=0))
         changes |= {"dataset": str(tmp_path / "pairs.jsonl"), "sequence_length": 64}
+        monkeypatch.setattr(Pieces, "attend", lambda *_: pytest.fail("steps attended in pieces"))
     of_graphs, ordinary = (run(changed(job, cuda_graphs=on, **changes)) for on in (True, False))
     for step, other in zip(of_graphs["steps"], ordinary["steps"], strict=True):
         assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"])

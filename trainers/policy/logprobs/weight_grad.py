@@ -49,14 +49,14 @@ class _WeightGradNode(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         owner = ctx.owner()
         (slices, first, second), owner.work = owner.work, None
-        if owner.route is not None:
-            if len(slices) == 1:  # without fp32 sums of all active elements between the product and the buffer
-                received = owner.route.add_whole_product(first(slices[0]), second)
-            else:
-                parts = ((words.start, first(words)) for words in slices)
-                received = owner.route.add_product_rows(parts, second)
-            if received:
+        if len(slices) == 1:  # without fp32 sums of all active elements between the product and the compact gradient
+            left = first(slices[0])
+            if owner.route is not None and owner.route.add_whole_product(left, second):
                 return None, None
+            return torch.mm(left.T, second), None
+        parts = ((words.start, first(words)) for words in slices)
+        if owner.route is not None and owner.route.add_product_rows(parts, second):
+            return None, None
         grad_weight = torch.empty_like(weight)
         for words in slices:
             torch.mm(first(words).T, second, out=grad_weight[words])

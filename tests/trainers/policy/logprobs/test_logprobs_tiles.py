@@ -64,17 +64,24 @@ def assert_same(tiles, dense):
 
 
 @pytest.fixture(autouse=True, params=[128, 10**9], ids=["slices of 128", "one slice"])
-def slices(request, monkeypatch):
+def least_words(request, monkeypatch):
     monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def without_parts(monkeypatch):
+    """Call it to let a gradient that is computed in parts fail the test."""
+    return lambda: monkeypatch.setattr(GradientBuffer, "tile_rows", lambda *_: pytest.fail("computed in parts"))
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype, device, request, monkeypatch):
+def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype, device, least_words, without_parts):
     model, tiles, twin, dense = make(tied, device, grad_dtype=grad_dtype, max_grad_norm=1e-3)
-    if "one slice" in request.node.name:
-        monkeypatch.setattr(GradientBuffer, "tile_rows", lambda *_: pytest.fail("one product was added as parts"))
+    if least_words >= N_WORDS:
+        without_parts()
     for n in (5, 3):
         for m in (model, twin):
             loss_of(m, n).backward()
@@ -92,8 +99,9 @@ def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype, device, 
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_tiles_of_all_logits_at_once(tied, monkeypatch):
+def test_tiles_of_all_logits_at_once(tied, monkeypatch, without_parts):
     """As with compiled layers, but for the compilation."""
+    without_parts()
     monkeypatch.setattr(logprobs_package, "has_compiled_layers", lambda model: True)
     monkeypatch.setattr(fused, "compiled", lambda function: function)
     used = []
@@ -125,14 +133,14 @@ class _Made(TorchDispatchMode):
         return out
 
 
-def test_with_tiles_neither_logits_nor_the_dense_gradient_are_made(request):
+def test_with_tiles_neither_logits_nor_the_dense_gradient_are_made(least_words):
     model, tiles, _, _ = make(tied=False)
     model.model.embed_tokens.weight.requires_grad_(False)  # it has the same shape
     with _Made(model) as made:
         loss_of(model).backward()
     assert tiles.compact_grad(model.lm_head.weight) is not None
     assert tuple(model.lm_head.weight.shape) not in made.shapes
-    if "one slice" not in request.node.name:
+    if least_words < N_WORDS:
         assert not any(N_WORDS in shape[1:] for shape in made.shapes)
 
 
