@@ -120,9 +120,8 @@ void GradientBuffer::allocate_partial_sums() {
   finished_ = at::zeros({1}, values_.options().dtype(at::kInt));
 }
 
-// Call it before a pass writes partial sums: a pass of another kind may have written more of them. One of values writes
-// a single one and may follow any other: the replay of a CUDA graph, which last_pass_ does not know of, may have
-// computed tiles.
+// Call it before a pass writes partial sums: a pass of another kind may have written more of them. A pass of values
+// writes only one, and always clears the others: last_pass_ does not show what replays of CUDA graphs have written.
 void GradientBuffer::begin_pass(size_t i, Pass pass) {
   if (!partial_sums_.defined()) return;
   const bool follows_another = last_pass_[i] != Pass::kNone && last_pass_[i] != pass;
