@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -21,6 +23,57 @@ from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
 from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
 from .stepping import NativeStepper, Stepper
+
+
+class ModelLinks:
+    """The dictionary entries by which a model reaches its active parameters, to notice that one was replaced.
+
+    Args:
+        model: None if it is unknown; then only `torch.utils.swap_tensors` is noticed.
+        shards: of the active parameters.
+    """
+
+    def __init__(self, model: nn.Module | None, shards: Sequence[Shard]) -> None:
+        self._model, self._shards = (None if model is None else weakref.ref(model)), shards
+        self._params = [shard.param for shard in shards]
+        self._implementations = [param._cdata for param in self._params]
+        self._find()
+
+    def _find(self) -> None:
+        model = None if self._model is None else self._model()
+        links = [] if model is None else _links(model, {id(param) for param in self._params}, set())
+        self._dicts, self._keys, self._values = zip(*links, strict=True) if links else ((), (), ())
+
+    def replaced(self) -> Parameter | None:
+        """Return an active parameter that the model no longer has, None if it has all; takes microseconds."""
+        for param, implementation in zip(self._params, self._implementations, strict=True):
+            if param._cdata != implementation:
+                return param
+        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
+            return None
+        # Under FSDP2 a module has unsharded parameters from its forward to its backward pass; others may have moved to
+        # another module, as by torch.nn.utils.parametrize.
+        model = None if self._model is None else self._model()
+        if model is None:
+            return None
+        held = {id(param) for param in model.parameters()}
+        for shard in self._shards:
+            if id(shard.param) not in held and id(shard.unsharded) not in held:
+                return shard.param
+        self._find()
+        return None
+
+
+def _links(module: nn.Module, ids: set[int], seen: set[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return (dictionary, key, value) of each entry on a path from the module to the parameters with these ids."""
+    seen.add(module)
+    links: list[tuple[dict[str, Any], str, Any]] = [
+        (module._parameters, name, param) for name, param in module._parameters.items() if id(param) in ids
+    ]
+    for name, child in module._modules.items():
+        if child is not None and child not in seen and (below := _links(child, ids, seen)):
+            links += [*below, (module._modules, name, child)]
+    return links
 
 
 def active_parameters(

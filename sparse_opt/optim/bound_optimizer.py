@@ -105,6 +105,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         # Such a layer refers to itself; without this only the garbage collector would free it.
         weakref.finalize(self, tile_layers.restore, self._routes).atexit = False
         self._groups_fixed = self._closed = False
+        self.generation = 0  # how often the compact buffers were allocated; a captured CUDA graph is valid for one
 
         if isinstance(params, nn.Module):
             params = getattr(params, "_orig_mod", params)  # torch.compile prefixes every name with "_orig_mod."
@@ -223,6 +224,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         if missing := [name for name in names if name not in params]:
             raise ValueError(f"rebind: the model has no parameter {missing[0]!r}")
         same = all(params[name] is p for name, p in zip(names, self._shards, strict=True))
+        same = same and self._links.replaced() is None
         if not same and any(bool(bucket.steps.any()) for bucket in self._buckets):
             raise RuntimeError("rebind: the optimizer has made a step, and its state is that of other parameters")
         for group in self.param_groups:  # also if they are the same: accelerate may have exchanged them
@@ -234,6 +236,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         frozen = {id(p) for p in self._frozen}
         frozen_names = [name for name, p in zip(names, self._shards, strict=True) if id(p) in frozen]
         self._detach()
+        for name in names:  # torch.utils.swap_tensors leaves the hooks behind, and the new tensor does not call them
+            params[name]._post_accumulate_grad_hooks = params[name]._post_accumulate_grad_hooks
         self._frozen = [params[name] for name in frozen_names]
         self._model = weakref.ref(getattr(model, "_orig_mod", model))
         self._bind(self.mask)
@@ -267,6 +271,8 @@ class BoundOptimizer(torch.optim.Optimizer):
             self.zero_grad()
         self._steppers, self._bases = steppers, bases
         self._buckets = [stepper.bucket for stepper in steppers]
+        self._links = binding.ModelLinks(self._root(), [shard for bucket in self._buckets for shard in bucket.shards])
+        self.generation += 1
         self._publish_state()
         reducer = None
         if self.process_group is not None:
@@ -297,6 +303,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
         self._require_usable("set_mask")
+        self.check_binding()
         if self._collector.has_unused():
             raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
         sharding.reshard(self._root())
@@ -342,6 +349,28 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{what}: the optimizer is closed")
         if self._collector.inside_base:
             raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
+
+    def check_binding(self) -> None:
+        """Check that the model still has the active parameters; it compares identities, and takes microseconds.
+
+        The methods that read or write active weights call it. An optimizer that was built from parameters, without
+        `model`, does not know the modules that have them, and notices `torch.utils.swap_tensors` alone.
+
+        Raises:
+            RuntimeError: a parameter was replaced after the optimizer was built; names it.
+        """
+        replaced = self._links.replaced()
+        if any(group["param_names"] and group["params"][0] not in self._shards for group in self.param_groups):
+            given = {id(param) for group in self.param_groups for param in group["params"]}
+            replaced = next(param for param in self._shards if id(param) not in given)
+        if replaced is None:
+            return
+        names = (name for group in self.param_groups for name in group["param_names"])
+        name = next(name for name, param in zip(names, self._shards, strict=True) if param is replaced)
+        raise RuntimeError(
+            f"{name!r} was replaced after the optimizer was built, as load_state_dict(assign=True), an assignment to a "
+            "layer's weight and accelerate's prepare do: call rebind(model), or build a new optimizer after steps"
+        )
 
     # Hooks, frozen parameters and tiled layers in the model
 

@@ -39,7 +39,11 @@ class SparseOptimizer(BoundOptimizer):
         Under FSDP2 it is the gradient of the whole parameter.
         Returns None if the parameter has none: before a backward pass, after `step` or `zero_grad`, and with
         grads='dense'.
+
+        Raises:
+            RuntimeError: a parameter was replaced after the optimizer was built.
         """
+        self.check_binding()
         for bucket in self._buckets if self.grads == "compact" else ():
             buffer = bucket.gradient
             for i, shard in enumerate(bucket.shards):
@@ -94,12 +98,6 @@ class SparseOptimizer(BoundOptimizer):
 
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
-        for group in self.param_groups:
-            if group["param_names"] and group["params"][0] not in self._shards:
-                raise RuntimeError(
-                    f"{group['param_names'][0]!r} was replaced after the optimizer was built, as accelerate's FSDP2 "
-                    "does: call rebind(model) after prepare"
-                )
         for bucket in self._buckets:
             bucket.check_shards()
             if self.grads == "dense":
@@ -152,6 +150,7 @@ class SparseOptimizer(BoundOptimizer):
             ValueError, RuntimeError: as in `step`.
         """
         self._require_usable("clip_grad_norm_")
+        self.check_binding()
         norm, clip_coef = self._clipping(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
@@ -181,14 +180,15 @@ class SparseOptimizer(BoundOptimizer):
             ValueError: an option of a group is missing or out of range; the size, dtype or device of a parameter is not
                 what the op takes, or the parameter is not contiguous; the same for `param.grad` with grads='dense'.
             RuntimeError: `param.grad` is not strided; with grads='compact', a parameter has a `param.grad` that no hook
-                has received; a GradScaler is used without `amp_scaling`; the optimizer is closed, or the model holds
-                its base weights.
+                has received; a GradScaler is used without `amp_scaling`; a parameter was replaced after the optimizer
+                was built; the optimizer is closed, or the model holds its base weights.
         """
         self._require_usable("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_binding()
         self._check_groups()
         grad_scale, found_inf = self._amp_scaling()
         norm, clip_coef = self.grad_norm, self._collector.clip_coef
@@ -265,6 +265,7 @@ class SparseOptimizer(BoundOptimizer):
 
     def _bases_to_swap(self) -> list[base_weights.BaseWeights]:
         self._require_usable("base_weights")
+        self.check_binding()
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
         self.sync_weights()
@@ -291,6 +292,7 @@ class SparseOptimizer(BoundOptimizer):
             RuntimeError: the model holds its base weights, or the optimizer is closed.
         """
         self._require_usable("active_weights")
+        self.check_binding()
         if not self.compact_weights:
             return None
         self.sync_weights()

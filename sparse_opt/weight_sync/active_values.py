@@ -173,3 +173,4 @@ def require_current(source: Source, mask: MaskSet) -> None:
             raise WeightSyncError("the optimizer's mask was replaced: build a new WeightSender")
         if source.holds_base_weights:
             raise WeightSyncError("the model holds its base weights: leave base_weights() first")
+        source.check_binding()
