@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Never
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, Never, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from .gradients.collector import GradientCollector
 from .gradients.gradient_buffer import GradientBuffer
 from .gradients.reduction import GradientReducer
 from .gradients.tile_backward import Route
-from .ranks import checks, sharding
+from .ranks import agreement, checks, sharding
 from .ranks.group import group_of
 from .segments import compact
 from .stepping import Stepper
@@ -105,6 +105,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         # Such a layer refers to itself; without this only the garbage collector would free it.
         weakref.finalize(self, tile_layers.restore, self._routes).atexit = False
         self._groups_fixed = self._closed = False
+        self._n_steps = self._history = 0  # see `Progress`; steps that a GradScaler skips are counted
         self.generation = 0  # how often the compact buffers were allocated; a captured CUDA graph is valid for one
 
         if isinstance(params, nn.Module):
@@ -258,7 +259,9 @@ class BoundOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"compact_weights=True, but {bucket.names[0]!r} is sharded by fully_shard")
                 bucket.weights = CompactWeights(bucket, bucket.state.get("master"))
             n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
-            values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
+            # Behind the gradient are the elements of an `Agreement`, which one reduction averages with it.
+            n_more = agreement.n_elements(self.process_group)
+            values = torch.zeros(n_grads + n_more, dtype=self.grad_dtype, device=bucket.device)[:n_grads]
             steppers.append(
                 binding.bind(bucket, self._op, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
             )
@@ -279,12 +282,14 @@ class BoundOptimizer(torch.optim.Optimizer):
             root = self._root()
             params = (p for _, p in self._named()) if root is None else root.parameters()
             order = [self._shards[p].unsharded for p in params if p in self._shards]
+            progress = weakref.WeakMethod(self._progress)
             reducer = GradientReducer(
                 self.gradient_buffers,
                 self.process_group,
                 self._collector.lock,
                 {param: i for i, param in enumerate(order)},
                 binding.backward_notifier,
+                lambda: cast(Callable[[], agreement.Progress], progress())(),
                 self._collector.after_reduction,
                 overlap=not any(bucket.is_sharded for bucket in self._buckets),
             )
@@ -317,6 +322,11 @@ class BoundOptimizer(torch.optim.Optimizer):
         bases = self._rebuilt_bases(buckets, held) if self.keep_base_weights else []
         self.mask = mask
         self._adopt(steppers, bases)
+
+    def _progress(self) -> agreement.Progress:
+        """Return what all ranks of the process group must have in common when they reduce their gradients."""
+        checksum = options.checksum(self.param_groups, self.defaults)
+        return agreement.Progress(*(number % 2**24 for number in (self._n_steps, checksum, self._history)))
 
     def _publish_state(self) -> None:
         self.state.clear()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -112,6 +114,18 @@ VALIDATORS: dict[str, Callable[[str, str, Any], None]] = {
     "nesterov": require_bool,
     "seed": require_seed,
 }
+
+
+def checksum(groups: Sequence[Mapping[str, Any]], names: Iterable[str], previous: int = 0) -> int:
+    """Return a checksum of the options of parameter groups, continued from `previous`.
+
+    A learning rate that is a tensor on a device is left out: reading it would wait for the device.
+    """
+    for group in groups:
+        values = [group[name] for name in names if not (isinstance(group[name], Tensor) and not group[name].is_cpu)]
+        numbers = [float(n) for value in values for n in (value if isinstance(value, (tuple, list)) else (value,))]
+        previous = zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers), previous)
+    return previous
 
 
 def op_options(op: StepOp, group: Mapping[str, Any]) -> dict[str, float | bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +22,8 @@ from .state_loading import SavedState
 from .stepping import BucketStep, Stepper
 
 __all__ = ["Params", "SparseOptimizer"]
+
+MAX_STEPS = 2**24  # fp32 step counts do not grow beyond
 
 
 class SparseOptimizer(BoundOptimizer):
@@ -156,6 +160,7 @@ class SparseOptimizer(BoundOptimizer):
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
         self._collector.clip_coef = clip_coef
         self.grad_norm = norm
+        self._history = zlib.crc32(struct.pack("d", max_norm), self._history)
         return norm
 
     # The step
@@ -189,6 +194,11 @@ class SparseOptimizer(BoundOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_binding()
+        if self.stochastic_rounding and self._n_steps >= MAX_STEPS:
+            raise RuntimeError(
+                f"step: {self._n_steps} steps were made, and step counts are fp32: from 2**24 on stochastic rounding would "
+                "repeat its random bits; build a new optimizer with another seed"
+            )
         self._check_groups()
         grad_scale, found_inf = self._amp_scaling()
         norm, clip_coef = self.grad_norm, self._collector.clip_coef
@@ -207,6 +217,9 @@ class SparseOptimizer(BoundOptimizer):
                 step.apply()
         self.grad_norm = norm
         self._collector.mark_stepped()
+        self._n_steps += 1
+        if self.process_group is not None:
+            self._history = options.checksum(self.param_groups, self.defaults, self._history)
         return loss
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
@@ -360,6 +373,7 @@ class SparseOptimizer(BoundOptimizer):
         Raises:
             ValueError: the state is malformed, or was saved with another mask, shape, dtype or set of parameters, on
                 any rank; the optimizer's state, options and gradients have not changed.
+            RuntimeError: the ranks load different states; names the first tensor that differs. Nothing has changed.
         """
         self._require_usable("load_state_dict")
         if isinstance(state_dict, dict):
@@ -387,9 +401,13 @@ class SparseOptimizer(BoundOptimizer):
             if bases:
                 held = saved.base_weights(self._buckets, self._shards)
                 bases = self._rebuilt_bases(self._buckets, held)
+        if self.process_group is not None:
+            checks.require_same_saved_state(saved, self._shards, self.process_group, self._buckets[0].device)
         # Nothing has changed so far.
         self.zero_grad()
         saved.copy_(self._buckets)
+        self._n_steps = max(int(state["step"]) for state in saved.states.values() if "step" in state)
+        self._history = 0
         for bucket in self._buckets:
             if bucket.weights is not None:
                 bucket.weights.forget()

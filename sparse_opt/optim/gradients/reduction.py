@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ranks.agreement import Agreement, Progress, n_elements
 from ..ranks.group import all_reduce_mean, wait
 from ..ranks.lost_ranks import LostRankReporter
 from .backward_notifier import BackwardNotifier
@@ -67,6 +68,7 @@ class GradientReducer:
         lock: of the collector; held while the buffers change.
         position: of each parameter in the model; the same on all ranks.
         make_notifier: creates a `BackwardNotifier`.
+        progress: returns what this rank must have in common with the others; see `Agreement`.
         overlap: launch a reduction as soon as its gradients are complete, while the backward pass goes on. False for
             sharded parameters: `fully_shard` gathers them in the same process group, and if a rank has no gradient of
             some, whose reduction then comes last, the ranks would call the collectives in different orders.
@@ -80,6 +82,7 @@ class GradientReducer:
         lock: threading.RLock,
         position: Mapping[Tensor, int],
         make_notifier: Callable[..., BackwardNotifier],
+        progress: Callable[[], Progress],
         on_reduced: Callable[[], None],
         *,
         overlap: bool = True,
@@ -88,6 +91,12 @@ class GradientReducer:
         self.reduced = False  # the buffers hold means, or will as soon as the reductions in flight have finished
         self._buffers, self._lock, self._on_reduced = buffers, lock, on_reduced
         self._pieces = split(buffers, position, MAX_PIECE_BYTES)
+        # The first piece at the end of a buffer, whose memory goes on with the elements of the agreement.
+        self._last = next(n for n, piece in enumerate(self._pieces) if piece.params.stop == len(piece.buffer.params))
+        piece, extra = self._pieces[self._last], n_elements(group)
+        whole = piece.values.as_strided((piece.values.numel() + extra,), (1,))
+        self._pieces[self._last] = replace(piece, values=whole)
+        self._agreement = Agreement(whole[-extra:], group, progress)
         self._make_notifier = make_notifier
         self._notifier: BackwardNotifier | None = None
         self._enabled = True
@@ -158,7 +167,9 @@ class GradientReducer:
         self.reduced = True
 
     def _launch_next(self) -> None:
-        self._number += self._launched == 0
+        if self._launched == 0:
+            self._number += 1
+            self._agreement.compare(wait=True)
         piece = self._pieces[self._launched]
         buffer = piece.buffer
         stream = self._streams.get(buffer.device)
@@ -171,6 +182,8 @@ class GradientReducer:
                     slots = buffer.ends[i] - buffer.starts[i]
                     buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device), None)
             buffer.finish()
+            if self._launched == self._last:
+                self._agreement.send()
             self._works.append(all_reduce_mean(piece.values, self.group))
         self._launched += 1
 
@@ -182,6 +195,7 @@ class GradientReducer:
         if not self.reduced:
             self._launch_all()
         self.wait()
+        self._agreement.compare(wait=False)
 
     def check_complete(self) -> None:
         """Raise a RuntimeError if a backward pass ended, by an exception, after it had launched some reductions."""
@@ -196,6 +210,7 @@ class GradientReducer:
         works, self._works = self._works, []
         for work in works:
             wait(work, self.group, self._number)
+        self._agreement.receive()
 
     def reopen(self) -> None:
         """Prepare for further gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from ...masks.mask_set import MaskSet
 from ..buckets import Bucket
 from .group import require_same
 from .sharding import Shard
+
+if TYPE_CHECKING:
+    from ..state_loading import SavedState
 
 # The arguments of an optimizer that must be the same on all ranks.
 _ARGUMENTS = (
@@ -56,7 +60,7 @@ def require_same_weights(
     """Raise a RuntimeError unless the ranks that store the same part of a weight have the same bits."""
     of_name = {name: shards[param] for name, param in named.items()}
     tensors = [(f"parameter {name!r}", shard.local.detach(), shard.number) for name, shard in of_name.items()]
-    _require_same_bits(tensors, group)
+    _require_same_bits(tensors, group, tensors[0][1].device)
 
 
 def require_same_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
@@ -67,11 +71,26 @@ def require_same_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucke
         for i, name in enumerate(bucket.names):
             number = bucket.shards[i].number
             tensors += [(f"{key} of {name!r}", value, number) for key, value in bucket.parameter_state(i).items()]
-    _require_same_bits(tensors, group)
+    _require_same_bits(tensors, group, buckets[0].device)
 
 
-def _require_same_bits(tensors: Sequence[tuple[str, Tensor, int]], group: dist.ProcessGroup) -> None:
+def require_same_saved_state(
+    saved: SavedState, shards: Mapping[Parameter, Shard], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise a RuntimeError unless all ranks are about to load the same state, bit for bit; steps compare the options."""
+    tensors = [
+        (f"{key} of {saved.names[param]!r} in the saved state", value, shards[param].number)
+        for param, state in saved.states.items()
+        for key, value in state.items()
+        if key != "indices"  # those of the mask, which was compared
+    ]
+    _require_same_bits(tensors, group, device)
+
+
+def _require_same_bits(
+    tensors: Sequence[tuple[str, Tensor, int]], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Compare (name, tensor, number of its shard); ranks with the same number must have the same bits."""
     digests = StateDigest.start([tensor for _, tensor, _ in tensors]).result()
     entries = [(name, f"digest {digest}") for (name, _, _), digest in zip(tensors, digests, strict=True)]
-    require_same(entries, group, tensors[0][1].device, parts=[number for _, _, number in tensors])
+    require_same(entries, group, device, parts=[number for _, _, number in tensors])
