@@ -135,6 +135,18 @@ def rebuild(
     return bases
 
 
+def copied_(old: list[BaseWeights], new: list[BaseWeights]) -> bool:
+    """Copy the values of `new` into `old` if they are of the same elements; else return False."""
+    same = len(old) == len(new) and all(
+        (a.shards, a.starts, a.ends, a.run_length) == (b.shards, b.starts, b.ends, b.run_length)
+        and _equal((a.indices, a.index_bases), (b.indices, b.index_bases))
+        for a, b in zip(old, new, strict=False)
+    )
+    for a, b in zip(old, new, strict=False) if same else ():
+        a.values.copy_(b.values)
+    return same
+
+
 def _equal(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:
     return all(
         x is y if x is None or y is None else x.dtype == y.dtype and torch.equal(x, y)

@@ -40,7 +40,8 @@ class GraphedStep:
     Between calls no other backward pass may reach the optimizer's parameters.
 
     Inputs of other shapes get their own warm-up and graph: pad batches to a few lengths. All graphs use one pool of
-    memory, and keep as much of it as the largest needs.
+    memory, and keep as much of it as the largest needs. After `set_mask`, and after a change of an option or of where a
+    parameter's memory is, all graphs are dropped, and the next calls warm up again.
 
     Args:
         function: takes the inputs; returns tensors, or (nested) tuples, lists or dictionaries of them, or None.
@@ -64,14 +65,9 @@ class GraphedStep:
         self._device = devices.pop()
         if backends.choose(optimizer._op, self._device, optimizer.backend) == "reference":
             raise ValueError("backend 'reference' reads step counts on the host and cannot be captured")
-        for i, group in enumerate(optimizer.param_groups):
-            if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda:
-                raise ValueError(
-                    f"lr of parameter group {i} is {group['lr']!r}, expected a tensor on the GPU: a graph would keep "
-                    "the learning rate of its capture"
-                )
         self.function, self.optimizer, self.n_warmup = function, optimizer, n_warmup
         self._shapes: dict[Key, _Shapes] = {}
+        self._constants = self._find_constants()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -87,8 +83,15 @@ class GraphedStep:
             The result of `function`. The next call overwrites its tensors: clone those that you keep.
 
         Raises:
-            RuntimeError: the optimizer has gradients that no step has used, before or after the call.
+            RuntimeError: the optimizer has gradients that no step has used, before or after the call; a parameter was
+                replaced after the optimizer was built.
+            ValueError: the learning rate of a group is a number by now.
         """
+        self.optimizer.check_binding()
+        constants = self._find_constants()
+        if constants != self._constants:
+            self._shapes.clear()
+            self._constants = constants
         key: Key = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         shapes = self._shapes.get(key)
         if shapes is None:
@@ -98,6 +101,8 @@ class GraphedStep:
         for buffer, tensor in zip(shapes.inputs, inputs, strict=True):
             buffer.copy_(tensor)  # waits for a copy from the host, whose tensor may be filled again after the call
         if shapes.graph is not None:
+            self.optimizer._require_countable()
+            self.optimizer._n_steps += 1
             shapes.graph.replay()
             return shapes.result
         if shapes.n_eager < self.n_warmup:
@@ -107,6 +112,20 @@ class GraphedStep:
         assert shapes.graph is not None
         shapes.graph.replay()  # a capture runs nothing
         return shapes.result
+
+    def _find_constants(self) -> list[Any]:
+        """Return what a graph keeps from its capture: the optimizer's buffers, its options, the parameters' memory."""
+        optimizer = self.optimizer
+        constants: list[Any] = [optimizer.generation, optimizer.max_grad_norm]
+        for i, group in enumerate(optimizer.param_groups):
+            if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda:
+                raise ValueError(
+                    f"lr of parameter group {i} is {group['lr']!r}, expected a tensor on the GPU: a graph would keep "
+                    "the learning rate of its capture"
+                )
+            for value in (*(group[name] for name in optimizer.defaults), *group["params"]):
+                constants.append(value.data_ptr() if isinstance(value, Tensor) else value)
+        return constants
 
     def _run_on_side_stream(self, shapes: _Shapes) -> Any:
         """Run the step on another stream, as a capture does, so that autograd's and cuBLAS's state exist there."""
@@ -124,8 +143,10 @@ class GraphedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        # Other threads, such as one that sends weights, may allocate memory during a capture of this thread.
+        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.device(self._device), capture:
                 shapes.result = self.function(*shapes.inputs)
         except BaseException:
             self.optimizer.zero_grad()  # its hooks were called, and nothing was computed

@@ -194,11 +194,7 @@ class SparseOptimizer(BoundOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_binding()
-        if self.stochastic_rounding and self._n_steps >= MAX_STEPS:
-            raise RuntimeError(
-                f"step: {self._n_steps} steps were made, and step counts are fp32: from 2**24 on stochastic rounding would "
-                "repeat its random bits; build a new optimizer with another seed"
-            )
+        self._require_countable()
         self._check_groups()
         grad_scale, found_inf = self._amp_scaling()
         norm, clip_coef = self.grad_norm, self._collector.clip_coef
@@ -221,6 +217,13 @@ class SparseOptimizer(BoundOptimizer):
         if self.process_group is not None:
             self._history = options.checksum(self.param_groups, self.defaults, self._history)
         return loss
+
+    def _require_countable(self) -> None:
+        if self.stochastic_rounding and self._n_steps >= MAX_STEPS:
+            raise RuntimeError(
+                f"step: {self._n_steps} steps were made; step counts are fp32, so the next one would repeat the random bits "
+                "of stochastic rounding: build a new optimizer with another seed"
+            )
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """Return (grad_scale, found_inf) as set on this optimizer by a GradScaler; None for what it has not set."""
@@ -412,10 +415,16 @@ class SparseOptimizer(BoundOptimizer):
             if bucket.weights is not None:
                 bucket.weights.forget()
         for group, loaded in zip(self.param_groups, saved.options, strict=True):
+            lr = group["lr"]
             group.update(loaded)
+            if isinstance(lr, Tensor):  # which a CUDA graph may read
+                value = loaded["lr"]
+                group["lr"] = lr.copy_(value.reshape(lr.shape)) if isinstance(value, Tensor) else lr.fill_(value)
         for bucket in self._buckets:
             bucket.filled_lr = None
-        self._bases = bases
+        if not base_weights.copied_(self._bases, bases):
+            self._bases = bases
+            self.generation += 1
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:

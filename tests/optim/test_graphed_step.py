@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -115,6 +117,112 @@ def test_tiles_of_a_backend_without_native_layers_replay(checkpointing):
     options = {"pattern": "tile64", "checkpointing": checkpointing, "backend": "triton"}
     eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
     assert_same(graphed, eager)
+
+
+def load_other_base(model, optimizer):
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["base"] += 1.0
+    optimizer.load_state_dict(saved)
+
+
+def load_more_base(model, optimizer):
+    """Load a state saved after `set_mask`: base weights at elements that are no longer active."""
+    other = SparseAdamW(model, random_mask(seed=1), lr=torch.tensor(1e-2, device="cuda"))
+    other.set_mask(optimizer.mask)
+    saved = other.state_dict()
+    other.close()
+    optimizer.load_state_dict(saved)
+
+
+def move(model, optimizer):
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+def random_mask(seed):
+    return MaskSet.random({f"layers.{i}.weight": (128, 128) for i in range(3)}, density=0.5, seed=seed)
+
+
+CHANGES = {
+    "set_mask": lambda model, optimizer: optimizer.set_mask(random_mask(seed=1)),
+    "load_other_base": load_other_base,
+    "load_more_base": load_more_base,
+    "new_lr": lambda model, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.1, device="cuda")),
+    "weight_decay": lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
+    "max_grad_norm": lambda model, optimizer: setattr(optimizer, "max_grad_norm", 1e-3),
+    "move": move,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_calls_reach_the_next_step(change):
+    weights = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = Model().to("cuda")
+        lr = torch.tensor(1e-2, device="cuda")
+        optimizer = SparseAdamW(model, random_mask(seed=0), lr=lr, max_grad_norm=0.05)
+
+        def function(x, model=model, optimizer=optimizer):
+            with torch.no_grad(), optimizer.base_weights():
+                reference = model(x)
+            (model(x) - 2 * reference).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        call = GraphedStep(function, optimizer, n_warmup=1) if graphs else function
+        junk = []
+        for i in range(12):
+            call(torch.full((4, 128), float(i + 1), device="cuda"))
+            if i == 5:
+                CHANGES[change](model, optimizer)
+                junk = [torch.full((n,), float("nan"), device="cuda") for n in range(1, 50_000, 97)]  # freed memory
+        assert graphs is False or call.n_graphs == 1
+        weights.append([p.detach().clone() for p in model.parameters()])
+        del junk
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.gpu
+def test_changes_that_a_graph_cannot_follow_are_refused():
+    model = nn.Linear(8, 8, device="cuda")
+    lr = torch.tensor(1e-2, device="cuda")
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+
+    def function(x):
+        model(x).sum().backward()
+        optimizer.step()
+
+    step, x = GraphedStep(function, optimizer, n_warmup=1), torch.ones(2, 8, device="cuda")
+    for _ in range(3):
+        step(x)
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(ValueError, match="lr of parameter group 0 is 0.1, expected a tensor on the GPU"):
+        step(x)
+    optimizer.param_groups[0]["lr"] = lr
+    model.weight = nn.Parameter(torch.zeros(8, 8, device="cuda"))
+    with pytest.raises(RuntimeError, match="'weight' was replaced"):
+        step(x)
+
+
+def test_a_load_writes_into_the_tensors_that_a_graph_reads():
+    model = nn.Linear(8, 8)
+    lr = torch.tensor(0.1)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["base"] += 1.0
+    saved["param_groups"][0]["lr"] = torch.tensor([0.5])
+    before = {(p, key): t for p, state in optimizer.state.items() for key, t in state.items()}
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] is lr and lr == 0.5
+    for (param, key), tensor in before.items():
+        assert optimizer.state[param][key].data_ptr() == tensor.data_ptr()
+    assert torch.equal(optimizer.state[model.weight]["base"], saved["state"][0]["base"])
 
 
 @pytest.mark.gpu

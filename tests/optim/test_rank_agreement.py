@@ -1,4 +1,4 @@
-"""Ranks that do not make the same steps raise: one skips a step, has another learning rate, clips alone, or loads alone."""
+"""Ranks that differ raise: one skips a step, has another learning rate, clips alone, or loads another state."""
 
 from __future__ import annotations
 

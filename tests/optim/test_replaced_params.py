@@ -1,4 +1,4 @@
-"""A parameter that is replaced after the optimizer was built is an error that names it, and rebind trains the new one."""
+"""A parameter that is replaced after the optimizer was built is named, and `rebind` trains the new one."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def require_same_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucke
 def require_same_saved_state(
     saved: SavedState, shards: Mapping[Parameter, Shard], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise a RuntimeError unless all ranks are about to load the same state, bit for bit; steps compare the options."""
+    """Raise a RuntimeError unless all ranks are about to load the same state, bit for bit."""
     tensors = [
         (f"{key} of {saved.names[param]!r} in the saved state", value, shards[param].number)
         for param, state in saved.states.items()
