@@ -221,7 +221,7 @@ class SparseOptimizer(BoundOptimizer):
     def _require_countable(self) -> None:
         if self.stochastic_rounding and self._n_steps >= MAX_STEPS:
             raise RuntimeError(
-                f"step: {self._n_steps} steps were made; step counts are fp32, so the next one would repeat the random bits "
+                f"step: {self._n_steps} steps were made; step counts are fp32, so the next would repeat the random bits "
                 "of stochastic rounding: build a new optimizer with another seed"
             )
 
