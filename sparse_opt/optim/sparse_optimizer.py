@@ -221,8 +221,8 @@ class SparseOptimizer(BoundOptimizer):
     def _require_countable(self) -> None:
         if self.stochastic_rounding and self._n_steps >= MAX_STEPS:
             raise RuntimeError(
-                f"step: {self._n_steps} steps were made; step counts are fp32, so the next would repeat the random bits "
-                "of stochastic rounding: build a new optimizer with another seed"
+                f"step: {self._n_steps} steps were made, and step counts are fp32: the next one would repeat the "
+                "random bits of stochastic rounding; build a new optimizer with another seed"
             )
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
