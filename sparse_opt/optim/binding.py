@@ -30,23 +30,25 @@ class ModelLinks:
 
     Args:
         model: None if it is unknown; then only `torch.utils.swap_tensors` is noticed.
-        shards: of the active parameters.
+        steppers: of the active parameters. `torch.utils.swap_tensors` itself refuses those that a native one holds.
     """
 
-    def __init__(self, model: nn.Module | None, shards: Sequence[Shard]) -> None:
-        self._model, self._shards = (None if model is None else weakref.ref(model)), shards
-        self._params = [shard.param for shard in shards]
-        self._implementations = [param._cdata for param in self._params]
+    def __init__(self, model: nn.Module | None, steppers: Sequence[Stepper]) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._shards = [shard for stepper in steppers for shard in stepper.bucket.shards]
+        held = [isinstance(stepper, NativeStepper) for stepper in steppers for _ in stepper.bucket.shards]
+        swappable = [shard.param for shard, is_held in zip(self._shards, held, strict=True) if not is_held]
+        self._implementations = [(param, param._cdata) for param in swappable]
         self._find()
 
     def _find(self) -> None:
         model = None if self._model is None else self._model()
-        links = [] if model is None else _links(model, {id(param) for param in self._params}, set())
+        links = [] if model is None else _links(model, {id(shard.param) for shard in self._shards}, set())
         self._dicts, self._keys, self._values = zip(*links, strict=True) if links else ((), (), ())
 
     def replaced(self) -> Parameter | None:
         """Return an active parameter that the model no longer has, None if it has all; takes microseconds."""
-        for param, implementation in zip(self._params, self._implementations, strict=True):
+        for param, implementation in self._implementations:
             if param._cdata != implementation:
                 return param
         if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):

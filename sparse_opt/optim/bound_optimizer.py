@@ -274,7 +274,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             self.zero_grad()
         self._steppers, self._bases = steppers, bases
         self._buckets = [stepper.bucket for stepper in steppers]
-        self._links = binding.ModelLinks(self._root(), [shard for bucket in self._buckets for shard in bucket.shards])
+        self._links = binding.ModelLinks(self._root(), steppers)
         self.generation += 1
         self._publish_state()
         reducer = None
