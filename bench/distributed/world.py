@@ -1,8 +1,9 @@
-"""One torchrun's part, which every rank runs: build the variants, check them, count their collectives, and time them.
+"""The part of one number of GPUs and network, which every rank runs: build the variants, check them, count their
+collectives, and time them.
 
-    torchrun --nproc_per_node=N on_own_cores.py sparse_opt.bench.distributed.world JOB
+    python -m sparse_opt.bench.distributed.world JOB
 
-or, for processes that share all cores, with `-m` in place of the file. JOB is a JSON file of the options of
+with the variables RANK, WORLD_SIZE and so on, as of torchrun. JOB is a JSON file of the options of
 `sparse-opt bench distributed`, for one number of GPUs and one network. Its `rows` is the file with the report so far.
 """
 
@@ -40,7 +41,7 @@ from .variants import VARIANTS, Training, Variant, default_variants, make_traini
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
 FREE_WEIGHTS = {"dense": 6, "sparse": 3}
-MIN_ROUNDS = 5
+MIN_ROUNDS = 3
 
 
 # Name -> environment variables that NCCL reads when the process group is made.
@@ -57,7 +58,7 @@ NETWORKS: dict[str, dict[str, str]] = {
 
 
 class World:
-    """The processes of one torchrun.
+    """The processes of one number of GPUs and network.
 
     Args:
         args: the options of the benchmark, with one `network`, and the `deadline` by `time.time()` or None.
@@ -96,7 +97,6 @@ class World:
                 group.append(self._prepare(missing.pop(0)))
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
             if not group:
-                self._print(f"no time left for {', '.join(variant.name for variant in missing)}")
                 return
             self._time(group)
             while group:
@@ -129,14 +129,14 @@ class World:
             if variant.layout != "local" or self.size == 1:
                 check = reference.check(training, mask)
         training.set_lr(self.args.learning_rate)
-        self._reset_peak()
         training.step(own)
-        peak = self._peak()
         # Collectives are those of the third step, because DDP arranges its buckets in the second. They are counted
         # eagerly: torch.compile gives up, for all later models too, on a function that is called under a dispatch mode.
         with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
-        step_s = self._clock(lambda: training.step(own))[0] / 1e3  # the steps before are slower: they load kernels
+        self._reset_peak()  # the steps before are slower and may need more memory: they compile and load kernels
+        step_s = self._clock(lambda: training.step(own))[0] / 1e3
+        peak = self._peak()
         row = {
             "world_size": self.size,
             "network": self.args.network,
@@ -345,7 +345,7 @@ class World:
 
 
 def measure_world(args: Namespace, report: Report, outputs: Sequence[Path]) -> None:
-    """Measure in the processes of this torchrun, all of which call this; the arguments are those of `World`."""
+    """Measure in processes that all call this; the arguments are those of `World`."""
     World(args, report, outputs).measure()
     dist.destroy_process_group()
 
