@@ -146,6 +146,7 @@ def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
     n_gpus = 2 if on_cpu else torch.cuda.device_count()
     try:
         args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
+        args.gpus.sort(key=lambda n: (n > 1, -n))  # in this order they are measured
     except ValueError:
         return f"--gpus {','.join(args.gpus)}: expected numbers"
     args.networks = args.networks or (["default"] if on_cpu else list(NETWORKS))
@@ -209,12 +210,12 @@ def _run_each(args: Namespace, report: Report) -> tuple[Report, list[str]]:
         folder = Path(name)
         rows = folder / "rows.json"  # what is in the results file, too, once a row has been measured
         write_json(rows, report)
-        for n in sorted(args.gpus, key=lambda n: (n > 1, -n)):
-            for network in args.networks if n > 1 else args.networks[:1]:
-                job = vars(_job(args, network, deadline)) | {"mask_dir": str(args.mask_dir or folder)}
-                job |= {"output": str(args.output), "rows": str(rows)}
-                if (deadline is None or time.time() < deadline) and not _run_ranks(n, job, folder / "job.json"):
-                    failed.append(f"{n} x {network}")
+        worlds = dict.fromkeys((row["world_size"], row["network"]) for row in missing_rows(report, args))
+        for n, network in worlds:
+            job = vars(_job(args, network, deadline)) | {"mask_dir": str(args.mask_dir or folder)}
+            job |= {"output": str(args.output), "rows": str(rows)}
+            if (deadline is None or time.time() < deadline) and not _run_ranks(n, job, folder / "job.json"):
+                failed.append(f"{n} x {network}")
         return json.loads(rows.read_text(encoding="utf-8")), failed
 
 

@@ -63,12 +63,8 @@ def find(report: Report, world_size: int, network: str, variant: str) -> Row | N
 
 
 def missing_rows(report: Report, args: Namespace) -> list[dict[str, Any]]:
-    """The rows of these options that have no time, without those that have none because their result is wrong."""
-    done = {
-        (row["world_size"], row["network"], row["variant"])
-        for row in report["rows"]
-        if row["ms"] is not None or (row["check"] is not None and not row["check"]["met"])
-    }
+    """The rows of these options that have no time."""
+    done = {(row["world_size"], row["network"], row["variant"]) for row in timed(report)}
     return [
         {"world_size": n, "network": network, "variant": name}
         for n in args.gpus

@@ -36,7 +36,8 @@ from .collectives import CollectiveCounter
 from .models import masked_shapes, model_config, n_bytes_of_weights, pair
 from .reference import Reference, first_step
 from .report import progress_line
-from .variants import VARIANTS, Training, Variant, default_variants, make_training
+from .results import missing_rows
+from .variants import VARIANTS, Training, Variant, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
@@ -104,14 +105,9 @@ class World:
             self._release_memory()
 
     def _missing(self) -> list[str]:
-        done = {
-            row["variant"]
-            for row in self.report["rows"]
-            if (row["world_size"], row["network"]) == (self.size, self.args.network) and row["ms"] is not None
-        }
-        return [
-            name for name in self.args.variants or default_variants(self.size, self.args.network) if name not in done
-        ]
+        here = (self.size, self.args.network)
+        rows = missing_rows(self.report, self.args)
+        return [row["variant"] for row in rows if (row["world_size"], row["network"]) == here]
 
     def _prepare(self, variant: Variant) -> tuple[Training, dict[str, Any]]:
         """Build a variant, check its first step and count the collectives of another; return it and its row."""
