@@ -77,7 +77,7 @@ _EPILOG = """examples:
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--shape", choices=tuple(SHAPES), default="3b", help="of the Llama (%(default)s)")
-    what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: those with bf16 gradients)")
+    what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: bf16; no fsdp2 over sockets)")
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed steps (%(default)s)")
@@ -97,7 +97,7 @@ def options(parser: CommandParser) -> None:
         help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
     )
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
-    run.add_argument("--group_s", type=float, default=15.0, help="seconds to time rows that run in turns (%(default)s)")
+    run.add_argument("--group_s", type=float, default=10.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
     run.add_argument("--timeout_s", type=float, default=300.0, help="of a collective (%(default)s)")
     run.add_argument("--resume", action="store_true", help="keep the rows of --output and measure the missing ones")
@@ -146,7 +146,7 @@ def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
     n_gpus = 2 if on_cpu else torch.cuda.device_count()
     try:
         args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
-        args.gpus.sort(key=lambda n: (n > 1, -n))  # in this order they are measured
+        args.gpus.sort(key=lambda n: (n > 1, -n))  # the order of the measurements
     except ValueError:
         return f"--gpus {','.join(args.gpus)}: expected numbers"
     args.networks = args.networks or (["default"] if on_cpu else list(NETWORKS))

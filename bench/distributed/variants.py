@@ -55,14 +55,13 @@ VARIANTS = {
 def default_variants(world_size: int, network: str) -> list[str]:
     """The variants that are measured unless some are named: those with bf16 gradients.
 
-    Replicate on one device is local, and local needs no network. FSDP2 is measured on several devices; over sockets,
-    where its step takes seconds, one of its rows is enough.
+    Replicate on one device is local, and local needs no network. FSDP2 is measured on several devices, and not over
+    sockets, where its step takes seconds and has no target.
     """
     layouts = {"local", "ddp"} if world_size == 1 else {"local", "replicate", "ddp", "fsdp2"}
-    found = [name for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32"]
     if network == "sockets":
-        found = [name for name in found if VARIANTS[name].layout in ("replicate", "ddp") or name == "fsdp2"]
-    return found
+        layouts = {"replicate", "ddp"}
+    return [name for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32"]
 
 
 @dataclass

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,8 @@ from launch import launch, run_command
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 from sparse_opt import MaskSet
-from sparse_opt.bench.distributed import targets
 from sparse_opt.bench.distributed import report as reports
+from sparse_opt.bench.distributed import targets
 from sparse_opt.bench.distributed.collectives import CollectiveCounter
 from sparse_opt.bench.distributed.models import masked_shapes, model_config, pair
 from sparse_opt.bench.distributed.reference import Reference, first_step

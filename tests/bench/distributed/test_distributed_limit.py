@@ -22,6 +22,7 @@ def where(rows):
     return [(row["world_size"], row["variant"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_processes_that_the_limit_stops_leave_their_rows_and_no_traceback(tmp_path, monkeypatch, capfd):
     output, cores = tmp_path / "o.json", os.sched_getaffinity(0)
 
@@ -43,7 +44,8 @@ def test_processes_that_the_limit_stops_leave_their_rows_and_no_traceback(tmp_pa
     monkeypatch.undo()
     assert main([*words, "--resume"]) == 0
     resumed = json.loads(output.read_text())
-    assert resumed["completed"] and resumed["rows"][:3] == report["rows"] and where(resumed["rows"])[3:] == [(2, "fsdp2")]
+    assert resumed["completed"] and resumed["rows"][:-1] == report["rows"]
+    assert where(resumed["rows"][-1:]) == [(2, "fsdp2")]
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
@@ -59,7 +61,7 @@ def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
 
 def test_a_torchrun_ends_at_the_limit(tmp_path):
     output = tmp_path / "o.json"
-    words = [*WORDS, "--output", str(output), "--variants", "local_element_fp32,local_tile64_fp32", "--limit_s", "0.001"]
+    words = [*WORDS, "--output", str(output), "--variants", "local_element_bf16", "--limit_s", "0.001"]
     done = run_command(2, words, {**os.environ, "TORCHELASTIC_RUN_ID": "started-by-the-user"})
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"no row was measured; {output} is as it was before" in done.stderr
