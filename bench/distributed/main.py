@@ -99,7 +99,6 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
     run.add_argument("--group_s", type=float, default=10.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
-    run.add_argument("--timeout_s", type=float, default=300.0, help="of a collective (%(default)s)")
     run.add_argument("--resume", action="store_true", help="keep the rows of --output and measure the missing ones")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
@@ -125,7 +124,7 @@ def problem(args: Namespace) -> str:
         return error
     if args.limit_gib is not None and on_cpu:
         return f"--limit_gib {args.limit_gib:g} limits the memory of GPUs, and the device is the CPU"
-    for name in ("group_s", "timeout_s", "limit_s"):
+    for name in ("group_s", "limit_s"):
         if (value := getattr(args, name)) is not None and value <= 0:
             return f"--{name} is {value}, expected more than 0"
     if args.dpo and not (names and all(VARIANTS[name].pattern for name in names)):

@@ -16,7 +16,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,7 @@ class World:
             torch.cuda.set_device(self.device)
         self.usable_bytes = limit_memory(self.device, args.limit_gib)
         os.environ.update(NETWORKS[args.network])
-        timeout = timedelta(seconds=args.timeout_s)
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.config = model_config(args.shape, args.sequence_length)
         self.masks: dict[str, MaskSet] = {}

@@ -48,6 +48,7 @@ def test_processes_that_the_limit_stops_leave_their_rows_and_no_traceback(tmp_pa
     assert where(resumed["rows"][-1:]) == [(2, "fsdp2")]
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
     """It cannot write into the folder of masks, while the other rank waits for it."""
     masks = tmp_path / "masks"
