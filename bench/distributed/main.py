@@ -6,16 +6,17 @@ compared with that of one device on the pairs of all GPUs.
 
 Consecutive steps are timed together (--steps_in_a_row): as in training, the host does not wait for the GPU between
 them, nor a rank for the others, except in collectives. All ranks begin them at once, and the time is that of the
-slowest. Each process runs on its own share of the host's cores, unless --share_cores is given or you start torchrun:
-processes that shared all cores took up to a quarter longer on four H200s.
+slowest. The decoder layers are compiled, under FSDP2 too, unless --eager is given: a step of eager layers has the
+time in which the host launches their kernels.
 
-Started by itself, it runs torchrun once for each number of GPUs and each network, and ends with the table and the
-targets. Started by torchrun, it measures with the processes of that torchrun, for example on several hosts, on one
-network; rank 0 writes the results file, the table and the plot.
+Started by itself, it starts the processes of each number of GPUs and each network, every process on its own share of
+the host's cores, and ends with the table and the targets. One GPU, which efficiency is measured against, is the first;
+the largest number of GPUs, which the targets are on, is the second. Started by torchrun, it measures with the processes
+of that torchrun, for example on several hosts, on one network; rank 0 writes the results file, the table and the plot.
 
 The first measured rows replace the results file; with --resume they are added to it. If rows have no time at the end,
-because --limit_s has passed or a run has failed, the file has `completed: false` and their names, and the exit code is
-1; the same command with --resume measures them.
+because --limit_s has passed or a process has failed, the file has `completed: false` and their names, one line on
+stderr names them, and the exit code is 1; the same command with --resume measures them.
 
 Rows (--variants):
   local_PATTERN_DTYPE      SparseAdamW, every GPU for itself: the step without communication
@@ -33,6 +34,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -62,10 +65,10 @@ _EPILOG = """examples:
   sparse-opt bench distributed                                       # 3B shape, 1 to all GPUs, both networks
   sparse-opt bench distributed --output own.json --limit_s 540 --resume   # go on where an earlier run ended
   sparse-opt bench distributed --gpus 2 --variants ddp,replicate_tile64_bf16
-  sparse-opt bench distributed --compile --output compiled.json      # fewer kernel launches
+  sparse-opt bench distributed --eager --output eager.json           # without torch.compile
   sparse-opt bench distributed --shape 70b --gpus 4 --networks default --variants fsdp2_tile64_bf16 \\
       --gradient_checkpointing --dpo
-  sparse-opt bench distributed --small --gpus 1,2                    # a tiny model, on the CPU with gloo
+  sparse-opt bench distributed --small --eager --gpus 1,2            # a tiny model, on the CPU with gloo
   torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint HOST:29500 --rdzv_backend c10d \\
       -m sparse_opt bench distributed --variants ddp,replicate_element_bf16 --output hosts.json
 """
@@ -74,12 +77,12 @@ _EPILOG = """examples:
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--shape", choices=tuple(SHAPES), default="3b", help="of the Llama (%(default)s)")
-    what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: all but fsdp2_PATTERN_fp32)")
+    what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: bf16; no fsdp2 over sockets)")
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed steps (%(default)s)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
-    what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every variant")
+    what.add_argument("--eager", dest="compile", action="store_false", help="do not torch.compile the decoder layers")
     what.add_argument("--dpo", action="store_true", help="with a reference, the base weights; sparse variants only")
     run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")
@@ -93,15 +96,9 @@ def options(parser: CommandParser) -> None:
         default=4,
         help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
     )
-    run.add_argument(
-        "--share_cores",
-        action="store_true",
-        help="let the processes run on all cores, as torchrun leaves them (default: each on its own share of them)",
-    )
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
-    run.add_argument("--group_s", type=float, default=30.0, help="seconds to time rows that run in turns (%(default)s)")
+    run.add_argument("--group_s", type=float, default=10.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
-    run.add_argument("--timeout_s", type=float, default=300.0, help="of a collective (%(default)s)")
     run.add_argument("--resume", action="store_true", help="keep the rows of --output and measure the missing ones")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
@@ -114,7 +111,7 @@ def problem(args: Namespace) -> str:
     on_cpu = args.device == "cpu"
     if args.small:
         args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
-    args.share_cores |= dist.is_torchelastic_launched()  # the user's torchrun decides
+    args.share_cores = dist.is_torchelastic_launched()  # torchrun leaves all cores to each process
     names = args.variants or []
     if error := (
         (_ranks_problem(args) if dist.is_torchelastic_launched() else _gpus_problem(args, on_cpu=on_cpu))
@@ -127,7 +124,7 @@ def problem(args: Namespace) -> str:
         return error
     if args.limit_gib is not None and on_cpu:
         return f"--limit_gib {args.limit_gib:g} limits the memory of GPUs, and the device is the CPU"
-    for name in ("group_s", "timeout_s", "limit_s"):
+    for name in ("group_s", "limit_s"):
         if (value := getattr(args, name)) is not None and value <= 0:
             return f"--{name} is {value}, expected more than 0"
     if args.dpo and not (names and all(VARIANTS[name].pattern for name in names)):
@@ -148,6 +145,7 @@ def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
     n_gpus = 2 if on_cpu else torch.cuda.device_count()
     try:
         args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
+        args.gpus.sort(key=lambda n: (n > 1, -n))  # the order of the measurements
     except ValueError:
         return f"--gpus {','.join(args.gpus)}: expected numbers"
     args.networks = args.networks or (["default"] if on_cpu else list(NETWORKS))
@@ -170,7 +168,7 @@ def _ranks_problem(args: Namespace) -> str:
 
 
 def run(args: Namespace, report: Report) -> None:
-    """Measure with the processes of this torchrun, or run torchrun for each number of GPUs and network.
+    """Measure with the processes of this torchrun, or start some for each number of GPUs and network.
 
     Fills the report with the rows, which are in the results file then, and with those that are missing.
     """
@@ -197,58 +195,66 @@ def _deadline(args: Namespace) -> float | None:
 
 
 def _job(args: Namespace, network: str, deadline: float | None) -> Namespace:
-    """The options of the processes of one torchrun."""
+    """The options of the processes of one number of GPUs and network."""
     return Namespace(
         **{name: value for name, value in vars(args).items() if name != "plot"}, network=network, deadline=deadline
     )
 
 
 def _run_each(args: Namespace, report: Report) -> tuple[Report, list[str]]:
-    """Run torchrun for each number of GPUs and network; return the report with their rows, and which have failed."""
+    """Measure each number of GPUs and network; return the report with their rows, and where a process failed."""
     failed: list[str] = []
     deadline = _deadline(args)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as name:
         folder = Path(name)
         rows = folder / "rows.json"  # what is in the results file, too, once a row has been measured
         write_json(rows, report)
-        # The largest first, because the targets are on it.
-        for n in sorted(args.gpus, reverse=True):
-            for network in args.networks if n > 1 else args.networks[:1]:
-                job = vars(_job(args, network, deadline)) | {"mask_dir": str(args.mask_dir or folder)}
-                job |= {"output": str(args.output), "rows": str(rows)}
-                if not _torchrun(n, job, folder / "job.json"):
-                    failed.append(f"{n} x {network}")
+        worlds = dict.fromkeys((row["world_size"], row["network"]) for row in missing_rows(report, args))
+        for n, network in worlds:
+            job = vars(_job(args, network, deadline)) | {"mask_dir": str(args.mask_dir or folder)}
+            job |= {"output": str(args.output), "rows": str(rows)}
+            if (deadline is None or time.time() < deadline) and not _run_ranks(n, job, folder / "job.json"):
+                failed.append(f"{n} x {network}")
         return json.loads(rows.read_text(encoding="utf-8")), failed
 
 
-def _torchrun(n: int, job: dict[str, Any], file: Path) -> bool:
-    """Run the job in n processes of this host until it ends or its deadline passes; whether it succeeded."""
-    where, deadline = f"{n} x {job['network']}", job["deadline"]
-    left = None if deadline is None else deadline - time.time()
-    if left is not None and left <= 0:
-        print(f"{where}: not started, because --limit_s has passed", file=sys.stderr)
-        return False
-    print(f"{where}: torchrun", file=sys.stderr, flush=True)
+def _run_ranks(n: int, job: dict[str, Any], file: Path) -> bool:
+    """Run the job in n processes until they end or its deadline passes; whether none has failed.
+
+    torchrun would print tracebacks when it is stopped, and leave all cores to each process.
+    """
     file.write_text(json.dumps(job), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    module = "sparse_opt.bench.distributed.world"
-    how = ["-m"] if job["share_cores"] else [str(Path(__file__).with_name("on_own_cores.py"))]
-    command += [f"--nproc-per-node={n}", *how, module, str(file)]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // n))  # torchrun would set one, and warn
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads, **os.environ}, stdout=sys.__stderr__)
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // n)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "sparse_opt.bench.distributed.world", str(file)]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        return process.wait(left) == 0
-    except subprocess.TimeoutExpired:
-        print(f"{where}: ended, because --limit_s has passed", file=sys.stderr)
-        return False
+        for rank in range(n):
+            if n <= len(cores):
+                os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])  # the new process inherits it
+            variables = {name: str(value) for name, value in (ranks | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            environment = {"OMP_NUM_THREADS": str(share), **os.environ, **variables}
+            processes.append(subprocess.Popen(command, env=environment, stdout=sys.__stderr__))
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            if job["deadline"] is not None and time.time() >= job["deadline"]:
+                return True
+            time.sleep(0.1)
+        return not any(codes)
     finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun ends its processes
+        os.sched_setaffinity(0, cores)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped, none sees that another has ended
+            for process in processes:
+                process.send_signal(number)
+        for process in processes:
             process.wait()
 
 
 def failures(report: Report, args: Namespace) -> list[str]:
-    return [f"{where}: the run did not end" for where in report["failed"]] + wrong_lines(report) + missing_lines(report)
+    failed = [f"{where}: a process failed" for where in report["failed"]]
+    return [*failed, *wrong_lines(report), *missing_lines(report)]
 
 
 BENCHMARK = Benchmark(

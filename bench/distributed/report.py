@@ -116,14 +116,12 @@ def wrong_lines(report: Report) -> list[str]:
 
 
 def missing_lines(report: Report) -> list[str]:
-    """A line for each number of GPUs and network whose rows were not all measured."""
+    """One line that names the rows without a time, if there are any."""
     found: dict[str, list[str]] = {}
     for row in report["missing"]:
         found.setdefault(f"{row['world_size']} x {row['network']}", []).append(row["variant"])
-    return [
-        f"{where}: not measured: {', '.join(names)}; the same command with --resume measures them"
-        for where, names in found.items()
-    ]
+    names = "; ".join(f"{where}: {', '.join(variants)}" for where, variants in found.items())
+    return [f"not measured: {names}; the same command with --resume measures them"] if names else []
 
 
 def check_line(report: Report) -> str:

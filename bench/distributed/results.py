@@ -22,8 +22,6 @@ SETTINGS = (
     *("gradient_checkpointing", "compile", "dpo", "device", "limit_gib", "steps_in_a_row"),
     "share_cores",
 )
-# Options that older files do not have, with the value that their rows were measured with.
-_ADDED_LATER = {"compile": False, "limit_gib": None, "steps_in_a_row": 1, "share_cores": True}
 
 
 def new_report(args: Namespace) -> Report:
@@ -44,7 +42,7 @@ def read_report(args: Namespace) -> Report:
         return new_report(args)
     try:
         report: Report = json.loads(path.read_text(encoding="utf-8"))
-        found = _ADDED_LATER | report["settings"]
+        found = report["settings"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--output {path}: expected a results file of this benchmark: {error!r}") from error
     for name in SETTINGS:
@@ -53,7 +51,7 @@ def read_report(args: Namespace) -> Report:
             raise ConfigError(
                 f"--output {path} has rows of {name} {found.get(name)}, expected {expected}: name another file"
             )
-    return report | {"settings": found}
+    return report
 
 
 def find(report: Report, world_size: int, network: str, variant: str) -> Row | None:
@@ -65,12 +63,8 @@ def find(report: Report, world_size: int, network: str, variant: str) -> Row | N
 
 
 def missing_rows(report: Report, args: Namespace) -> list[dict[str, Any]]:
-    """The rows of these options that have no time, without those that have none because their result is wrong."""
-    done = {
-        (row["world_size"], row["network"], row["variant"])
-        for row in report["rows"]
-        if row["ms"] is not None or (row["check"] is not None and not row["check"]["met"])
-    }
+    """The rows of these options that have no time."""
+    done = {(row["world_size"], row["network"], row["variant"]) for row in timed(report)}
     return [
         {"world_size": n, "network": network, "variant": name}
         for n in args.gpus

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -52,17 +53,15 @@ VARIANTS = {
 
 
 def default_variants(world_size: int, network: str) -> list[str]:
-    """The variants that are measured unless some are named.
+    """The variants that are measured unless some are named: those with bf16 gradients.
 
-    Replicate on one device is local, and local needs no network. Over sockets a step of FSDP2 takes seconds: one of its
-    rows is enough. FSDP2's time hardly depends on the dtype of compact gradients.
+    Replicate on one device is local, and local needs no network. FSDP2 is measured on several devices, and not over
+    sockets, where its step takes seconds and has no target.
     """
+    layouts = {"local", "ddp"} if world_size == 1 else {"local", "replicate", "ddp", "fsdp2"}
     if network == "sockets":
-        return [name for name, v in VARIANTS.items() if v.layout in ("replicate", "ddp") or name == "fsdp2"]
-    left_out = {"fsdp2_element_fp32", "fsdp2_tile64_fp32"}
-    return [
-        name for name, v in VARIANTS.items() if name not in left_out and (v.layout != "replicate" or world_size > 1)
-    ]
+        layouts = {"replicate", "ddp"}
+    return [name for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32"]
 
 
 @dataclass
@@ -134,6 +133,9 @@ def make_training(
     forward = model
     if mask is None:
         if variant.layout == "ddp":
+            # Each layer is a graph, whose gradients are reduced while the next layer's are computed. torch.compile
+            # would cut the layers into a graph for each bucket of DDP, which the host takes longer to launch.
+            dynamo_config.optimize_ddp = False
             forward = DistributedDataParallel(
                 model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
             )

@@ -1,8 +1,9 @@
-"""One torchrun's part, which every rank runs: build the variants, check them, count their collectives, and time them.
+"""The part of one number of GPUs and network, which every rank runs: build the variants, check them, count their
+collectives, and time them.
 
-    torchrun --nproc_per_node=N on_own_cores.py sparse_opt.bench.distributed.world JOB
+    python -m sparse_opt.bench.distributed.world JOB
 
-or, for processes that share all cores, with `-m` in place of the file. JOB is a JSON file of the options of
+with the variables RANK, WORLD_SIZE and so on, as of torchrun. JOB is a JSON file of the options of
 `sparse-opt bench distributed`, for one number of GPUs and one network. Its `rows` is the file with the report so far.
 """
 
@@ -15,7 +16,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,13 @@ from .collectives import CollectiveCounter
 from .models import masked_shapes, model_config, n_bytes_of_weights, pair
 from .reference import Reference, first_step
 from .report import progress_line
-from .variants import VARIANTS, Training, Variant, default_variants, make_training
+from .results import missing_rows
+from .variants import VARIANTS, Training, Variant, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
 FREE_WEIGHTS = {"dense": 6, "sparse": 3}
-MIN_ROUNDS = 5
+MIN_ROUNDS = 3
 
 
 # Name -> environment variables that NCCL reads when the process group is made.
@@ -57,7 +58,7 @@ NETWORKS: dict[str, dict[str, str]] = {
 
 
 class World:
-    """The processes of one torchrun.
+    """The processes of one number of GPUs and network.
 
     Args:
         args: the options of the benchmark, with one `network`, and the `deadline` by `time.time()` or None.
@@ -73,8 +74,7 @@ class World:
             torch.cuda.set_device(self.device)
         self.usable_bytes = limit_memory(self.device, args.limit_gib)
         os.environ.update(NETWORKS[args.network])
-        timeout = timedelta(seconds=args.timeout_s)
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.config = model_config(args.shape, args.sequence_length)
         self.masks: dict[str, MaskSet] = {}
@@ -96,7 +96,6 @@ class World:
                 group.append(self._prepare(missing.pop(0)))
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
             if not group:
-                self._print(f"no time left for {', '.join(variant.name for variant in missing)}")
                 return
             self._time(group)
             while group:
@@ -104,14 +103,9 @@ class World:
             self._release_memory()
 
     def _missing(self) -> list[str]:
-        done = {
-            row["variant"]
-            for row in self.report["rows"]
-            if (row["world_size"], row["network"]) == (self.size, self.args.network) and row["ms"] is not None
-        }
-        return [
-            name for name in self.args.variants or default_variants(self.size, self.args.network) if name not in done
-        ]
+        here = (self.size, self.args.network)
+        rows = missing_rows(self.report, self.args)
+        return [row["variant"] for row in rows if (row["world_size"], row["network"]) == here]
 
     def _prepare(self, variant: Variant) -> tuple[Training, dict[str, Any]]:
         """Build a variant, check its first step and count the collectives of another; return it and its row."""
@@ -129,14 +123,14 @@ class World:
             if variant.layout != "local" or self.size == 1:
                 check = reference.check(training, mask)
         training.set_lr(self.args.learning_rate)
-        self._reset_peak()
         training.step(own)
-        peak = self._peak()
         # Collectives are those of the third step, because DDP arranges its buckets in the second. They are counted
         # eagerly: torch.compile gives up, for all later models too, on a function that is called under a dispatch mode.
         with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
-        step_s = self._clock(lambda: training.step(own))[0] / 1e3  # the steps before are slower: they load kernels
+        self._reset_peak()  # the steps before are slower and may need more memory: they compile and load kernels
+        step_s = self._clock(lambda: training.step(own))[0] / 1e3
+        peak = self._peak()
         row = {
             "world_size": self.size,
             "network": self.args.network,
@@ -345,7 +339,7 @@ class World:
 
 
 def measure_world(args: Namespace, report: Report, outputs: Sequence[Path]) -> None:
-    """Measure in the processes of this torchrun, all of which call this; the arguments are those of `World`."""
+    """Measure in processes that all call this; the arguments are those of `World`."""
     World(args, report, outputs).measure()
     dist.destroy_process_group()
 
