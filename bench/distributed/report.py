@@ -33,21 +33,13 @@ def columns(report: Report) -> Columns:
         "x fsdp2": time_to("fsdp2"),
         "peak GiB": lambda row: _gib(row["peak_memory_bytes"]),
         "reduced MB": lambda row: f"{row['reduced_bytes'] / 1e6:.1f}",
-        "x nnz": _bytes_per_nnz,
+        "x nnz": lambda row: f"{row['reduced_bytes'] / row['nnz']:.4f}" if row["nnz"] else "",
         "other MB": lambda row: f"{row['other_bytes'] / 1e6:.1f}",
     }
 
 
 def _gib(nbytes: float | None) -> str:
     return "" if nbytes is None else f"{nbytes / 2**30:.1f}"
-
-
-def _bytes_per_nnz(row: Row) -> str:
-    """Reduced bytes per active element, exactly if they are whole."""
-    if not row["nnz"]:
-        return ""
-    whole, rest = divmod(row["reduced_bytes"], row["nnz"])
-    return f"{row['reduced_bytes'] / row['nnz']:.4f}" if rest else f"{whole}"
 
 
 def heading(report: Report) -> str:

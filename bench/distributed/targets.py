@@ -102,8 +102,8 @@ def _bytes_bound(row: Row) -> dict[str, Any]:
         "row": row,
         "what": "bytes of all collectives" if replicate else "bytes reduced",
         "measured": f"{measured:,}",
-        "target": f"= {row['nnz']:,} x {itemsize}",
-        "met": measured == row["nnz"] * itemsize,
+        "target": f"= {row['n_reduced']:,} x {itemsize}",
+        "met": measured == row["n_reduced"] * itemsize,
     }
 
 

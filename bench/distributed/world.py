@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.optim.ranks.agreement import n_elements
 
 from ..common.environment import commit
 from ..common.harness import Report, exit_code
@@ -137,6 +138,8 @@ class World:
             "variant": variant.name,
             **vars(variant),
             "nnz": mask.nnz if variant.pattern else None,
+            # With what the ranks compare in each reduction.
+            "n_reduced": mask.nnz + n_elements(dist.group.WORLD) if variant.pattern else None,
             "check": check,
             "collectives": {name: {"calls": counter.calls[name], "bytes": n} for name, n in counter.bytes.items()},
             "reduced_bytes": counter.reduced,

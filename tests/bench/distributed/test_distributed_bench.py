@@ -52,7 +52,8 @@ def test_a_small_run(tmp_path, capfd):
         if row["layout"] == "local":
             assert row["collectives"] == {}
         if row["layout"] in ("replicate", "fsdp2") and row["pattern"] is not None:
-            assert row["reduced_bytes"] == row["nnz"] * {"fp32": 4, "bf16": 2}[row["grad_dtype"]]
+            assert row["n_reduced"] == row["nnz"] + 12 * 2
+            assert row["reduced_bytes"] == row["n_reduced"] * {"fp32": 4, "bf16": 2}[row["grad_dtype"]]
         if row["layout"] == "replicate":
             assert row["other_bytes"] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -173,7 +174,8 @@ def row(variant: str, ms: float, *, gpus: int = 4, network: str = "default", **v
     return {
         **found,
         **sizes,
-        "nnz": 1000 if VARIANTS[variant].pattern else None,
+        "nnz": 976 if VARIANTS[variant].pattern else None,
+        "n_reduced": 1000 if VARIANTS[variant].pattern else None,
         "check": check,
         "commit": "abc",
         **values,
