@@ -98,9 +98,7 @@ def write_safetensors(
     if "__metadata__" in tensors:  # `save_file` would write a file that cannot be read
         raise SafetensorError("a tensor is named '__metadata__', which the format reserves: rename it")
     with written_aside(path, replace=replace, before_publishing=before_publishing) as aside:
-        aside.touch(
-            exist_ok=False
-        )  # with the mode of the umask, which no call reads without changing it for all threads
+        aside.touch(exist_ok=False)  # with the umask's mode: to read the umask is to change it for all threads
         mode = aside.stat().st_mode
         save_file(dict(tensors), aside, metadata=dict(metadata))  # replaces it by a file of mode 0600
         aside.chmod(mode)

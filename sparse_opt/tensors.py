@@ -24,8 +24,8 @@ def is_wrapper(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
-# Inside `SparseOptimizer.base_weights` the version counters of the parameters begin at this number. A view, or the result
-# of `detach()`, shares the counter, so that the tensors of a `state_dict()` are marked too; `.data` is not.
+# Inside `SparseOptimizer.base_weights` the version counters of the parameters begin at this number. Views and results
+# of `detach()` share the counter, so that the tensors of a `state_dict()` are marked too; `.data` is not.
 BASE_VERSION = 2**30
 
 
