@@ -163,9 +163,8 @@ def test_groups_of_any_seeds_round_independently(device):
     def rounded():
         params = {name: torch.nn.Parameter(torch.ones(4096, device=device).bfloat16()) for name in "abc"}
         mask = MaskSet.from_bool({name: torch.ones(4096, dtype=torch.bool) for name in params})
-        groups = [
-            {"params": [(n, p)], "seed": seed} for (n, p), seed in zip(params.items(), (1, 0, 2**32 - 1), strict=True)
-        ]
+        seeds = {"a": 1, "b": 0, "c": 2**32 - 1}
+        groups = [{"params": [(name, p)], "seed": seeds[name]} for name, p in params.items()]
         sum(p.sum() for p in params.values()).backward()
         optimizer = SparseSGD(groups, mask, lr=1e-3, stochastic_rounding=True, grads="dense")
         optimizer.step()
