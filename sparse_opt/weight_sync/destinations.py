@@ -137,6 +137,8 @@ def _placed(entry: LayoutTensor, destination: Destination) -> Placed:
         raise ForeignMessage(
             f"{where} has rows {r0}:{r1} and columns {c0}:{c1}, expected ranges within {rows} x {columns}"
         )
+    if tensor.is_meta:
+        raise ForeignMessage(f"{entry.name!r} is on the meta device, expected it in memory: load the weights first")
     if is_wrapper(tensor) or tensor.layout != torch.strided:
         raise ForeignMessage(f"{where} is a {type(tensor).__name__} of layout {tensor.layout}, expected a plain tensor")
     if tuple(tensor.shape) != (r1 - r0, c1 - c0):
