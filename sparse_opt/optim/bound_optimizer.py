@@ -88,7 +88,10 @@ class BoundOptimizer(torch.optim.Optimizer):
         self.defaults = {**defaults, "seed": seed}
         self._check_options(self.defaults)
         self.grads = grads
-        self.max_grad_norm = options.require_max_norm("max_grad_norm", max_grad_norm, or_none=True)
+        if max_grad_norm is not None:
+            expected = "a number > 0, or None"
+            max_grad_norm = options.require_max_norm("max_grad_norm", max_grad_norm, expected, positive=True)
+        self.max_grad_norm = max_grad_norm
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
         self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
         self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights

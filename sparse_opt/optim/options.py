@@ -77,19 +77,16 @@ def require_lr(where: str, name: str, lr: Any) -> None:
         )
 
 
-def require_max_norm(name: str, value: Any, *, or_none: bool = False) -> float | None:
-    """Return the norm to which gradients are clipped, a number >= 0 or infinity, or with `or_none` > 0 or None.
+def require_max_norm(name: str, value: Any, expected: str, *, positive: bool = False) -> float:
+    """Return the norm to which gradients are clipped: a number in the range of fp32, or infinity.
 
-    torch's `clip_grad_norm_` clips to NaN too, and turns all weights into NaN.
+    torch's `clip_grad_norm_` clips to NaN too, and the step then makes all weights NaN.
 
     Raises:
-        ValueError: `value` is anything else.
+        ValueError: `value` is no number, negative or NaN, or 0 with `positive`; says what was `expected`.
     """
-    if value is None and or_none:
-        return None
     is_norm = is_number(value, 0.0, NUMBER_LIMIT) or (isinstance(value, numbers.Real) and value == math.inf)
-    if not is_norm or (or_none and value == 0):
-        expected = "a number > 0, or None" if or_none else "a number >= 0"
+    if not is_norm or (positive and value == 0):
         raise ValueError(f"{name} is {shown(value)}, expected {expected}, in the range of fp32 or infinite")
     return float(value)
 

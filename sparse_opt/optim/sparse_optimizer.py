@@ -153,7 +153,7 @@ class SparseOptimizer(BoundOptimizer):
             RuntimeError: as in `step`.
         """
         self._require_usable("clip_grad_norm_")
-        norm, clip_coef = self._clipping(options.require_max_norm("max_norm", max_norm))
+        norm, clip_coef = self._clipping(options.require_max_norm("max_norm", max_norm, "a number >= 0"))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
         self._collector.clip_coef = clip_coef

@@ -113,7 +113,7 @@ def _n_ranks(folder: Path) -> int:
 def _load(file: Path) -> dict[str, Any]:
     """Map a file of verl's into memory. Only tensors, numpy's arrays and plain values are unpickled."""
     words = np.zeros(1, dtype=np.uint32)  # as in the state of numpy's generator
-    array = [words.__reduce__()[0], np.ndarray, np.dtype, type(words.dtype)]
+    array: list[Any] = [words.__reduce__()[0], np.ndarray, np.dtype, type(words.dtype)]
     try:
         with torch.serialization.safe_globals(array):
             content: dict[str, Any] = load_pt(file, mmap=True)
