@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -94,8 +95,13 @@ def write_safetensors(
     Raises:
         SafetensorError: the tensors cannot be written in this format.
     """
+    if "__metadata__" in tensors:  # `save_file` would write a file that cannot be read
+        raise SafetensorError("a tensor is named '__metadata__', which the format reserves: rename it")
     with written_aside(path, replace=replace, before_publishing=before_publishing) as aside:
-        save_file(dict(tensors), aside, metadata=dict(metadata))
+        aside.touch(exist_ok=False)  # with the umask's mode: to read the umask is to change it for all threads
+        mode = aside.stat().st_mode
+        save_file(dict(tensors), aside, metadata=dict(metadata))  # replaces it by a file of mode 0600
+        aside.chmod(mode)
 
 
 def fsync(path: Path) -> None:

@@ -94,6 +94,7 @@ def _reading() -> Iterator[None]:
     except (OSError, DamagedFile):
         raise
     except _UNREADABLE as error:
-        # torch's message ends with the advice to trust the file, which is left out.
-        cause = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or one_line(error)
+        # torch's message has advice to trust the file, which is left out: its context has the cause alone.
+        own = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+        cause = one_line(own or error).partition(" Please use")[0]
         raise DamagedFile(f"it is not a file that torch.save wrote: {cause}") from error

@@ -24,6 +24,16 @@ def is_wrapper(tensor: Tensor) -> bool:
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
+# Inside `SparseOptimizer.base_weights` the version counters of the parameters begin at this number. Views and results
+# of `detach()` share the counter, so that the tensors of a `state_dict()` are marked too; `.data` is not.
+BASE_VERSION = 2**30
+
+
+def holds_base_weights(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of a model's weights is inside of `base_weights()`."""
+    return any(not tensor.is_inference() and tensor._version >= BASE_VERSION for tensor in tensors)
+
+
 def named_parameters_of(
     model_or_named: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> dict[str, Tensor]:

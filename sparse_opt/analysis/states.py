@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..delta.state_log import StateLog, floating_parameters
+from ..delta.state_log import StateLog, floating_parameters, require_logged
 from ..errors import DataError
 from ..masks.parameters import select_names
 from ..tensors import as_bits
@@ -52,16 +52,14 @@ def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:
     """The given steps, ascending, or all after the base.
 
     Raises:
-        DataError: a step is the base or is not logged, or no step is logged after the base.
+        DataError: a step is the base, or no step is logged after the base.
+        DeltaLogError: a step is not logged.
     """
     logged = log.steps
     if len(logged) < 2:
         raise DataError(f"{log.directory}: no step after {logged[0]} to compare with it")
     for step in steps or ():
-        if step not in logged:
-            raise DataError(
-                f"{log.directory}: step {step} is not logged; {len(logged)} are, {logged[0]} to {logged[-1]}"
-            )
+        require_logged(log.directory, step, logged)
         if step == logged[0]:
             raise DataError(f"{log.directory}: step {step} is the base, expected a later step")
     return sorted(set(steps)) if steps else list(logged[1:])

@@ -134,15 +134,10 @@ def _train(algorithm: str, work: Callable[[Any], dict[str, Any]], config: Any) -
 
 
 def _text(summary: dict[str, Any]) -> str:
-    first, last, median, nbytes = (summary[key] for key in ("first", "last", "median", "optimizer_bytes"))
-    changed = [
-        f"{name} {first[name]:.4f} -> {last[name]:.4f}"
-        for name in ("loss", "reward", "accuracy", "margin")
-        if first.get(name) is not None and last.get(name) is not None
-    ]
+    median, nbytes = summary["median"], summary["optimizer_bytes"]
     parts = [f"{name.removesuffix('_time_s')} {time:.3f}" for name, time in median.items() if name != "step_time_s"]
     sizes = [f"{what} {format_bytes(size)}" for what, size in nbytes.items() if size]
-    lines = [f"{summary['algorithm']} {summary['mode']}: {summary['n_steps']} steps, {', '.join(changed)}"]
+    lines = [f"{summary['algorithm']} {summary['mode']}: {summary['n_steps']} steps"]
     if summary["last_evaluation"] is not None:
         before, after = summary["first_evaluation"], summary["last_evaluation"]
         names = [

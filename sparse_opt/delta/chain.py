@@ -23,6 +23,7 @@ from .files import (
 )
 from .patches import LogMask, TensorPatches, unpack
 from .state import StateLayout
+from .state_log import require_logged
 
 
 class LogFiles:
@@ -91,8 +92,7 @@ class LogFiles:
                 another step.
         """
         base, files = self.base(), self.steps()
-        if step not in files:
-            raise DeltaLogError(f"{self.directory}: step {step} is not logged")
+        require_logged(self.directory, step, files)
         chain = [self.header(files[step])]
         require_member(base, chain[0])
         while chain[-1].file.kind != KEYFRAME:

@@ -189,9 +189,10 @@ class DeltaLog(DeltaReader):
             model_or_state: defaults to the argument of `create` or `open`. Must have the logged tensors.
 
         Raises:
-            DeltaLogError: the step is not greater than the last one; the model is another; another writer holds the
-                lock; the log is damaged; or the process was forked from the writing one. Also if an earlier step could
-                not be written and that was not reported yet: this step is not logged, and the next one is a keyframe.
+            DeltaLogError: the step is not greater than the last one; the model is another, or holds its base weights;
+                another writer holds the lock; the log is damaged; or the process was forked from the writing one. Also
+                if an earlier step could not be written and that was not reported yet: this step is not logged, and the
+                next one is a keyframe.
         """
         state = self._model if model_or_state is None else model_or_state
         if state is None:

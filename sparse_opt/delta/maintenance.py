@@ -15,6 +15,7 @@ from .codec import Backend
 from .files import KEYFRAME, StepFile, StepHeader, list_steps, read_keyframe, write_step
 from .lock import WriterLock
 from .patches import LogMask, MaskedState, count_changes, encode
+from .state_log import require_logged
 
 
 @dataclass
@@ -108,8 +109,7 @@ def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | Non
     """Remove the steps strictly between two; return the new header of step b. See `DeltaLog.squash`."""
     listed = files.steps()
     for step in (a, b):
-        if step not in listed:
-            raise DeltaLogError(f"{files.directory}: step {step} is not logged")
+        require_logged(files.directory, step, listed)
     if a >= b:
         raise DeltaLogError(f"{files.directory}: squash from step {a} to step {b}, expected ascending steps")
     between = [step for step in listed if a < step < b]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import DeltaLogError, listed
 from ..files import is_text, one_line
 from ..tensor_file import DTYPES, can_store
-from ..tensors import canonical_names, combined_digest, compact_json, dtype_name, is_wrapper
+from ..tensors import canonical_names, combined_digest, compact_json, dtype_name, holds_base_weights, is_wrapper
 
 _RESERVED_NAME = "__metadata__"
 _DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
@@ -147,7 +147,8 @@ class StateReader:
         """Return the layout's tensors, as `read_state` does.
 
         Raises:
-            DeltaLogError: as `read_state`; or the tensors do not fit the layout. The message begins with `where`.
+            DeltaLogError: as `read_state`; or the tensors do not fit the layout, or the model holds its base weights.
+                The message begins with `where`.
         """
         try:
             tensors, aliases = _read_tensors(model_or_state)
@@ -156,7 +157,14 @@ class StateReader:
         found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         if found != self._expected or aliases != self._layout.aliases:
             self._layout.require_same(_layout(tensors, aliases, frozenset()), where)
+        require_trained(tensors.values(), where)
         return tensors
+
+
+def require_trained(weights: Iterable[Tensor], where: str) -> None:
+    """Raise DeltaLogError if weights that are to be logged after step 0 are base weights."""
+    if holds_base_weights(weights):
+        raise DeltaLogError(f"{where}: the model holds its base weights: leave base_weights() first")
 
 
 def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:

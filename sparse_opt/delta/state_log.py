@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..errors import DeltaLogError
 from .state import StateLayout, TensorSpec
 
 
@@ -40,6 +41,14 @@ class StateLog(Protocol):
 
         Holds one tensor for any number of steps: a yielded tensor is valid until the next one is requested.
         """
+
+
+def require_logged(directory: Path, step: int, logged: Collection[int]) -> None:
+    """Raise a DeltaLogError unless `step` is one of the logged steps; says which are."""
+    if step not in logged:
+        near = min(logged, key=lambda other: abs(other - step))
+        among = f"{len(logged)} are, {min(logged)} to {max(logged)}; the nearest is {near}"
+        raise DeltaLogError(f"{directory}: step {step} is not logged; {among}")
 
 
 def floating_parameters(log: StateLog) -> dict[str, TensorSpec]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..delta.log import DeltaLog
+from ..delta.state import require_trained
 from ..errors import DeltaLogError
 from .full_state import full_state
 
@@ -63,7 +64,12 @@ class DistributedDeltaLog:
             DeltaLogError: as `DeltaLog.append`.
         """
         state = full_state(self._model)
-        self._on_log(lambda log: log.append(step, state))
+
+        def append(log: DeltaLog) -> None:
+            require_trained(self._model.parameters(), f"{log.directory}: step {step}")  # `state` may be a copy
+            log.append(step, state)
+
+        self._on_log(append)
 
     def flush(self) -> None:
         """Wait until all appended steps are on disk.

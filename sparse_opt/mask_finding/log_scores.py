@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ..delta.state import TensorSpec
-from ..delta.state_log import StateLog
-from ..errors import DeltaLogError, MaskError
+from ..delta.state_log import StateLog, require_logged
+from ..errors import MaskError
 from .units import positions
 
 LogMethod = Literal["magnitude", "momentum", "fisher", "oracle"]
@@ -88,8 +88,7 @@ def plan_scores(
         raise MaskError(f"momentum_window is {momentum_window}, expected 2 or more velocities")
     logged = log.steps
     step = logged[-1] if target_step is None else target_step
-    if step not in logged:
-        raise DeltaLogError(f"{log.directory}: step {step} is not logged")
+    require_logged(log.directory, step, logged)
     if method == "oracle" and step != logged[-1]:
         raise MaskError(f"target_step is {step}, expected {logged[-1]} for oracle, which scores the last logged step")
     upto = logged[: logged.index(step) + 1]
@@ -114,7 +113,8 @@ def plan_scores(
 def _too_few(log: StateLog, what: str, needed: int, found: int, step: int) -> str:
     return (
         f"{log.directory}: {what} needs {needed} logged steps after the first, step {log.steps[0]}; "
-        f"up to step {step} there {'is' if found == 1 else 'are'} {found}"
+        f"up to step {step} there {'is' if found == 1 else 'are'} {found}: log more steps, as with --delta_log_steps "
+        "every:1, or choose the method magnitude"
     )
 
 

@@ -19,7 +19,7 @@ active positions. Its metadata:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def write(
     """Write a mask file atomically. Creates missing parent folders."""
     if path.suffix != ".safetensors":
         raise MaskError(f"{path}: mask files end in .safetensors, found {path.suffix or 'no suffix'}")
+    _require_text(path, indices, metadata)
     taken = sorted(set(metadata) & set(_RESERVED))
     if taken:
         raise MaskError(f"{path}: metadata key {taken[0]} is reserved by the file format")
@@ -114,10 +115,15 @@ def read(path: Path) -> IndexMasks | BoolMasks:
         raise MaskError(f"{path}: mask files end in .safetensors, {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
     found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
     names = found.indices if isinstance(found, IndexMasks) else found.masks
-    for text in (*names, *found.metadata, *found.metadata.values()):
-        if not is_text(text):  # a file with such a name cannot be written
-            raise MaskError(f"{path}: {text[:80]!r} cannot be encoded as UTF-8")
+    _require_text(path, names, found.metadata)  # otherwise the mask cannot be saved again
     return found
+
+
+def _require_text(path: Path, names: Iterable[str], metadata: Mapping[str, str]) -> None:
+    """Raise a MaskError if a name or the metadata are no text that a safetensors file can hold."""
+    for text in (*names, *metadata, *metadata.values()):
+        if not isinstance(text, str) or not is_text(text):
+            raise MaskError(f"{path}: {text!r:.80} is not text that can be encoded as UTF-8")
 
 
 def _read_safetensors(path: Path) -> IndexMasks:

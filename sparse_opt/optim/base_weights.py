@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import backends
+from ..tensors import BASE_VERSION
 from .buckets import Bucket
 from .compact_weights import CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
@@ -23,8 +24,9 @@ from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_
 from .signals import UninterruptedContext
 
 # Inside `base_weights()` the parameters have version counters of their own, so that a backward pass outside
-# through a graph built inside raises, and vice versa. On exit the bits are restored, and so are the version counters.
-_ELSEWHERE = itertools.count(2**30)
+# through a graph built inside raises, and vice versa. Readers of trained weights see by them that these are not there:
+# `holds_base_weights`. On exit the bits are restored, and so are the version counters.
+_ELSEWHERE = itertools.count(BASE_VERSION)
 
 
 @dataclass(eq=False)
@@ -185,7 +187,8 @@ class InBaseWeights(UninterruptedContext):
         self._collector.enter_base()
         undo(self._collector.leave_base)
         shards = [shard for base in bases for shard in base.shards if not shard.unsharded.is_inference()]
-        params = tuple(shard.unsharded for shard in shards)  # graphs refer to these
+        # Graphs refer to the unsharded parameters, readers to those of the model.
+        params = tuple({id(p): p for shard in shards for p in (shard.unsharded, shard.param)}.values())
         undo(torch.clear_autocast_cache)
         undo(_set_versions, params, tuple(p._version for p in params))
         trained = [shard for shard in shards if shard.param.requires_grad]

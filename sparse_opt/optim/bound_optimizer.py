@@ -83,13 +83,14 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise ValueError(f"state_dtype is {state_dtype}, expected torch.float32 or torch.bfloat16")
         if grad_dtype not in FLOAT_DTYPES:
             raise ValueError(f"grad_dtype is {grad_dtype}, expected one of {FLOAT_DTYPES}")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {max_grad_norm}, expected a positive number or None")
         if offload_base_weights and not keep_base_weights:
             raise ValueError("offload_base_weights=True needs keep_base_weights=True")
         self.defaults = {**defaults, "seed": seed}
         self._check_options(self.defaults)
         self.grads = grads
+        if max_grad_norm is not None:
+            expected = "a number > 0, or None"
+            max_grad_norm = options.require_max_norm("max_grad_norm", max_grad_norm, expected, positive=True)
         self.max_grad_norm = max_grad_norm
         self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
         self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding

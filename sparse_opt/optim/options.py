@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 # The first number that the ops cannot take: their scalars are fp32.
 NUMBER_LIMIT = math.nextafter(torch.finfo(torch.float32).max, math.inf)
-SEED_LIMIT = 2**62  # a bucket adds its number to the seed, and the sum must stay below 2**63
+# The high word of an op's seed, of 63 bits, is the number of the bucket. The ops mix both words into 32 bits: up to
+# 29,000 buckets whose seeds are less than 100,000 apart have different streams.
+SEED_LIMIT = 2**32
 
 
 class SharedOptions(TypedDict, total=False):
@@ -47,7 +49,8 @@ class SharedOptions(TypedDict, total=False):
 def is_number(value: Any, minimum: float, below: float) -> bool:
     """Whether `value` is a number, including numpy's, with minimum <= value < below."""
     compared: Any = value  # numbers.Real is not typed as ordered
-    return isinstance(value, numbers.Real) and bool(minimum <= compared < below)
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and bool(minimum <= compared < below)
 
 
 def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, below: float = NUMBER_LIMIT) -> None:
@@ -76,6 +79,20 @@ def require_lr(where: str, name: str, lr: Any) -> None:
         )
 
 
+def require_max_norm(name: str, value: Any, expected: str, *, positive: bool = False) -> float:
+    """Return the norm to which gradients are clipped: a number in the range of fp32, or infinity.
+
+    torch's `clip_grad_norm_` clips to NaN too, and the step then makes all weights NaN.
+
+    Raises:
+        ValueError: `value` is no number, negative or NaN, or 0 with `positive`; says what was `expected`.
+    """
+    is_norm = is_number(value, 0.0, NUMBER_LIMIT) or (isinstance(value, numbers.Real) and value == math.inf)
+    if not is_norm or (positive and value == 0):
+        raise ValueError(f"{name} is {shown(value)}, expected {expected}, in the range of fp32 or infinite")
+    return float(value)
+
+
 def require_betas(where: str, name: str, betas: Any) -> None:
     """Raise a ValueError unless `betas` are two numbers, 0 <= beta < 1."""
     pair = betas if isinstance(betas, (tuple, list)) and len(betas) == 2 else ()
@@ -90,9 +107,10 @@ def require_bool(where: str, name: str, value: Any) -> None:
 
 
 def require_seed(where: str, name: str, seed: Any) -> None:
-    """Raise a ValueError unless `seed` is an integer, 0 <= seed < 2**62."""
-    if not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < SEED_LIMIT:
-        raise ValueError(f"{where}{name} is {shown(seed)}, expected an integer, 0 <= seed < 2**62")
+    """Raise a ValueError unless `seed` is an integer, 0 <= seed < 2**32."""
+    is_integer = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+    if not is_integer or not 0 <= int(seed) < SEED_LIMIT:
+        raise ValueError(f"{where}{name} is {shown(seed)}, expected an integer, 0 <= seed < 2**32")
 
 
 def shown(value: object) -> str:

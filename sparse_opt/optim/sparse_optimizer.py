@@ -151,10 +151,12 @@ class SparseOptimizer(BoundOptimizer):
             not clip.
 
         Raises:
-            ValueError, RuntimeError: as in `step`.
+            ValueError: `max_norm` is no number, negative or NaN; or as in `step`.
+            RuntimeError: as in `step`.
         """
         self._require_usable("clip_grad_norm_")
         self.check_binding()
+        max_norm = options.require_max_norm("max_norm", max_norm, "a number >= 0")
         norm, clip_coef = self._clipping(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
@@ -258,7 +260,7 @@ class SparseOptimizer(BoundOptimizer):
             "weights": None if bucket.weights is None else bucket.weights.copy,
             "params_hold_master": bucket.weights is not None and bucket.weights.copy is None,
             "stochastic_rounding": self.stochastic_rounding,
-            "seed": bucket.group["seed"] + bucket.ordinal,
+            "seed": int(bucket.group["seed"]) + (bucket.ordinal << 32),
             **self._scalars(bucket.device, grad_scale, found_inf, clip_coef),
         }
         return stepper.prepare(op, self._collector.received(buffer) if gathered else None, arguments)

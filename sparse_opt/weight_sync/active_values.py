@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim import SparseOptimizer
-from ..tensors import is_wrapper, named_parameters_of
+from ..tensors import holds_base_weights, is_wrapper, named_parameters_of
 from .backend import Backend, Index, choose
 from .destinations import place, whole_weight
 from .layout import Layout
@@ -117,9 +117,9 @@ class WeightsOf:
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights with active elements as they are now."""
-        require_current(self._source, self.mask)
         named = named_weights(self._source)
         weights = {entry.name: named[entry.name] for entry in self.layout.tensors if entry.nnz}
+        require_current(self._source, self.mask, weights.values())
         for name, weight in weights.items():
             if is_wrapper(weight):
                 kind = type(weight).__name__
@@ -166,11 +166,11 @@ def mask_of(source: Source, mask: MaskSet | None) -> MaskSet:
     return mask.resolve(named_weights(source))
 
 
-def require_current(source: Source, mask: MaskSet) -> None:
-    """Raise WeightSyncError if an optimizer has another mask by now, or its model holds the base weights."""
+def require_current(source: Source, mask: MaskSet, weights: Iterable[Tensor] = ()) -> None:
+    """Raise WeightSyncError if an optimizer has another mask by now, or its model or the weights hold base weights."""
+    if isinstance(source, SparseOptimizer) and source.mask is not mask:
+        raise WeightSyncError("the optimizer's mask was replaced: build a new WeightSender")
+    if holds_base_weights(weights) or (isinstance(source, SparseOptimizer) and source.holds_base_weights):
+        raise WeightSyncError("the model holds its base weights: leave base_weights() first")
     if isinstance(source, SparseOptimizer):
-        if source.mask is not mask:
-            raise WeightSyncError("the optimizer's mask was replaced: build a new WeightSender")
-        if source.holds_base_weights:
-            raise WeightSyncError("the model holds its base weights: leave base_weights() first")
         source.check_binding()

@@ -87,7 +87,7 @@ def place(layout: Layout, destinations: Mapping[str, Sequence[Destination]]) -> 
 
     Raises:
         ForeignMessage: a name has no entry in `destinations`, a destination does not fit the weight, or destinations
-            are on several devices; names the weight.
+            are on several devices, or on the meta device; names the weight.
     """
     placed = {}
     device: torch.device | None = None
@@ -102,6 +102,8 @@ def place(layout: Layout, destinations: Mapping[str, Sequence[Destination]]) -> 
             device = part.tensor.device if device is None else device
             if part.tensor.device != device:
                 raise ForeignMessage(f"{entry.name!r} is on {part.tensor.device}, expected {device} as the others")
+            if device.type == "meta":
+                raise ForeignMessage(f"{entry.name!r} is on the meta device, expected it in memory: load the weights")
             if not any(part.overlaps(p) for p in primary):
                 primary.append(part)
         placed[entry.name] = PlacedTensor(entry, tuple(primary), tuple(p for p in parts if p not in primary))

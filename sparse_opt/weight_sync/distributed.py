@@ -172,7 +172,7 @@ class _ShardedValues:
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
         """
-        require_current(self._source, self.mask)
+        require_current(self._source, self.mask, self._weights.values())
         if not self._takes_part:
             return {}
         for name in self._local:  # a converted or moved model has other memory

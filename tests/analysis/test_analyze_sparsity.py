@@ -94,7 +94,7 @@ def test_parts_add_up(make_log, random_states):
 
 def test_refuses_what_cannot_be_compared(make_log, random_states):
     log = make_log(random_states(torch.bfloat16))
-    with pytest.raises(DataError, match="step 15 is not logged; 4 are, 0 to 30"):
+    with pytest.raises(DeltaLogError, match="step 15 is not logged; 4 are, 0 to 30; the nearest is 10"):
         measure_sparsity(log, [10, 15])
     with pytest.raises(DataError, match="step 0 is the base"):
         measure_sparsity(log, [0])

@@ -149,7 +149,7 @@ PAIR = b'{"prompt": "What?", "chosen": "a", "rejected": "b"}\n'
     ("content", "said"),
     [
         (b"", "the file is empty"),
-        (b"\n\n", "rows.jsonl"),
+        (b"\n \n", "no rows, only blank lines"),
         (PAIR * 3 + PAIR.replace(b"What", b"Wh\xe9t"), "line 4: not UTF-8: byte 0xe9 at column 15"),
         ((PAIR.decode() * 2).encode("utf-16"), "line 1: not UTF-8: byte 0xff at column 1"),
         (b"\0" * 5000, "line 1: has a NUL byte"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparse_opt import DeltaLog
+from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.delta.log import claim
 from sparse_opt.errors import DeltaLogError
 
@@ -27,6 +27,23 @@ def test_steps_ascend(tmp_path: Path) -> None:
             log.append(step)  # type: ignore[arg-type]
     log.append(6)
     assert log.steps == (0, 5, 6)
+
+
+def test_base_weights_are_step_0_and_no_later_one(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with optimizer.base_weights():
+        log = DeltaLog.create(tmp_path / "log", model)
+        for state in (model, model.state_dict()):
+            with pytest.raises(DeltaLogError, match="step 1: the model holds its base weights: leave base_weights"):
+                log.append(1, state)
+    log.append(1)
+    log.flush()
+    assert log.step_of(model) == 1
+    with optimizer.base_weights():
+        assert log.step_of(model) == 0
 
 
 def test_create_refuses_a_directory_with_a_log(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from sparse_opt import DeltaLog, MaskSet
+from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.delta import encoder
 from sparse_opt.distributed import DistributedDeltaLog
 from sparse_opt.errors import DeltaLogError
@@ -106,6 +106,25 @@ def test_the_files_are_those_of_one_device(tmp_path: Path, sharded: bool, backen
     assert one == ranks
     masks = [find_from_log(DeltaLog.open(tmp_path / folder), sparsity=80).mask for folder in ("one", "ranks")]
     assert masks[0] == masks[1]
+
+
+def base_weights(rank: int, folder: str, sharded: bool) -> None:
+    model, mask = model_and_mask()
+    model.to(device())
+    for part in (model.hidden, model.out, model) if sharded else ():
+        fully_shard(part)
+    optimizer = SparseAdamW(model, mask, lr=0.1, process_group=None if sharded else False)
+    with optimizer.base_weights():
+        log = DistributedDeltaLog.create(folder, model)
+        with pytest.raises(DeltaLogError, match="step 1: the model holds its base weights"):
+            log.append(1)
+    log.append(1)
+    log.close()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_base_weights_are_step_0_and_no_later_one(tmp_path: Path, sharded: bool) -> None:
+    launch(base_weights, 2, str(tmp_path / "log"), sharded)
 
 
 def fail(rank: int, folder: str) -> None:

@@ -194,7 +194,10 @@ def test_steps_that_each_method_reads() -> None:
     ("arguments", "message"),
     [
         ({"method": "momentum", "momentum_window": 6}, "window 6 needs 6 logged steps after the first, .* there are 5"),
-        ({"method": "momentum", "target_step": 2}, "momentum with window 2 needs 2 logged steps .* step 2 there is 1"),
+        (
+            {"method": "momentum", "target_step": 2},
+            "window 2 needs 2 logged .* step 2 there is 1: log more steps, as with --delta_log_steps every:1",
+        ),
         ({"method": "fisher", "target_step": 2}, "fisher needs 2 logged steps after the first, .* step 2 there is 1"),
         ({"method": "momentum", "target_step": 0}, "no element of step 0 has changed since step 0"),
         ({"method": "momentum", "momentum_window": 1}, "momentum_window is 1, expected 2 or more velocities"),

@@ -163,6 +163,21 @@ def test_saving_what_cannot_be_saved(mask: MaskSet, tmp_path: Path) -> None:
         mask.save(tmp_path / "file" / "m.safetensors")
 
 
+@pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
+def test_a_name_that_files_cannot_hold_is_refused(tmp_path: Path, name: str) -> None:
+    positions = torch.tensor([0], dtype=torch.int32)
+    mask = MaskSet({name: positions}, {name: (3,)})
+    with pytest.raises(MaskError, match=r"^[^\n]*mask\.safetensors: [^\n]*(reserves|UTF-8)[^\n]*$"):
+        mask.save(tmp_path / "mask.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_that_files_cannot_hold_are_refused(mask: MaskSet, tmp_path: Path) -> None:
+    mask.metadata["note"] = "\ud800"
+    with pytest.raises(MaskError, match="UTF-8"):
+        mask.save(tmp_path / "mask.safetensors")
+
+
 @pytest.mark.parametrize("broken_call", ["save_file", "fsync", "replace"])
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_call: str

@@ -84,6 +84,7 @@ DAMAGES = {
     "lr-beyond-fp64": (option("lr", 10**400), r"parameter group 1: lr is 1000+\.\.\., expected a finite number >= 0"),
     "lr-text": (option("lr", "x"), r"parameter group 1: lr is 'x', expected a finite number >= 0"),
     "lr-none": (option("lr", None), "group 1: lr is None"),
+    "lr-bool": (option("lr", True), "group 1: lr is True, expected a finite number"),
     "lr-negative": (option("lr", -1.0), "group 1: lr is -1.0"),
     "lr-nan": (option("lr", float("nan")), "group 1: lr is nan"),
     "lr-two": (
@@ -94,6 +95,8 @@ DAMAGES = {
     "lr-gone": (option("lr", KeyError), "group 1 has no option 'lr'"),
     "decay": (option("weight_decay", [1]), r"group 1: weight_decay is \[1\]"),
     "seed": (option("seed", -1), "group 1: seed is -1"),
+    "seed-bool": (option("seed", True), "group 1: seed is True, expected an integer"),
+    "seed-beyond": (option("seed", 2**32), r"group 1: seed is 4294967296, expected an integer, 0 <= seed < 2\*\*32"),
     "seed-text": (option("seed", 1.5), "group 1: seed is 1.5"),
     "size": (data(lambda t: t[:2].clone()), "'c' has 8 elements, but had 24 when its mask was bound"),
     "strides": (data(lambda t: t.t().contiguous().t()), r"'c' has strides \(1, 6\), expected a contiguous"),

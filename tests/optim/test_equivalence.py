@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -154,6 +155,27 @@ def test_small_bf16_updates_vanish_unless_masters_or_stochastic_rounding_keep_th
     # 4096 weights, each off by less than one step of 2^-8: the mean is within 4 * 2^-8 / sqrt(4096) = 2.5e-4.
     assert abs(results["stochastic"] - (1 - 50e-4)) < 4 * 2**-8 / 4096**0.5
     assert abs(results["master"] - (1 - 50e-4)) <= 2**-9
+
+
+def test_groups_of_any_seeds_round_independently(device):
+    """Also seeds 1 and 0 of the first two groups; and the same seeds give the same bits again."""
+
+    def rounded():
+        params = {name: torch.nn.Parameter(torch.ones(4096, device=device).bfloat16()) for name in "abc"}
+        mask = MaskSet.from_bool({name: torch.ones(4096, dtype=torch.bool) for name in params})
+        seeds = {"a": 1, "b": 0, "c": 2**32 - 1}
+        groups = [{"params": [(name, p)], "seed": seeds[name]} for name, p in params.items()]
+        sum(p.sum() for p in params.values()).backward()
+        optimizer = SparseSGD(groups, mask, lr=1e-3, stochastic_rounding=True, grads="dense")
+        optimizer.step()
+        return list(params.values())
+
+    first, second = rounded(), rounded()
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+    # A weight goes down with p = 1e-3 * 2^8, so two agree with p^2 + (1 - p)^2; 5 standard deviations of 4096 weights.
+    agree = 0.256**2 + 0.744**2
+    for p, q in itertools.combinations(first, 2):
+        assert abs((p == q).float().mean().item() - agree) < 5 * (agree * (1 - agree) / 4096) ** 0.5
 
 
 def test_parameter_groups_and_schedulers(device):

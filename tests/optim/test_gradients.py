@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +100,27 @@ def test_max_grad_norm_is_clip_grad_norm_in_the_step(sparse_optimizer, grads, de
             optimizer.step()
         assert torch.equal(norm, built_in.grad_norm)
     assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("norm", ["1", True, float("nan"), -1.0, 10**400, torch.ones(2), [1.0]], ids=str)
+def test_norms_that_are_none_are_refused(norm, device):
+    model = make_model(device)
+    mask = MaskSet.random(model, density=0.4)
+    with pytest.raises(ValueError, match="^max_grad_norm is .*, expected a number > 0, or None"):
+        SparseAdamW(model, mask, max_grad_norm=norm)
+    optimizer = SparseAdamW(model, mask)
+    with pytest.raises(ValueError, match="^max_norm is .*, expected a number >= 0"):
+        optimizer.clip_grad_norm_(norm)
+
+
+@pytest.mark.parametrize("norm", [np.float32(0.5), np.int64(1), np.float64(0.25), 1, math.inf, 0])
+def test_norms_of_every_type(norm, device):
+    model, reference = make_model(device), make_model(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=1.0), max_grad_norm=norm or None)
+    for each in (model, reference):
+        backward(each, 0)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), norm)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(norm), expected, rtol=20 * EPS32, atol=0)
 
 
 def test_clipping_forgets_gradients_of_an_earlier_step(device):

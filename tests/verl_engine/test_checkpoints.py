@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,26 @@ def test_a_folder_that_is_no_checkpoint_is_refused(saved: Callable[[str], tuple[
     model, mask, *_ = saved("gloo")
     (message,) = launch_verl(refused_run, 1, model, mask, str(tmp_path))
     assert "fsdp_config.json" in message
+
+
+class Touch:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["extra_state_world_size_2_rank_0.pt", "model_world_size_2_rank_0.pt"])
+def test_nothing_in_a_folder_is_unpickled(name: str, saved: Callable[[str], tuple[Any, ...]], tmp_path: Path):
+    model, mask, folder, _ = saved("gloo")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    torch.save(Touch(tmp_path / "run"), copy / name)
+    (message,) = launch_verl(refused_run, 1, model, mask, str(copy))
+    assert name in message and "\n" not in message
+    assert not (tmp_path / "run").exists()
 
 
 def reference_run(rank: int, model: str, mask: str) -> Any:

@@ -196,8 +196,10 @@ def an_optimizer_under_fsdp(rank: int) -> None:
         message = sender.update()  # the root's parameters are unsharded at this point
         if message is not None:
             assert receiver.receive(message.wait()) == version
-    with pytest.raises(WeightSyncError, match="base weights"), optimizer.base_weights():
-        sender.update()
+    without_optimizer = DistributedWeightSender(model, mask)
+    for of_base in (sender, without_optimizer):
+        with pytest.raises(WeightSyncError, match="base weights"), optimizer.base_weights():
+            of_base.update()
     for name, parameter in zip(copy, dict(model.named_parameters()).values(), strict=True):
         full = parameter.full_tensor()
         if rank == 0:

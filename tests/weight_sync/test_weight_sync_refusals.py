@@ -151,6 +151,15 @@ def test_two_weights_of_the_trainer_in_one_place():
         receiver.receive(sender.mask_message())
 
 
+def test_weights_without_memory():
+    pair = Pair()
+    meta = {name: weight.to("meta") for name, weight in pair.copy.items()}
+    with pytest.raises(ForeignMessage, match="^'[a-z]' is on the meta device, expected it in memory"):
+        WeightReceiver(meta).receive(pair.sender.mask_message())
+    with pytest.raises(ValueError, match="^'[a-z]' is on the meta device, expected it in memory"):
+        WeightSender(meta, pair.mask)
+
+
 def test_messages_before_the_mask_and_of_another_mask():
     pair = Pair()
     receiver = WeightReceiver(clones(pair.weights))

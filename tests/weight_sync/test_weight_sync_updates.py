@@ -153,6 +153,25 @@ def test_an_optimizer_is_a_source():
         sender.update()
 
 
+@pytest.mark.parametrize("source", ["module", "parameters", "state dict"])
+def test_base_weights_are_not_sent(source):
+    """Also by a sender that does not know the optimizer; and it goes on afterwards."""
+    model = torch.nn.Linear(20, 30)
+    mask = MaskSet.random(model, density=0.2)
+    sources = {"module": model, "parameters": dict(model.named_parameters()), "state dict": model.state_dict()}
+    optimizer = SparseAdamW(model, mask, lr=0.1)
+    sender = WeightSender(sources[source], mask)
+    model(torch.ones(1, 20)).sum().backward()
+    optimizer.step()
+    with optimizer.base_weights():
+        with pytest.raises(WeightSyncError, match="the model holds its base weights: leave base_weights"):
+            sender.update()
+        with pytest.raises(WeightSyncError, match="the model holds its base weights"):
+            WeightSender(sources[source], mask)
+    assert sender.version == 0
+    assert sum(v.numel() for k, v in sender.update().wait().tensors.items() if k.endswith("values")) == mask.nnz
+
+
 @pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_sender_reads_compact_weights_instead_of_the_model(place, masters, pattern, monkeypatch):

@@ -141,6 +141,8 @@ def _require_json_text(path: Path) -> None:
             first = first or text.removeprefix("\ufeff").lstrip()[:1]
             if first not in ("", "{", "["):
                 raise DataError(f"{where}: begins with {first!r}, expected JSON rows")
+    if not first:
+        raise DataError(f"dataset {path}: no rows, only blank lines")
 
 
 def chosen_rows(records: Any, name: str, subset_size: int | None, seed: int) -> Sequence[int]:

@@ -279,9 +279,9 @@ class TrainingOptions(ModelOptions):
                 raise ConfigError(f"option 'lean' is true, and {name} is {given}: expected {value}")
         if self.master_weights:
             raise ConfigError("option 'lean' is true, and master_weights too: lean rounds at random without them")
-        if not 0 <= self.seed < 2**62:
+        if not 0 <= self.seed < 2**32:
             raise ConfigError(
-                f"option 'seed' is {self.seed} with lean, whose rounding it determines: expected 0 to 2**62"
+                f"option 'seed' is {self.seed} with lean, whose rounding it determines: expected 0 to 2**32"
             )
         if self.parallel == "fsdp":
             raise ConfigError(

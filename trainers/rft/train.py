@@ -125,11 +125,9 @@ def _make_mask(config: RFTConfig) -> None:
 
 
 def _text(summary: dict[str, Any]) -> str:
-    first, last, median = summary["first"], summary["last"], summary["median"]
-    data = summary["data"]
+    last, median, data = summary["last"], summary["median"], summary["data"]
     lines = [
-        f"rft train {summary['mode']}: {summary['n_steps']} steps on {data['n_examples']} examples, loss "
-        f"{first['loss']:.4f} -> {last['loss']:.4f}",
+        f"rft train {summary['mode']}: {summary['n_steps']} steps on {data['n_examples']} examples",
         f"step       {median['step_time_s']:.3f} s (median), {last['tokens_per_s']:.0f} tokens/s",
         f"checkpoint {summary['checkpoint']}",
         f"metrics    {summary['metrics_file']}",

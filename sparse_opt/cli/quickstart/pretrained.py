@@ -182,8 +182,6 @@ def _experiment(args: PretrainedOptions, device: torch.device) -> dict[str, Any]
             "learning_rate": options["learning_rate"],
             "accuracy_before": before["accuracy"],
             "accuracy_after": answers[name]["accuracy"],
-            "reward_first": summary["first"]["reward"],
-            "reward_last": summary["last"]["reward"],
             "step_time_s": summary["median"]["step_time_s"],
             "optimizer_time_s": summary["median"]["optimizer_time_s"],
             "optimizer_state_bytes": sum(summary["optimizer_bytes"][key] for key in ("state", "master", "indices")),

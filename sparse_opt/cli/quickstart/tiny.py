@@ -243,7 +243,6 @@ def _statistics(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
     nbytes = summary["optimizer_bytes"]
     return {
         "loss_first": summary["first"]["loss"],
-        "loss_last": summary["last"]["loss"],
         "optimizer_state_bytes": nbytes["state"] + nbytes["master"] + nbytes["indices"],
         "gradient_bytes": nbytes["grad"],
         # The dense run keeps a second model of fp32 weights, the sparse one the initial values of its active elements.
@@ -253,8 +252,6 @@ def _statistics(summary: dict[str, Any], n_weights: int) -> dict[str, Any]:
 
 def _text(results: dict[str, Any]) -> str:
     shown: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "loss, first step": ("loss_first", "{:.4f}".format),
-        "loss, last step": ("loss_last", "{:.4f}".format),
         "preference accuracy, before": ("accuracy_before", "{:.1%}".format),
         "preference accuracy, after": ("accuracy_after", "{:.1%}".format),
         "step time (in turns)": ("step_time_s", _milliseconds),

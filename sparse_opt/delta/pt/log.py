@@ -34,6 +34,7 @@ from ...tensors import as_bits, dtype_name
 from ..digest import StateDigest
 from ..maintenance import Problem
 from ..state import StateLayout, read_state
+from ..state_log import require_logged
 from ..writer import StepInfo
 from .files import file_version, list_pt_files, map_tensors, require_checksums
 
@@ -122,8 +123,7 @@ class PtDeltaLog:
 
     def file(self, step: int) -> Path:
         """Return the file of a step. Raises DeltaLogError if the step is not logged."""
-        if step not in self._files:
-            raise DeltaLogError(f"{self.directory}: step {step} is not logged")
+        require_logged(self.directory, step, self._files)
         return self._files[step]
 
     def digest(self, step: int) -> str:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -20,7 +21,9 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from ...distributed import load_optimizer
 from ...errors import ConfigError
+from ...files import DamagedFile, one_line
 from ...optim import SparseOptimizer
+from ...pt_file import load_pt
 
 FOLDER = "sparse_optimizer"
 
@@ -28,7 +31,7 @@ FOLDER = "sparse_optimizer"
 class SparseCheckpointManager(FSDPCheckpointManager):
     """verl's FSDPCheckpointManager with the optimizer's state in a checkpoint of `torch.distributed.checkpoint`."""
 
-    _own_files = False  # while verl's code runs, which would write the optimizer's state for this number of ranks
+    _saving = False  # while verl's code runs, which would write the optimizer's state for this number of ranks
 
     @classmethod
     def like(cls, manager: FSDPCheckpointManager) -> SparseCheckpointManager:
@@ -44,11 +47,7 @@ class SparseCheckpointManager(FSDPCheckpointManager):
 
     @property
     def should_save_optimizer(self) -> bool:
-        return not self._own_files and "optimizer" in self.checkpoint_save_contents
-
-    @property
-    def should_load_optimizer(self) -> bool:
-        return not self._own_files and "optimizer" in self.checkpoint_load_contents
+        return not self._saving and "optimizer" in self.checkpoint_save_contents
 
     def save_checkpoint(
         self,
@@ -60,11 +59,11 @@ class SparseCheckpointManager(FSDPCheckpointManager):
         """Write a checkpoint to `local_path`. All ranks must call it."""
         if local_path is None:
             return
-        self._own_files = True
+        self._saving = True
         try:
             super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
         finally:
-            self._own_files = False
+            self._saving = False
         if self.should_save_optimizer:
             dcp.save({"optimizer": self.optimizer.state_dict()}, checkpoint_id=Path(local_path) / FOLDER)
         dist.barrier()
@@ -74,10 +73,12 @@ class SparseCheckpointManager(FSDPCheckpointManager):
     ) -> None:
         """Load a checkpoint of any number of ranks into the model, the optimizer and the schedule.
 
-        The states of the random generators are restored if the number of ranks is the same.
+        The states of the random generators are restored if the number of ranks is the same. The folder is not trusted:
+        verl's own method would unpickle any object in it.
 
         Raises:
-            ConfigError: the folder is not a checkpoint of this engine.
+            ConfigError: the folder is not a checkpoint of this engine; or a file cannot be read, or has other objects
+                than tensors and plain values.
             ValueError: it is of another model or mask.
         """
         if local_path is None:
@@ -86,17 +87,14 @@ class SparseCheckpointManager(FSDPCheckpointManager):
         saved_by = _n_ranks(folder)
         if self.should_load_optimizer and not (folder / FOLDER).is_dir():
             raise ConfigError(f"{folder} has no {FOLDER}: it is not a checkpoint of a sparse optimizer")
-        if saved_by == self.world_size:
-            self._own_files = True
-            try:
-                super().load_checkpoint(local_path, hdfs_path, del_local_after_load=False)
-            finally:
-                self._own_files = False
-        else:
-            if self.should_load_model:
-                load_shards(self.model, folder, saved_by)
-            if self.should_load_extra and self.lr_scheduler is not None:
-                extra = torch.load(folder / f"extra_state_world_size_{saved_by}_rank_0.pt", weights_only=False)
+        if self.should_load_model:
+            load_shards(self.model, folder, saved_by)
+        if self.should_load_extra:
+            same = saved_by == self.world_size
+            extra = _load(folder / f"extra_state_world_size_{saved_by}_rank_{self.rank if same else 0}.pt")
+            if same:
+                self.load_rng_state(extra["rng"])
+            if self.lr_scheduler is not None:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         if self.should_load_optimizer:
             load_optimizer(cast(SparseOptimizer, self.optimizer), folder / FOLDER)
@@ -112,20 +110,32 @@ def _n_ranks(folder: Path) -> int:
         raise ConfigError(f"{folder} is not a checkpoint of verl's FSDP engines: {file.name}: {error}") from error
 
 
+def _load(file: Path) -> dict[str, Any]:
+    """Map a file of verl's into memory. Only tensors, numpy's arrays and plain values are unpickled."""
+    words = np.zeros(1, dtype=np.uint32)  # as in the state of numpy's generator
+    array: list[Any] = [words.__reduce__()[0], np.ndarray, np.dtype, type(words.dtype)]
+    try:
+        with torch.serialization.safe_globals(array):
+            content: dict[str, Any] = load_pt(file, mmap=True)
+    except (OSError, DamagedFile) as error:
+        raise ConfigError(f"{file}: {one_line(error)}") from error
+    return content
+
+
 @torch.no_grad()
 def load_shards(model: nn.Module, folder: Path, saved_by: int) -> None:
-    """Copy the weights of a checkpoint of another number of ranks into a model's shards.
+    """Copy the weights of a checkpoint of any number of ranks into a model's shards.
 
-    Each rank reads the files of all ranks, one after the other.
+    Each rank reads the file of its number if the number of ranks is the same, otherwise those of all ranks, one after
+    the other.
 
     Raises:
+        ConfigError: a file cannot be read, or has other objects than tensors.
         ValueError: the checkpoint has other names or shapes.
     """
     own = model.state_dict()
-    for rank in range(saved_by):
-        saved = torch.load(
-            folder / f"model_world_size_{saved_by}_rank_{rank}.pt", map_location="cpu", mmap=True, weights_only=False
-        )
+    for rank in [dist.get_rank()] if saved_by == dist.get_world_size() else range(saved_by):
+        saved = _load(folder / f"model_world_size_{saved_by}_rank_{rank}.pt")
         if saved.keys() != own.keys():
             raise ValueError(f"{folder} has other weights: {sorted(saved.keys() ^ own.keys())[0]!r}")
         for name, tensor in own.items():

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine.spec import ShardSpec, derive_dtensor_placement
 
+from ...errors import WeightSyncError
 from ...masks import MaskSet
 from ...optim import SparseOptimizer
 from ...optim.ranks import sharding
+from ...tensors import holds_base_weights
 from ...weight_sync.active_values import WeightsOf, named_weights
 
 # verl sends whole weights in this dtype, and compares them in it.
@@ -90,7 +92,13 @@ class ChangedValues:
         self._last = now
 
     def _taken(self) -> dict[str, Tensor]:
-        """Return the active values of each tensor in this rank's shards."""
+        """Return the active values of each tensor in this rank's shards.
+
+        Raises:
+            WeightSyncError: the model holds its base weights.
+        """
+        if holds_base_weights(self._params.values()):
+            raise WeightSyncError("the model holds its base weights: leave base_weights() first")
         if self._values is None:
             return {}
         found = {}
