@@ -1,15 +1,12 @@
 #include "backward_notifier.h"
 
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
 
 #include "error_text.h"
 
 namespace sparse_opt {
-
-using torch::autograd::variable_list;
 
 BackwardNotifier::BackwardNotifier(std::vector<int64_t> group_of, Ready ready, Ended ended)
     : group_of_(std::move(group_of)), ready_(std::move(ready)), ended_(std::move(ended)) {
@@ -26,33 +23,25 @@ std::shared_ptr<BackwardNotifier> BackwardNotifier::create(const std::vector<at:
   const std::shared_ptr<BackwardNotifier> notifier(
       new BackwardNotifier(std::move(group_of), std::move(ready), std::move(ended)));
   for (size_t i = 0; i < params.size(); ++i) {
-    // A parameter does not keep its node alive.
     NodePointer node = torch::autograd::impl::grad_accumulator(params[i]);
     SPARSE_OPT_CHECK(static_cast<bool>(node), "params[", i, "] does not require grad");
-    const auto key = node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [weak = notifier->weak_from_this(), i](const variable_list& outputs, const variable_list&) {
-          if (const std::shared_ptr<BackwardNotifier> self = weak.lock()) self->reached(i);
-          return outputs;
-        }));
-    notifier->hooks_.emplace_back(std::move(node), key);
+    node->add_post_hook(std::make_unique<Hook>(notifier, i));
+    notifier->nodes_.push_back(std::move(node));
   }
   return notifier;
 }
 
-BackwardNotifier::~BackwardNotifier() {
-  remove();
-}
-
 void BackwardNotifier::remove() {
+  std::vector<NodePointer> nodes;  // released after the lock: other hooks on them may be any code
   const std::lock_guard lock(mutex_);
-  for (const auto& [node, key] : hooks_) node->del_post_hook(key);
-  hooks_.clear();
+  nodes.swap(nodes_);
 }
 
 void BackwardNotifier::reached(size_t i) {
   bool complete = false;
   {
     const std::lock_guard lock(mutex_);
+    if (nodes_.empty()) return;
     const int pass = torch::autograd::get_current_graph_task_id();
     if (pass != pass_) {  // a pass that raised never ended
       pass_ = pass;

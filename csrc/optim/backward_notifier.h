@@ -10,13 +10,27 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 namespace sparse_opt {
 
 class BackwardNotifier : public std::enable_shared_from_this<BackwardNotifier> {
  public:
+  // A hook on the node of parameter i. It does not use the gradient.
+  class Hook : public torch::autograd::FunctionPostHook {
+   public:
+    Hook(std::weak_ptr<BackwardNotifier> notifier, size_t i) : notifier_(std::move(notifier)), i_(i) {}
+    std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& outputs,
+                                       const std::vector<at::Tensor>&) override {
+      if (const std::shared_ptr<BackwardNotifier> notifier = notifier_.lock()) notifier->reached(i_);
+      return outputs;
+    }
+
+   private:
+    std::weak_ptr<BackwardNotifier> notifier_;
+    size_t i_;
+  };
+
   using Ready = std::function<void(int64_t)>;
   using Ended = std::function<void()>;
 
@@ -26,7 +40,7 @@ class BackwardNotifier : public std::enable_shared_from_this<BackwardNotifier> {
   // undefined gradients, and after the hooks of `register_post_accumulate_grad_hook`.
   static std::shared_ptr<BackwardNotifier> create(const std::vector<at::Tensor>& params, std::vector<int64_t> group_of,
                                                   Ready ready, Ended ended);
-  ~BackwardNotifier();
+  // Afterwards the hooks do nothing. They stay on their nodes, because the engine may be calling them now.
   void remove();
 
  private:
@@ -41,8 +55,8 @@ class BackwardNotifier : public std::enable_shared_from_this<BackwardNotifier> {
   const Ready ready_;
   const Ended ended_;
 
-  std::mutex mutex_;  // protects the following; not held during calls
-  std::vector<std::pair<NodePointer, uintptr_t>> hooks_;
+  std::mutex mutex_;                // protects the following; not held during calls
+  std::vector<NodePointer> nodes_;  // a parameter does not keep its node alive; empty after remove()
   std::vector<int64_t> remaining_;  // parameters of each group that the pass has not reached yet
   int pass_ = -1;
 };

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <limits>
 
 #include "direct_ops.h"
@@ -51,6 +52,18 @@ uint32_t version_of(const at::Tensor& tensor) {
 
 }  // namespace
 
+// Holds the mutex, and afterwards frees the operands of products: they may have a graph, whose nodes may run any code.
+class GradientBuffer::Lock {
+ public:
+  explicit Lock(GradientBuffer& buffer) : buffer_(buffer), lock_(buffer.mutex_) {}
+  ~Lock() { used_ = std::exchange(buffer_.used_operands_, {}); }
+
+ private:
+  GradientBuffer& buffer_;
+  std::vector<TileOperands> used_;
+  const std::lock_guard<std::mutex> lock_;  // released before used_
+};
+
 GradientBuffer::GradientBuffer(std::shared_ptr<const BoundParams> bound, at::Tensor values, at::Tensor sum_sq,
                                std::optional<Tiles> tiles)
     : bound_(std::move(bound)),
@@ -83,7 +96,7 @@ GradientBuffer::~GradientBuffer() {
   take_queued_gradients();
   try {
     wait_for_gathers();
-  } catch (const c10::Error&) {  // of an earlier kernel; the next synchronization reports it
+  } catch (const std::exception&) {  // of an earlier kernel; the next synchronization reports it
   }
 }
 
@@ -120,14 +133,21 @@ void GradientBuffer::allocate_partial_sums() {
   finished_ = at::zeros({1}, values_.options().dtype(at::kInt));
 }
 
-// Call it before a pass writes partial sums: a pass of another kind may have written more of them. A pass of values
-// writes only one, and always clears the others: last_pass_ does not show what replays of CUDA graphs have written.
-void GradientBuffer::begin_pass(size_t i, Pass pass) {
+// Call it before a pass writes the partial sums of the list's parameters: a pass of another kind may have written more
+// of them. Once a pass has been captured in a CUDA graph, every pass clears them: last_pass_ does not show what
+// replays, and captures that failed, have written.
+template <typename T>
+void GradientBuffer::begin_pass(const std::vector<T>& list, Pass pass) {
   if (!partial_sums_.defined()) return;
-  const bool follows_another = last_pass_[i] != Pass::kNone && last_pass_[i] != pass;
-  if (follows_another || pass == Pass::kValues)
-    partial_sums_.narrow(0, first_partial_[i], partials_end_[i] / kGatherBlock).zero_();
-  last_pass_[i] = pass;
+  captured_ = captured_ || is_captured(current_stream(values_.device()));
+  std::vector<at::Tensor> stale;
+  for (const T& gradient : list) {
+    const size_t i = gradient.i;
+    if (captured_ || (last_pass_[i] != Pass::kNone && last_pass_[i] != pass))
+      stale.push_back(partial_sums_.narrow(0, first_partial_[i], partials_end_[i] / kGatherBlock));
+    last_pass_[i] = pass;
+  }
+  if (!stale.empty()) at::_foreach_zero_(stale);  // one launch
 }
 
 // Passes may share slots and partial sums, so they run in the order of the calls, also on different streams: the
@@ -151,7 +171,7 @@ void GradientBuffer::wait_for_gathers() {
 // Adding gradients at once
 
 void GradientBuffer::add_dense_(int64_t i, const at::Tensor& grad, const std::optional<at::Tensor>& found_inf) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   check_gradient(i, grad);
   if (is_queued(i)) flush();
   gather_({{static_cast<size_t>(i), grad}}, received_[i], found_inf);
@@ -163,7 +183,7 @@ void GradientBuffer::add_tiles_(const std::vector<int64_t>& which, const std::ve
   SPARSE_OPT_CHECK(lefts.size() == which.size() && rights.size() == which.size(), "there are ", which.size(),
                    " parameters, ", lefts.size(), " left and ", rights.size(), " right operands");
   for (size_t k = 0; k < which.size(); ++k) check_tile_operands(which[k], lefts[k], rights[k]);
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   flush();
   std::vector<TileOperands> list;
   bool accumulate = false;
@@ -187,7 +207,7 @@ void GradientBuffer::add_tiles_(const std::vector<int64_t>& which, const std::ve
 
 void GradientBuffer::add_values_(int64_t i, const at::Tensor& values, const std::optional<at::Tensor>& found_inf) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   if (is_queued(i)) flush();
   wait_for_last_stream();
   const at::Tensor slots = values_.narrow(0, bound_->start(i), bound_->end(i) - bound_->start(i));
@@ -197,7 +217,7 @@ void GradientBuffer::add_values_(int64_t i, const at::Tensor& values, const std:
     slots.copy_(values);
   }
   const at::Tensor stored = slots.to(at::kFloat);
-  begin_pass(i, Pass::kValues);
+  begin_pass<Gradient>({{static_cast<size_t>(i), {}}}, Pass::kValues);
   (partial_sums_.defined() ? partial_sums_.narrow(0, first_partial_[i], 1) : sum_sq_.narrow(0, i, 1))
       .copy_(stored.square().sum());
   if (found_inf.has_value()) {
@@ -232,8 +252,8 @@ void GradientBuffer::gather_(const std::vector<Gradient>& list, bool accumulate,
     ends.push_back(bound_->end(i));
     numbers.push_back(static_cast<int64_t>(i));
     first_partials.push_back(first_partial_[i]);
-    begin_pass(i, Pass::kGather);
   }
+  begin_pass(list, Pass::kGather);
   direct::gather_partly_(values_, grads, bound_->indices(), starts, ends, numbers,
                          static_cast<int64_t>(last_pass_.size()), accumulate, partial_sums_, first_partials, found_inf,
                          bound_->run_length(), bound_->index_bases());
@@ -261,9 +281,9 @@ void GradientBuffer::multiply_tiles_(const std::vector<TileOperands>& list, bool
     rights.push_back(p.right.contiguous());
     starts.push_back(tiles_->starts[p.i]);
     ends.push_back(tiles_->ends[p.i]);
-    begin_pass(p.i, Pass::kTiles);
     if (partial_sums_.defined()) first_partials.push_back(first_partial_[p.i]);
   }
+  begin_pass(list, Pass::kTiles);
   if (partial_sums_.defined()) {
     direct::tile_weight_grad_partly_(values_, lefts, rights, tiles_->table, starts, ends, tiles_->tile_size, accumulate,
                                      partial_sums_, first_partials, found_inf);
@@ -289,7 +309,7 @@ void GradientBuffer::set_direct(bool direct, const std::optional<at::Tensor>& fo
 
 bool GradientBuffer::receive(size_t i) {
   at::Tensor taken;  // freed after the lock is released: a gradient may have a graph, whose nodes may run any code
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   at::Tensor& grad = bound_->params()[i].mutable_grad();
   if (!direct_) return false;
   if (!grad.defined() && received_tiles_.at(i)) return true;
@@ -322,7 +342,7 @@ bool GradientBuffer::receive(size_t i) {
 }
 
 bool GradientBuffer::receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   if (!direct_) return false;
   check_tile_operands(static_cast<int64_t>(i), left, right);
   if (is_queued(i)) flush();
@@ -383,6 +403,7 @@ void GradientBuffer::add_all(const Queue<T>& queue, Add add) {
 void GradientBuffer::flush_tiles() {
   if (tile_queue_.list.empty()) return;
   const Queue<TileOperands> queue = tile_queue_.take();
+  used_operands_.insert(used_operands_.end(), queue.list.begin(), queue.list.end());
   add_all(queue, [&] { multiply_tiles_(queue.list, queue.accumulate, found_inf_); });
 }
 
@@ -415,7 +436,7 @@ void GradientBuffer::set_queue_limits(std::optional<int64_t> tiles, std::optiona
 // The result
 
 void GradientBuffer::finish() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(*this);
   flush();
   wait_for_gathers();
 }
@@ -436,11 +457,10 @@ at::Tensor GradientBuffer::clip(double max_norm) {
 }
 
 void GradientBuffer::drop() {
-  std::vector<TileOperands> operands;  // freed after the lock is released, as in receive
-  std::vector<Gradient> gradients;
-  const std::lock_guard lock(mutex_);
+  std::vector<Gradient> gradients;  // freed after the lock is released
+  const Lock lock(*this);
   wait_for_gathers();
-  operands = tile_queue_.take().list;
+  used_operands_ = tile_queue_.take().list;
   gradients = take_queued_gradients().list;
   received_tiles_.assign(received_tiles_.size(), false);
   received_.assign(received_.size(), false);

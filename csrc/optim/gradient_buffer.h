@@ -105,11 +105,13 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
     Queue take() { return std::exchange(*this, Queue{stream}); }
   };
   enum class Pass : uint8_t { kNone, kGather, kTiles, kValues };
+  class Lock;
 
   static c10::Stream current_stream(at::Device device);
   void check_tiles();
   void allocate_partial_sums();
-  void begin_pass(size_t i, Pass pass);
+  template <typename T>
+  void begin_pass(const std::vector<T>& list, Pass pass);
   void wait_for_last_stream();
   void wait_for_gathers();
   void check_gradient(int64_t i, const at::Tensor& grad) const;
@@ -137,6 +139,7 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   at::Tensor finished_;                                                 // blocks of the running clip(): int32 [1]
   std::vector<int64_t> first_partial_, partials_begin_, partials_end_;  // the last two as sum_partials takes segments
   std::vector<Pass> last_pass_;
+  bool captured_ = false;  // a pass has been captured in a CUDA graph
 
   // Protects the following. The ops are called while it is held, and a dispatch mode, which runs Python, sees them: no
   // thread may wait for this mutex while it holds the interpreter's lock, and the mode must not call back.
@@ -145,6 +148,7 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   bool direct_ = false;
   std::optional<at::Tensor> found_inf_;  // of gradients that are received directly; stays while some are queued
   Queue<TileOperands> tile_queue_;
+  std::vector<TileOperands> used_operands_;  // see Lock
   Queue<Gradient> gradient_queue_;
   int64_t max_tiles_ = 0, max_tile_bytes_ = 0, max_gradient_bytes_ = 0;
   c10::Stream last_stream_;   // of the last pass over the buffers

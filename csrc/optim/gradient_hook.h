@@ -24,8 +24,7 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
       : python_(std::move(python)), functions_(functions), buffer_(std::move(buffer)), i_(i) {}
 
   void operator()(const at::Tensor& tensor) override {
-    // Reading the size needs no lock, because it does not change during a backward pass.
-    if (PyDict_GET_SIZE(functions_) == 1) {
+    if (is_alone()) {
       const std::shared_ptr<GradientBuffer> buffer = buffer_.lock();
       if (buffer != nullptr && buffer->receive(i_)) return;
     }
@@ -51,7 +50,16 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
     slot = std::make_unique<GradientHook>(std::move(python), functions, buffer, i);
   }
 
+  // Whether an optimizer's hook is the only one on the parameter, before and after its gradient is accumulated.
+  static bool is_alone_on(const at::Tensor& param) {
+    const auto* hook = dynamic_cast<GradientHook*>(torch::autograd::impl::post_acc_grad_hooks(param).get());
+    return hook != nullptr && hook->is_alone() && torch::autograd::impl::hooks(param).empty();
+  }
+
  private:
+  // Reading the size needs no lock, because it does not change during a backward pass.
+  bool is_alone() const { return PyDict_GET_SIZE(functions_) == 1; }
+
   std::unique_ptr<PostAccumulateGradHook> python_;
   PyObject* functions_;  // python_ holds a reference
   std::weak_ptr<GradientBuffer> buffer_;

@@ -153,11 +153,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "i"_a, "functions"_a)
       .def(
           "route",
-          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, bool transposed, py::function fallback) {
+          [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, bool transposed, py::function fallback,
+             py::function is_hooked) {
             return c10::make_intrusive<TileRoute>(
-                buffer, i, transposed, without_lock<bool, const at::Tensor&, const at::Tensor&>(std::move(fallback)));
+                buffer, i, transposed, without_lock<bool, const at::Tensor&, const at::Tensor&>(std::move(fallback)),
+                without_lock<bool>(std::move(is_hooked)));
           },
-          "i"_a, "transposed"_a, "fallback"_a)
+          "i"_a, "transposed"_a, "fallback"_a, "is_hooked"_a)
       .def("finish", &GradientBuffer::finish, Unlocked())
       .def("sum_squares_", &GradientBuffer::sum_squares_, Unlocked())
       .def("clip", &GradientBuffer::clip, "max_norm"_a, Unlocked())

@@ -7,11 +7,14 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "backward_notifier.h"
 #include "error_text.h"
+#include "gradient_hook.h"
 
 namespace sparse_opt {
 namespace {
@@ -88,6 +91,13 @@ class TileLinear : public torch::autograd::Function<TileLinear> {
   }
 };
 
+bool has_hooks(const torch::autograd::Node& accumulator) {
+  const auto& after = accumulator.post_hooks();
+  return !accumulator.pre_hooks().empty() || std::any_of(after.begin(), after.end(), [](const auto& hook) {
+    return dynamic_cast<const BackwardNotifier::Hook*>(hook.get()) == nullptr;
+  });
+}
+
 // The function above does not support other layouts, torch.func's transforms and forward-mode differentiation.
 bool is_plain(const at::Tensor& input) {
   return input.layout() == at::kStrided && !input.is_nested() && !input._fw_grad(/*level=*/0).defined() &&
@@ -98,18 +108,25 @@ bool is_plain(const at::Tensor& input) {
 
 bool TileRoute::receive(const at::Tensor& left, const at::Tensor& right) const {
   const std::shared_ptr<GradientBuffer> owner = buffer.lock();
-  if (owner == nullptr || std::string_view(gradient_use()) == "returned") return false;
+  if (owner == nullptr) return false;
+  const std::string_view use = gradient_use();
+  if (use != "accumulated") return use == "unused";
   return owner->receive_tiles(i, left, right) || fallback(left, right);
 }
 
 const char* TileRoute::gradient_use() const {
-  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   const std::shared_ptr<GradientBuffer> owner = buffer.lock();
-  if (owner == nullptr || executed == nullptr || executed->empty()) return "accumulated";
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(owner->bound().params()[i]);
-  const auto found = accumulator ? executed->find(&*accumulator) : executed->end();
-  if (found == executed->end() || !found->second.should_execute()) return "unused";
-  return found->second.captures_ != nullptr ? "returned" : "accumulated";
+  if (owner == nullptr) return "accumulated";
+  const at::Tensor& weight = owner->bound().params()[i];
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed != nullptr && !executed->empty()) {
+    const auto found = accumulator ? executed->find(&*accumulator) : executed->end();
+    if (found == executed->end() || !found->second.should_execute()) return "unused";
+    if (found->second.captures_ != nullptr) return "returned";
+  }
+  if ((!GradientHook::is_alone_on(weight) || (accumulator && has_hooks(*accumulator))) && is_hooked()) return "hooked";
+  return weight.requires_grad() ? "accumulated" : "unused";
 }
 
 at::Tensor tile_linear(const c10::intrusive_ptr<TileRoute>& route, const at::Tensor& input, const at::Tensor& weight,

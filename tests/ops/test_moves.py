@@ -166,6 +166,19 @@ def test_swap_moves_bits(dtype, layout, index_dtype, place):
             assert torch.equal(bits_of(a), bits_of(b)), mask
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_swap_of_unaligned_tensors(dtype, layout, place):
+    """Views into storage, and tensors from DLPack, may begin at any element."""
+    expected = make(torch.device(place[0]), dtype=dtype, mask="ragged", layout=layout)
+    got = expected.clone()
+    got.params = [behind_its_beginning(param) for param in got.params]
+    got.grad, got.indices = behind_its_beginning(got.grad), behind_its_beginning(got.indices)
+    for c, backend in ((expected, "reference"), (got, place[1])):
+        ops.indexed_swap_(c.params, c.grad, c.indices, c.starts, c.ends, backend=backend, **c.layout)
+    assert_same_bits(got, expected)
+
+
 @pytest.mark.parametrize("wide", ["", "before", "after", "both"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)

@@ -183,6 +183,23 @@ def test_few_and_many_changes_of_params_that_are_not_read(op, dtype, index_dtype
         assert torch.equal(bits_of(known["weights"]), bits_of(expected_known["weights"]))
 
 
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("op", STEP_OPS)
+def test_unaligned_tensors(op, dtype, layout, compact, place):
+    """Views into storage, and tensors from DLPack, may begin at any element."""
+    expected = make(torch.device(place[0]), dtype=dtype, mask="ragged", layout=layout)
+    got = expected.clone()
+    for name in ("params", "dense_grads"):
+        setattr(got, name, [behind_its_beginning(tensor) for tensor in getattr(got, name)])
+    for name in ("indices", "grad", "exp_avg", "exp_avg_sq", "master", "steps", "lr"):
+        setattr(got, name, behind_its_beginning(getattr(got, name)))
+    for c, backend in ((expected, "reference"), (got, place[1])):
+        run_step(op, c, backend, compact=compact, master=dtype != torch.float32)
+    assert_same_bits(got, expected)
+
+
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import signal
+import subprocess
+import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -13,8 +17,9 @@ import torch
 import torch.distributed as dist
 from launch import device, launch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
 from sparse_opt.optim import OPTIMIZERS, binding
 from sparse_opt.optim.gradients import reduction
 from sparse_opt.optim.gradients.backward_notifier import PythonBackwardNotifier
@@ -402,6 +407,77 @@ def test_the_notifier(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
     notifier.remove()
     loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
     assert not events
+
+
+ENDS_IN_ITS_HOOK = """
+import sys, torch
+from sparse_opt.optim import binding
+layer = torch.nn.Linear(8, 8)
+def make(ready=lambda group: None):
+    return binding.backward_notifier([layer.weight, layer.bias], [0, 1], ready, lambda: None)
+def end(group):
+    notifier = held.pop(1, None)
+    if notifier is not None and sys.argv[1] == "remove":
+        notifier.remove()
+held = {0: make(), 1: make(end), 2: make()}
+for _ in range(2):
+    layer(torch.ones(1, 8)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("how", ["remove", "free"])
+def test_a_notifier_that_ends_inside_its_own_hook(how: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS_IN_ITS_HOOK, how], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.fixture(params=[False, True], ids=["", "python"])
+def python(request: pytest.FixtureRequest) -> bool:
+    """Whether Python code notifies of gradients, as without the extension."""
+    return bool(request.param)
+
+
+def use_python_notifier() -> None:
+    backends.autograd_module = lambda: (None, "for a test")
+
+
+def frees_an_optimizer(rank: int, python: bool) -> None:
+    if python:
+        use_python_notifier()
+    model = make_model()
+    mask = MaskSet.random(model, density=0.3, seed=0)
+    for _ in range(2):
+        optimizer = SparseAdamW(model, mask, process_group=dist.group.WORLD)
+        loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
+        optimizer.step()
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+    loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_optimizer_with_a_process_group_is_freed(python: bool, group_backend: str) -> None:
+    launch_on(group_backend, frees_an_optimizer, 2, python)
+
+
+def nests_passes(rank: int, python: bool) -> None:
+    if python:
+        use_python_notifier()
+    reduction.MAX_PIECE_BYTES = 4096
+    for checkpointed in (2, 5):  # layers
+        model = make_model()
+        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3), process_group=dist.group.WORLD)
+        x = torch.ones(1, WIDTH, device=device(), requires_grad=True)
+        loss = loss_of(model[checkpointed:], checkpoint(model[:checkpointed], x, use_reentrant=True))
+        with pytest.raises(RuntimeError, match=r"a backward pass inside another one.*use use_reentrant=False"):
+            loss.backward()
+        optimizer.close()
+
+
+def test_reentrant_checkpointing_is_refused(python: bool, group_backend: str) -> None:
+    launch_on(group_backend, nests_passes, 2, python)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,40 @@ def test_sums_of_squares_after_a_replay_that_computed_tiles(grad_dtype):
         expected = buffer.values[buffer.segment(1)].float().square().sum()
         torch.testing.assert_close(buffer.sums_of_squares(buffer.received)[1], expected)
         graph.replay()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fails", [False, True], ids=["replayed", "failed"])
+def test_sums_of_squares_of_tiles_after_a_capture(fails):
+    """The host knows neither what a replay has written before a gradient, nor that a failed capture wrote nothing."""
+    device = torch.device("cuda")
+    _optimizer, buffer = build("cuda", device, torch.float32)
+    product = Product(1, *operands(device, 0))
+
+    def add_tiles():
+        buffer.drop()
+        buffer.add_tiles([product], None)
+
+    def add_dense():  # leaves more partial sums
+        buffer.drop()
+        add(buffer, "dense", 1, 1)
+
+    add_tiles()
+    if fails:
+        add_dense()
+    graph = torch.cuda.CUDAGraph()
+    with contextlib.suppress(ZeroDivisionError), torch.cuda.graph(graph):
+        add_tiles()
+        if fails:
+            raise ZeroDivisionError
+    if fails:
+        add_tiles()
+    else:
+        add_dense()
+        graph.replay()
+    buffer.finish()
+    expected = buffer.values[buffer.segment(1)].square().sum()
+    torch.testing.assert_close(buffer.sums_of_squares(buffer.received)[1], expected)
 
 
 @pytest.mark.parametrize("grads", ["compact", "dense"])

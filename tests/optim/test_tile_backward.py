@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
+from sparse_opt.optim import binding
 
 pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
 
@@ -259,6 +263,43 @@ def test_tiles_of_a_backward_pass_that_failed_are_dropped(device, native):
     assert_same_gradients(tiles, dense)
 
 
+FREES_AN_OPERAND = """
+import gc, torch
+from tiled_models import batch, pair
+
+class Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.on_release = OnRelease()
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("on purpose")
+
+class OnRelease:
+    def __del__(self):
+        tiles.zero_grad()
+        print("released")
+
+model, tiles, _, _ = pair("cpu")
+tiles.gradient_buffers[0].set_queue_limits(tiles=10**9, tile_bytes=10**12)
+try:
+    model[2](Calls.apply(model[0](batch("cpu")))).sum().backward()
+except RuntimeError as error:
+    assert "on purpose" in str(error)
+    del error
+gc.collect()
+tiles.compact_grad(model[2].weight)  # adds the product, and releases the last references to its graph
+"""
+
+
+def test_operands_are_released_without_a_lock(native):
+    """Their graph may run any code; this one's would wait for the lock forever."""
+    command = [sys.executable, "-c", FREES_AN_OPERAND]
+    ended = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "released\n"
+
+
 class _ChangesItsOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -341,8 +382,9 @@ def test_vmap_over_a_model_with_tiles(device, native):
     torch.testing.assert_close(torch.func.vmap(model[2:])(model[:2](x)), twin(x))
 
 
-def test_autograd_grad_with_tiles(device, native):
-    model, tiles, twin, _ = pair(device)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_autograd_grad_with_tiles(backend, device):
+    model, tiles, twin, _ = pair(device, backend=backend)
     x = batch(device).requires_grad_()
     (ours,) = torch.autograd.grad(loss_of(model, x), x)
     (theirs,) = torch.autograd.grad(loss_of(twin, x), x)
@@ -350,17 +392,6 @@ def test_autograd_grad_with_tiles(device, native):
     asked = [torch.autograd.grad(loss_of(m, x), [m[0].weight, m[2].weight]) for m in (model, twin)]
     assert all(torch.equal(a, b) for a, b in zip(*asked, strict=True))
     assert all(tiles.compact_grad(p) is None for p in model.parameters())
-
-
-def test_autograd_grad_with_tiles_of_a_backend_without_native_layers():
-    model, tiles, twin, _ = pair(torch.device("cpu"), backend="reference")
-    x = batch("cpu").requires_grad_()
-    (ours,) = torch.autograd.grad(loss_of(model, x), x)
-    (theirs,) = torch.autograd.grad(loss_of(twin, x), x)
-    assert torch.equal(ours, theirs)
-    assert all(tiles.compact_grad(p) is None for p in model.parameters())
-    with pytest.raises(RuntimeError, match=r"torch.autograd.grad needs a dense weight gradient"):
-        torch.autograd.grad(loss_of(model, x), [model[0].weight])
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
@@ -410,8 +441,13 @@ class _Shapes(TorchDispatchMode):
         return out
 
 
-def test_with_tiles_no_dense_weight_gradient_is_computed(device):
+@pytest.mark.parametrize("extension", [True, False], ids=["", "without-extension"])
+def test_with_tiles_no_dense_weight_gradient_is_computed(extension, device, monkeypatch):
+    if not extension:
+        monkeypatch.setattr(backends, "autograd_module", lambda: (None, "for a test"))
     model, _tiles, twin, _ = pair(device)
+    params = list(model.parameters())  # hooks of a reduction across ranks do not use the gradients
+    _notifier = binding.backward_notifier(params, [0] * len(params), lambda group: None, lambda: None)
     products = {}
     for name, m in (("tiles", model), ("dense", twin)):
         loss = loss_of(m, batch(device))

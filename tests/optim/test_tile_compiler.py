@@ -248,6 +248,21 @@ def test_other_lengths_take_the_same_graphs(calls):
     assert len(calls) == 2  # for the first length, and for all others
 
 
+def test_what_happens_to_a_weight_between_the_passes_of_compiled_layers(calls):
+    model, optimizer = build("cpu", compiled=True)
+    weight, x = model[0].down.weight, torch.randn(2, 64)
+    loss = model(x).square().sum()
+    weight.requires_grad_(False)
+    loss.backward()
+    assert weight.grad is None and optimizer.compact_grad(weight) is None
+    assert optimizer.compact_grad(model[0].up.weight) is not None
+    weight.requires_grad_(True)
+    loss = model(x).square().sum()
+    weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(RuntimeError, match="another hook on the weight needs a dense weight gradient"):
+        loss.backward()
+
+
 def test_recomputing_refuses_random_numbers():
     block = Block()
     block.gate = nn.Sequential(block.gate, nn.Dropout(0.5))

@@ -346,6 +346,21 @@ def test_hooks_of_others_get_the_dense_embedding_gradient(device):
     assert torch.equal(tiles.compact_grad(model.weight), dense.compact_grad(twin.weight))
 
 
+def test_an_embedding_frozen_or_hooked_between_forward_and_backward(device):
+    model, tiles, twin, dense = embedding_pair(device)
+    loss = model(batch(device)).square().sum()
+    model.weight.requires_grad_(False)
+    loss.backward()
+    assert model.weight.grad is None and tiles.compact_grad(model.weight) is None
+    model.weight.requires_grad_(True)
+    for m in (model, twin):
+        loss = m(batch(device)).square().sum()
+        node = torch.autograd.graph.get_gradient_edge(m.weight).node
+        node.register_prehook(lambda grads: (2 * grads[0],))
+        loss.backward()
+    assert torch.equal(tiles.compact_grad(model.weight), dense.compact_grad(twin.weight))
+
+
 def test_a_tiled_embedding_is_not_differentiated_twice(device):
     model, _tiles, _, _ = embedding_pair(device)
     with pytest.raises(RuntimeError, match="can't be differentiated twice"):

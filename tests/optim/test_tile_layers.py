@@ -141,6 +141,52 @@ def test_other_peoples_hooks_get_the_dense_gradient_of_a_tile_mask(device):
     assert_same_gradients(tiles, dense)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_weight_frozen_between_forward_and_backward_has_no_gradient(backend, device):
+    model, tiles, twin, _dense = pair(device, backend=backend)
+    losses = [loss_of(m, batch(device)) for m in (model, twin)]
+    for m in (model, twin):
+        m[0].weight.requires_grad_(False)
+    losses[0].backward()  # as in torch
+    assert model[0].weight.grad is None and tiles.compact_grad(model[0].weight) is None
+    assert tiles.compact_grad(model[2].weight) is not None
+    with pytest.raises(RuntimeError, match=r"'0.weight' was frozen .* freeze it before the forward pass"):
+        losses[1].backward()
+
+
+def _node(weight):
+    return torch.autograd.graph.get_gradient_edge(weight).node
+
+
+# Each calls `double` with the gradient; the first two replace it by the result.
+LATE_HOOKS = {
+    "tensor": lambda weight, double: weight.register_hook(double),
+    "node-before": lambda weight, double: _node(weight).register_prehook(lambda grads: (double(grads[0]),)),
+    "node-after": lambda weight, double: _node(weight).register_hook(lambda _, grads: (double(grads[0]), None)[1]),
+}
+
+
+@pytest.mark.parametrize("hook", LATE_HOOKS)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_hooks_registered_after_the_forward_pass_get_the_dense_gradient(hook, backend, device):
+    model, tiles, twin, dense = pair(device, backend=backend)
+    seen = []
+
+    def double(grad):
+        seen.append(grad)
+        return 2 * grad
+
+    for m in (model, twin):
+        loss = loss_of(m, batch(device))
+        node = _node(m[0].weight)
+        LATE_HOOKS[hook](m[0].weight, double)
+        LATE_HOOKS[hook](m[2].weight, double).remove()
+        loss.backward()
+        del node
+    assert torch.equal(*seen)
+    assert_same_gradients(tiles, dense)
+
+
 class _Mixed(nn.Module):
     """Layers that support tiles, and one of each kind that does not."""
 

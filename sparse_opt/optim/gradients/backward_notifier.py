@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 
@@ -43,21 +47,19 @@ class PythonBackwardNotifier:
         for param, group in zip(params, group_of, strict=True):
             node = torch.autograd.graph.get_gradient_edge(param).node
             self._nodes.append(node)
-            self._handles.append(node.register_hook(self._hook(group)))
+            self._handles.append(node.register_hook(NotifierHook(self, group)))
 
-    def _hook(self, group: int) -> Callable[[Any, Any], None]:
-        def reached(grad_inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]) -> None:
-            with self._lock:
-                number = torch._C._current_graph_task_id()
-                if number != self._pass:  # a pass that raised never ended
-                    self._pass, self._remaining = number, list(self._sizes)
-                    torch.autograd.Variable._execution_engine.queue_callback(self._ended)
-                self._remaining[group] -= 1
-                complete = self._remaining[group] == 0
-            if complete:
-                self._ready(group)
-
-        return reached
+    def reached(self, group: int) -> None:
+        """Count a parameter of the group whose gradient has been accumulated."""
+        with self._lock:
+            number = torch._C._current_graph_task_id()
+            if number != self._pass:  # a pass that raised never ended
+                self._pass, self._remaining = number, list(self._sizes)
+                torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+            self._remaining[group] -= 1
+            complete = self._remaining[group] == 0
+        if complete:
+            self._ready(group)
 
     def remove(self) -> None:
         """See `BackwardNotifier`."""
@@ -65,3 +67,26 @@ class PythonBackwardNotifier:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+
+
+class NotifierHook:
+    """The hook of a `PythonBackwardNotifier` on a parameter's node. It does not use the gradient.
+
+    The node does not keep the notifier alive: Python's garbage collector could not free the cycle.
+    """
+
+    def __init__(self, notifier: PythonBackwardNotifier, group: int) -> None:
+        self._notifier, self._group = weakref.ref(notifier), group
+
+    def __call__(self, grad_inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]) -> None:
+        notifier = self._notifier()
+        if notifier is not None:
+            notifier.reached(self._group)
+
+
+def in_nested_pass() -> bool:
+    """Whether the running backward pass was started by the backward pass of a node of another one, on this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -293,6 +293,13 @@ class Receiver:
             if grad is None and buffer.received_tiles(i) and not collector.inside_base:  # tiles are refused inside
                 return
             collector.require_accepting(name)
+            if grad is None and not param.requires_grad:
+                if buffer.tiles is not None and buffer.tiles.has(i):
+                    return  # as in torch
+                raise RuntimeError(
+                    f"{name!r} was frozen (requires_grad=False) between its forward and its backward pass; freeze it "
+                    "before the forward pass"
+                )
             if grad is None:
                 raise RuntimeError(
                     f"the gradient of {name!r} is gone: another hook, or a second sparse optimizer, took it"

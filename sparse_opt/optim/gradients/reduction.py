@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..ranks.agreement import Agreement, Progress, n_elements
 from ..ranks.group import all_reduce_mean, wait
 from ..ranks.lost_ranks import LostRankReporter
-from .backward_notifier import BackwardNotifier
+from .backward_notifier import BackwardNotifier, in_nested_pass
 from .gradient_buffer import GradientBuffer
 
 # Smaller pieces start earlier, but each costs the host about 0.25 ms: see "Reductions of compact gradients" in
@@ -50,6 +51,21 @@ def split(buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max
             pieces.append(Piece(buffer, range(begin, end), values))
             end = begin
     return sorted(pieces, key=lambda piece: -min(position[piece.buffer.params[i]] for i in piece.params))
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: int) -> None:
+    bound = method()
+    if bound is not None:
+        bound(*arguments)
+
+
+def _require_outermost_pass() -> None:
+    """Raise a RuntimeError in a nested backward pass, from which the end of the outermost one cannot be observed."""
+    if in_nested_pass():
+        raise RuntimeError(
+            "gradients arrived in a backward pass inside another one, as of torch.utils.checkpoint with "
+            "use_reentrant=True, where they cannot be reduced across ranks; use use_reentrant=False"
+        )
 
 
 class GradientReducer:
@@ -122,7 +138,9 @@ class GradientReducer:
         """Register the hooks; the parameters must require grad."""
         params = [piece.buffer.params[i] for piece in self._pieces for i in piece.params]
         piece_of = [n for n, piece in enumerate(self._pieces) for _ in piece.params]
-        self._notifier = self._make_notifier(params, piece_of, self._on_ready, self._on_end)
+        # Weak: a native notifier keeps its functions alive where Python's garbage collector cannot see it.
+        ready, end = weakref.WeakMethod(self._on_ready), weakref.WeakMethod(self._on_end)
+        self._notifier = self._make_notifier(params, piece_of, lambda piece: _call(ready, piece), lambda: _call(end))
 
     def detach(self) -> None:
         """Remove the hooks, and wait for reductions in flight."""
@@ -140,6 +158,7 @@ class GradientReducer:
         with self._lock:
             if not self._enabled:
                 return
+            _require_outermost_pass()
             number = torch._C._current_graph_task_id()
             if number != self._pass:  # an earlier pass may have ended by an exception
                 self.check_complete()
@@ -152,6 +171,7 @@ class GradientReducer:
     def _on_end(self) -> None:
         with self._lock:
             if self._enabled:
+                _require_outermost_pass()
                 self._launch_all()
                 self._on_reduced()
 

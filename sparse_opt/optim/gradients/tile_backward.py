@@ -19,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .backward_notifier import NotifierHook
+
 _numbers = itertools.count()
-# How a backward pass uses a weight's gradient; `torch.autograd.grad` returns gradients and does not accumulate them.
-GradientUse = Literal["accumulated", "returned", "unused"]
+# How a backward pass uses a weight's gradient: "hooked": other code's hooks get it dense before it is accumulated;
+# "returned" by `torch.autograd.grad`, which does not accumulate it; "unused", also of a weight that has been frozen.
+GradientUse = Literal["accumulated", "hooked", "returned", "unused"]
 
 
 class Product(NamedTuple):
@@ -68,19 +71,38 @@ class Route(ABC):
     def gradient_use(self) -> GradientUse:
         """Return how the running backward pass uses the weight's gradient."""
         if not self.weight.requires_grad:
-            return "accumulated"
+            return "hooked" if self.is_hooked() else "unused"
+        accumulator = self._accumulator()
+        try:
+            if not torch._C._will_engine_execute_node(accumulator):
+                return "unused"
+        except RuntimeError as error:
+            if "autograd.grad" in str(error):
+                return "returned"
+            if "only be called during the backward pass" not in str(error):  # an op was called directly
+                raise
+        return "hooked" if self.is_hooked(accumulator) else "accumulated"
+
+    def is_hooked(self, accumulator: Any = None) -> bool:
+        """Return whether the weight, or the node that accumulates its gradient, has hooks of others."""
+        if self.weight._backward_hooks or len(self.weight._post_accumulate_grad_hooks or ()) > 1:
+            return True
+        if not self.weight.requires_grad:  # torch does not give access to its node then
+            return False
+        node = accumulator or self._accumulator()
+        for register in (node.register_prehook, node.register_hook):
+            handle = register(_no_hook)  # only a hook's handle gives access to the others
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            if any(not isinstance(hook, NotifierHook) for hook in hooks.values()):
+                return True
+        return False
+
+    def _accumulator(self) -> Any:
         # Not kept: the node has the stream that was current when it was made, and a backward pass on another stream,
         # such as a CUDA graph's capture, would have to wait for that one.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-            accumulator = torch.autograd.graph.get_gradient_edge(self.weight).node
-        try:
-            return "accumulated" if torch._C._will_engine_execute_node(accumulator) else "unused"
-        except RuntimeError as error:
-            if "only be called during the backward pass" in str(error):
-                return "accumulated"  # an op was called directly
-            if "autograd.grad" in str(error):
-                return "returned"
-            raise
+            return torch.autograd.graph.get_gradient_edge(self.weight).node
 
     def is_connected(self) -> bool:
         """Whether the sink still exists."""
@@ -117,7 +139,7 @@ class Route(ABC):
 
         Returns:
             False, without computing any part, if a dense gradient is needed: the optimizer no longer collects it, or
-            another hook or `torch.autograd.grad` uses it.
+            another hook or `torch.autograd.grad` uses it; or if none is: the weight was frozen after the forward pass.
         """
         sink = self._sink_of_accumulated()
         return sink is not None and sink.receive_tile_rows(self._i, parts, right)
@@ -133,9 +155,7 @@ class Route(ABC):
 
     def _sink_of_accumulated(self) -> TileSink | None:
         sink = self._sink()
-        if sink is None or _has_others_hooks(self.weight) or self.gradient_use() != "accumulated":
-            return None
-        return sink
+        return sink if sink is not None and self.gradient_use() == "accumulated" else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -166,7 +186,11 @@ class NativeRoute(Route):
             route = this()
             return route is not None and route.add_product(left, right)
 
-        self._native = buffer.route(i, transposed, add_product)
+        def is_hooked() -> bool:
+            route = this()
+            return route is not None and route.is_hooked()
+
+        self._native = buffer.route(i, transposed, add_product, is_hooked)
 
     def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
         bias = layer._parameters["bias"]
@@ -199,6 +223,10 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and (_has_others_hooks(weight) or not route.is_connected()):
         return type(self).forward(self, input)
     return route.output(self, input, weight)
+
+
+def _no_hook(*gradients: Any) -> None:
+    """Do nothing."""
 
 
 def _has_others_hooks(weight: Tensor) -> bool:
@@ -319,9 +347,10 @@ def _add_products(
     for grad_output, input, number, swapped in zip(grad_outputs, inputs, routes, transposed, strict=True):
         route = _routes.get(int(number))
         use = "accumulated" if route is None else route.gradient_use()
-        if use == "returned":
+        if use in ("hooked", "returned"):
+            needs = "torch.autograd.grad" if use == "returned" else "another hook on the weight"
             raise RuntimeError(
-                "torch.autograd.grad needs a dense weight gradient, but this layer computes only the active tiles, for "
+                f"{needs} needs a dense weight gradient, but this compiled layer computes only the active tiles, for "
                 "its optimizer; build the optimizer with tile_backward=False"
             )
         sink = None if route is None else route.sink()
@@ -342,6 +371,14 @@ def _fake_linear_backward(
     return grad_output.new_empty(0 if weight is None else (*grad_output.shape[:-1], input.shape[-1]))
 
 
+def _dense_gradient(route: Route | None, left: Tensor, right: Tensor) -> Tensor | None:
+    """Compute left^T @ right, the weight's gradient, unless it is unused or the optimizer takes it by tiles."""
+    use = "returned" if route is None else route.gradient_use()
+    if route is None or use in ("hooked", "returned") or (use == "accumulated" and not route.add_product(left, right)):
+        return left.t() @ right
+    return None
+
+
 class _TileLinear(torch.autograd.Function):
     """Autograd's kernel of `tile_linear`: torch's own ops, so that compiled code has these in its place.
 
@@ -358,16 +395,22 @@ class _TileLinear(torch.autograd.Function):
         return linear(input, weight, bias, route, transposed)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a linear layer whose weight gradient is computed by tiles can't be differentiated twice "
                 "(create_graph); build the optimizer with tile_backward=False"
             )
         input, weight = ctx.saved_tensors
-        grad_input = torch.ops.sparse_opt.tile_linear_backward(grad_output, input, weight, ctx.route, ctx.transposed)
         grad_bias = _rows(grad_output).sum(0) if ctx.needs_input_grad[2] else None
-        return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
+        if type(ctx.route) is not Tensor:  # traced by torch.compile
+            operands = grad_output, input, weight, ctx.route, ctx.transposed
+            grad_input = torch.ops.sparse_opt.tile_linear_backward(*operands)
+            return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
+        grad_input = None if weight is None else _input_gradient(grad_output, input, weight, ctx.transposed)
+        left, right = (input, grad_output) if ctx.transposed else (grad_output, input)
+        grad_weight = _dense_gradient(_routes.get(int(ctx.route)), _rows(left), _rows(right))
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 _library.impl("tile_linear", lambda *operands: _TileLinear.apply(*operands), "Autograd")
