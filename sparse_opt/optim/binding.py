@@ -44,7 +44,9 @@ class ModelLinks:
     def _find(self) -> None:
         model = None if self._model is None else self._model()
         links = [] if model is None else _links(model, {id(shard.param) for shard in self._shards}, set())
-        self._dicts, self._keys, self._values = zip(*links, strict=True) if links else ((), (), ())
+        self._dicts = [dictionary for dictionary, _, _ in links]
+        self._keys = [key for _, key, _ in links]
+        self._values = [value for _, _, value in links]
 
     def replaced(self) -> Parameter | None:
         """Return an active parameter that the model no longer has, None if it has all; takes microseconds."""
