@@ -22,7 +22,6 @@ _REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest"
 _DIGITS = 18  # of a version, which is below 2^63 then
 _OPTIONAL = ("base_version", "base_digest", "layout")
 Entry = tuple[str, str, list[int]]  # of a tensor: name, dtype as torch names it, and shape
-TOTALS = "totals"  # a tensor that comes before a message, see `WeightSender.announcement`
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class Message:
             value of the dtype changed.
         base_version, base_digest: of the weights that an update applies to; None otherwise.
         layout: JSON of the `Layout`, in a mask message only.
-        begun: what `WeightReceiver.begin` returned for these tensors, or None.
     """
 
     kind: Kind
@@ -53,7 +51,6 @@ class Message:
     base_version: int | None = None
     base_digest: str | None = None
     layout: str | None = field(default=None, repr=False)
-    begun: Any = field(default=None, repr=False, compare=False)
 
     def wait(self) -> Message:
         """Return this message, which is complete. See `PendingMessage.wait`."""
@@ -192,17 +189,8 @@ def tensor_list(header: Mapping[str, str]) -> list[Entry]:
         DamagedMessage: the list is malformed, or a dtype is not one of torch.
     """
     try:
-        found = json.loads(header["tensors"])
-    except (ValueError, RecursionError) as error:
-        raise DamagedMessage(f"the list of a message's tensors is malformed: {error}") from error
-    return checked_entries(found)
-
-
-def checked_entries(found: Any) -> list[Entry]:
-    """Return a list of JSON as (name, dtype, shape) of tensors. Raises DamagedMessage if it is malformed."""
-    try:
-        entries = [(name, dtype, shape) for name, dtype, shape in found]
-    except (ValueError, TypeError) as error:
+        entries = [(name, dtype, shape) for name, dtype, shape in json.loads(header["tensors"])]
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedMessage(f"the list of a message's tensors is malformed: {error}") from error
     for name, dtype, shape in entries:
         known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +11,48 @@ from torch import Tensor, nn
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
 from ..tensors import named_parameters_of
 from .addresses import Addresses
-from .arriving import Begun, Change, Marked, ReceiverMask, Written, change_of, changes_of, check, warm_up
-from .backend import choose
+from .backend import Backend, Changes, Index, choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
 from .host_copy import HostCopy
-from .layout import Layout
+from .layout import Group, Layout
 from .message import Message
 from .positions import checked_mask
+from .reference import bitmap_bytes
 from .sender import PendingMessage
 
 Destinations = Mapping[str, Sequence[Destination]]
 
 
+class _Mask(NamedTuple):
+    """The mask that a receiver follows, and where its active elements are."""
+
+    digest: str
+    layout: Layout
+    device: torch.device
+    backend: Backend
+    indices: tuple[Index, ...]  # one for each group of the layout
+    parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
+    addresses: Addresses  # of the weights that are not given as destinations
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.parts
+
+
+class _Change(NamedTuple):
+    """What a message carries for the tensors of one dtype: all values, or the changed ones; None is nothing."""
+
+    values: Tensor | None = None
+    changes: Changes | None = None
+    changed: Tensor | None = None  # the values of `changes`
+
+
 class WeightReceiver:
     """Keeps the weights of an inference engine equal to a trainer's, bit for bit, by the messages of a `WeightSender`.
 
-    A message is verified before any weight is written, or what was written is undone (`begin`). If it is refused,
-    weights and version stay as they were, and the next correct message works. Not thread-safe; the weights must not be
-    used while `receive` runs.
+    A message is verified before any weight is written. If it is refused, weights and version stay as they were, and the
+    next correct message works. Not thread-safe; the weights must not be used while `receive` runs.
 
     Args:
         weights: a module or its parameters by name, whole tensors with the sender's names, shapes and dtypes. Several
@@ -51,7 +73,7 @@ class WeightReceiver:
         self._weights: nn.Module | Mapping[str, Tensor] = {} if weights is None else weights
         self._destinations = destinations or {}
         self._backend = backend
-        self._mask: ReceiverMask | None = None
+        self._mask: _Mask | None = None
         self._version: int | None = None
         self._digest: str | None = None
         self._sums: list[int] = []  # the digest of each group, if the receiver is whole
@@ -115,61 +137,11 @@ class WeightReceiver:
             ForeignMessage: the message is for another mask, or this receiver lacks a weight of the mask.
         """
         message = message.wait() if isinstance(message, Message | PendingMessage) else Message.from_bytes(message)
-        try:
-            if message.kind == "mask":
-                self._receive_mask(message)
-            else:
-                self._receive_values(message)
-        finally:
-            if isinstance(message.begun, Written):
-                message.begun.undo()  # unless it was confirmed
+        if message.kind == "mask":
+            self._receive_mask(message)
+        else:
+            self._receive_values(message)
         return self._version
-
-    @torch.inference_mode()
-    def begin(self, tensors: Mapping[str, Tensor], capacity: Mapping[str, int]) -> Begun | None:
-        """Begin an update whose message is still to come, in the order of the current stream; the host does not wait.
-
-        For transports whose tensors arrive before the message, which gets what this returns as its `begun`. If the
-        tensors are bitmaps, it looks up the positions of the changed values. If they are all values, it computes their
-        digests; the transport then calls `Written.write` with the totals. `receive` compares these with the message,
-        and brings the weights back if they do not agree. If no message comes, the transport calls `Written.undo`. Until
-        then neither the tensors nor the weights may be used by others.
-
-        Args:
-            tensors, capacity: of the sender's `Announcement`, without the totals.
-
-        Returns:
-            None if nothing can be done before the message: if the tensors are on another device than the weights, if a
-            weight has several destinations, so that its values could not be brought back, and for weights on a GPU with
-            the backend "reference", which would wait for the tensors.
-
-        Raises:
-            DamagedMessage: a tensor has another dtype or shape than the mask says.
-            WeightSyncError: a weight was replaced since the mask message.
-        """
-        mask = self._mask
-        if mask is None or self._version is None or not mask.works_ahead:
-            return None
-        if any(t.device != mask.device for t in tensors.values()):
-            return None
-        groups = mask.layout.groups
-        values = [tensors[name] for group in groups if (name := f"{group.dtype}.values") in tensors]
-        if values:
-            if len(values) < len(groups) or not mask.exchanges:
-                return None
-            for group, of_group in zip(groups, values, strict=True):
-                check(f"{group.dtype}.values", of_group, group.torch_dtype, group.nnz)
-            written = Written(mask, values)
-            self._require_in_place(mask)  # while the values are on their way
-            return written
-        self._require_in_place(mask)
-        bitmaps = {group.dtype: tensors[name] for group in groups if (name := f"{group.dtype}.bitmap") in tensors}
-        changes = {
-            group.dtype: changes_of(bitmaps[group.dtype], capacity.get(group.dtype, 0), group, index, mask.device)
-            for group, index in zip(groups, mask.indices, strict=True)
-            if group.dtype in bitmaps
-        }
-        return Marked(mask, bitmaps, changes)
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -223,12 +195,10 @@ class WeightReceiver:
         if mask.is_whole:
             sums = _sums_of_weights(mask)
             known = to_hex(sum(sums)) == message.result_digest
-        if mask.device.type == "cuda" and mask.works_ahead:
-            warm_up(mask, [index.take() for index in mask.indices])
         self._mask, self._sums = mask, sums
         self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
 
-    def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> ReceiverMask:
+    def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
         given = self._destinations(layout) if callable(self._destinations) else self._destinations
         destinations = {name: list(parts) for name, parts in given.items()}
         in_weights: list[str] = []
@@ -259,9 +229,7 @@ class WeightReceiver:
             for name, tensor in placed.items()
             if not tensor.is_whole
         }
-        exchanges = all(index.exchanges for index in indices) and _are_apart(tensors)
-        addresses = Addresses(self._weights, in_weights)
-        return ReceiverMask(digest, layout, device, backend, indices, parts, addresses, exchanges)
+        return _Mask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
@@ -270,25 +238,8 @@ class WeightReceiver:
         if message.mask_digest != mask.digest:
             raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
         self._check_order(message)
-        begun = message.begun
-        if isinstance(begun, Written) and begun.results is not None and begun.mask is mask and begun.is_of(message):
-            numbers, n = begun.results.numbers, len(begun.values)
-            new = self._verify(mask, message, [Change(values) for values in begun.values], numbers[:n])
-            if numbers[:n] != numbers[n:]:
-                raise DamagedMessage("the digests that came before the message are not those of its values")
-            begun.confirm()
-        else:
-            new = self._verify_and_write(mask, message)
-        self._version, self._digest, self._sums = message.version, message.result_digest, new
-
-    def _verify_and_write(self, mask: ReceiverMask, message: Message) -> list[int]:
-        """Apply a message; return the new digest of each group, as far as it is known. Raises DamagedMessage."""
-        if isinstance(message.begun, Written):
-            message.begun.undo()  # the message has other tensors, or some of them
-        elif isinstance(message.begun, Marked) and message.begun.mask is not mask:
-            message = replace(message, begun=None)
         pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        changes = [change_of(message, group, index, mask.device) for group, index in pairs]
+        changes = [_change(message, group, index, mask.device) for group, index in pairs]
         results = _sums(mask, changes)
         found = HostCopy(results)
         # Checks of the host, while the device computes the digests.
@@ -301,9 +252,9 @@ class WeightReceiver:
         sums = self._verify(mask, message, changes, found.numbers)
         if valid is None:
             _write(mask, changes)
-        return sums
+        self._version, self._digest, self._sums = message.version, message.result_digest, sums
 
-    def _require_in_place(self, mask: ReceiverMask) -> None:
+    def _require_in_place(self, mask: _Mask) -> None:
         if (name := mask.addresses.replaced()) is not None:
             raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
 
@@ -322,7 +273,7 @@ class WeightReceiver:
                 f"the receiver has version {self._version} with digest {self._digest}: a state message is needed"
             )
 
-    def _verify(self, mask: ReceiverMask, message: Message, changes: list[Change], results: list[int]) -> list[int]:
+    def _verify(self, mask: _Mask, message: Message, changes: list[_Change], results: list[int]) -> list[int]:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
 
         Args:
@@ -358,24 +309,39 @@ class WeightReceiver:
         return sums
 
 
-def _sums_of_weights(mask: ReceiverMask) -> list[int]:
+def _sums_of_weights(mask: _Mask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
 
 
-def _are_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether the memory of each tensor ends before that of the next one begins."""
-    ends = []
-    for tensor in tensors:
-        if tensor.numel():
-            extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            ends.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()))
-    ends.sort()
-    return all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+def _change(message: Message, group: Group, index: Index, device: torch.device) -> _Change:
+    """Return what a message carries for a group. Raises DamagedMessage."""
+    values, bitmap, changed = (message.tensors.get(f"{group.dtype}.{kind}") for kind in ("values", "bitmap", "changed"))
+    if values is not None:
+        _check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
+        if bitmap is not None or changed is not None:
+            raise DamagedMessage(f"the message has both {group.dtype}.values and changed values")
+        return _Change(values.to(device, non_blocking=True))
+    if message.kind == "state":
+        raise DamagedMessage(f"the state message has no {group.dtype}.values")
+    if bitmap is None and changed is None:
+        return _Change()
+    if bitmap is None or changed is None:
+        raise DamagedMessage(f"the message has only one of {group.dtype}.bitmap and {group.dtype}.changed")
+    _check(f"{group.dtype}.changed", changed, group.torch_dtype, changed.numel())
+    _check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
+    changed = changed.to(device, non_blocking=True)
+    return _Change(None, index.changes(bitmap.to(device, non_blocking=True), changed.numel()), changed)
 
 
-def _sums(mask: ReceiverMask, changes: Sequence[Change]) -> list[Tensor]:
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
+    """Raise DamagedMessage if a tensor is not contiguous, or has another dtype or number of elements."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != (numel,) or not tensor.is_contiguous():
+        raise DamagedMessage(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[numel]}")
+
+
+def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
     """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
     sums = []
     for group, change in zip(mask.layout.groups, changes, strict=True):
@@ -386,7 +352,7 @@ def _sums(mask: ReceiverMask, changes: Sequence[Change]) -> list[Tensor]:
     return sums
 
 
-def _all_valid(message: Message, changes: Sequence[Change], results: Sequence[Tensor]) -> Tensor | None:
+def _all_valid(message: Message, changes: Sequence[_Change], results: Sequence[Tensor]) -> Tensor | None:
     """Return [1] bool on the device: whether all values have the digest of the message and of the weights after it.
 
     None: the message does not bring all values, or is to be refused whatever their digest.
@@ -401,7 +367,7 @@ def _all_valid(message: Message, changes: Sequence[Change], results: Sequence[Te
     return total.view(1) == number
 
 
-def _write(mask: ReceiverMask, changes: Sequence[Change], valid: Tensor | None = None) -> None:
+def _write(mask: _Mask, changes: Sequence[_Change], valid: Tensor | None = None) -> None:
     """Write what a message carries; its values only if `valid` is not a False [1] on the device."""
     for index, change in zip(mask.indices, changes, strict=True):
         if change.values is not None:

@@ -137,19 +137,8 @@ class ReferenceIndex:
                 _bits(out)[block.begin : block.end][inside] = _memory(part)[offsets]
         return out
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether `put` has `keep_old`: no tensor has more than one destination."""
-        return all(len(block.tensor.destinations) <= 1 for block in self._blocks)
-
-    def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
-        """Write the active values [nnz] to all destinations.
-
-        Args:
-            valid: [1] bool on their device; False writes nothing.
-            keep_old: put the values that are replaced in the place of the new ones in `values`, so that the same call
-                brings them back. Only if the index `exchanges`.
-        """
+    def put(self, values: Tensor, valid: Tensor | None = None) -> None:
+        """Write the active values [nnz] to all destinations; nothing if `valid`, [1] bool on their device, is False."""
         if valid is not None and not valid:
             return
         for block in self._blocks:
@@ -157,18 +146,14 @@ class ReferenceIndex:
             of_block = _bits(values)[block.begin : block.end]
             for part in block.tensor.destinations:
                 inside, offsets = block.find(part, positions)
-                memory, new = _memory(part), of_block[inside]
-                if keep_old:
-                    new = new.clone()
-                    of_block[inside] = memory[offsets]
-                memory[offsets] = new
+                _memory(part)[offsets] = of_block[inside]
 
     def changes(self, bitmap: Tensor, capacity: int) -> ReferenceChanges:
         """Return the changed elements of an update, to verify and to write them.
 
         Args:
             bitmap: [bitmap_bytes(nnz)] uint8.
-            capacity: how many changes are expected; of use to other backends only.
+            capacity: how many values the message has for them; of use to other backends only.
         """
         return ReferenceChanges(self._group, self._blocks, bitmap)
 

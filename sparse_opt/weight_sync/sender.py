@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -18,24 +17,11 @@ from .backend import Backend
 from .destinations import Parts
 from .digest import digest_sum, to_hex
 from .host_copy import HostCopy
-from .message import TOTALS, Entry, Message
+from .message import Message
 from .positions import units_of
 from .reference import bitmap_bytes, only_parts
 
 Encoding = Literal["auto", "values", "bitmap"]
-
-_LAST_COUNTS = 4  # updates whose changes are counted
-
-
-class Announcement(NamedTuple):
-    """Tensors of an update for which receivers prepare before its message."""
-
-    tensors: list[Entry]  # bitmaps, or all values and the totals
-    capacity: dict[str, int]  # by dtype: how many changed values to expect; if there are more, they are looked up again
-
-    @property
-    def has_values(self) -> bool:
-        return any(name == TOTALS for name, _, _ in self.tensors)
 
 
 def _is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
@@ -90,7 +76,6 @@ class WeightSender:
             values.backend,
         )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._counts: dict[str, deque[int]] = {}  # of each dtype: how many values the last updates have changed
         sent, gathered = self._take()
         self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
 
@@ -107,25 +92,6 @@ class WeightSender:
     def device(self) -> torch.device:
         """Device of the active values, and of the tensors of updates and states."""
         return self._device
-
-    def announcement(self) -> Announcement | None:
-        """Return the tensors of the next update whose sizes are known: all values, or the bitmaps.
-
-        With the encoding "values" they are all tensors of the message, and `PendingMessage.totals`. Otherwise they are
-        the bitmaps of the dtypes that had one in the last update; the next message may have others. None if there was
-        no bitmap.
-        """
-        groups = self._layout.groups
-        if self._encoding == "values":
-            values = [(f"{group.dtype}.values", group.dtype, [group.nnz]) for group in groups]
-            return Announcement([*values, (TOTALS, "int64", [len(groups)])], {})
-        bitmaps, capacity = list[Entry](), dict[str, int]()
-        for group in groups:
-            counts = self._counts.get(group.dtype)
-            if counts and counts[-1] and _is_smaller(self._encoding, counts[-1], group.torch_dtype.itemsize, group.nnz):
-                bitmaps.append((f"{group.dtype}.bitmap", "uint8", [bitmap_bytes(group.nnz)]))
-                capacity[group.dtype] = max(counts) + max(counts) // 4
-        return Announcement(bitmaps, capacity) if bitmaps else None
 
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
@@ -162,8 +128,8 @@ class WeightSender:
         """Gather the active weights as they are now, and return the message that brings receivers to them.
 
         The gather runs on the current stream, and the host does not wait: call `wait` on the result before you use it.
-        What else the message needs is computed on a side stream: the comparison with the values sent last and the
-        digests directly after the gather, or, with the encoding "values", the digests in `wait`.
+        What else the message needs is computed on a side stream after the gather: the digests and, unless the encoding
+        is "values", the comparison with the values sent last.
 
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
@@ -192,8 +158,6 @@ class WeightSender:
             encoding=self._encoding,
             backend=self._backend,
             stream=self._stream,
-            gathered=gathered,
-            counts=self._counts,
         )
 
     @torch.no_grad()
@@ -234,16 +198,10 @@ class WeightSender:
         values = self._values.take()
         return values, None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
-    def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> Callable[[], HostCopy]:
-        """Return a function that begins to compute the digests of all active values, and does not keep this sender."""
-        numbered = [(group, self._first(dtype)) for dtype, group in values.items()]
-        stream, digest_sum = self._stream, self._backend.digest_sum
-
-        def begin() -> HostCopy:
-            with torch.no_grad(), _aside(stream, gathered, [group for group, _ in numbered]):
-                return HostCopy([digest_sum(group, first) for group, first in numbered], start=False)
-
-        return begin
+    def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> HostCopy:
+        """Begin to compute the digests of all active values."""
+        with torch.no_grad(), _aside(self._stream, gathered, list(values.values())):
+            return HostCopy([self._backend.digest_sum(group, self._first(dtype)) for dtype, group in values.items()])
 
 
 @contextlib.contextmanager
@@ -265,29 +223,18 @@ class _Totals:
     """Digests and counts of one version, on their way to the host.
 
     Args:
-        totals: for each dtype the digest, or with `per_dtype` 3 what `reference.compare` returns; or a function that
-            begins to compute the digests, and is called when they are needed.
+        totals: for each dtype the digest, or with `per_dtype` 3 what `reference.compare` returns.
         values: all active values by dtype.
     """
 
-    def __init__(
-        self, totals: HostCopy | Callable[[], HostCopy], values: Mapping[str, Tensor], *, per_dtype: Literal[1, 3] = 1
-    ) -> None:
+    def __init__(self, totals: HostCopy, values: Mapping[str, Tensor], *, per_dtype: Literal[1, 3] = 1) -> None:
         self._totals, self._per_dtype = totals, per_dtype
         self._sizes = [v.numel() for v in values.values()]
-        self._lock = threading.Lock()
-
-    def begin(self) -> HostCopy:
-        """Begin to compute the digests, unless that was done."""
-        with self._lock:
-            if not isinstance(self._totals, HostCopy):
-                self._totals = self._totals()
-            return self._totals
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        numbers = iter(self.begin().numbers)
+        numbers = iter(self._totals.numbers)
         found = []
         for numel in self._sizes:
             digest = next(numbers)
@@ -320,16 +267,10 @@ class PendingMessage:
         encoding: Encoding,
         backend: Backend,
         stream: torch.cuda.Stream | None,
-        gathered: torch.cuda.Event | None,
-        counts: dict[str, deque[int]],
     ) -> None:
         self.version = sent.version
         self._sent, self._base, self._changes = sent, base, changes
         self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
-        self._bitmaps = {f"{dtype}.bitmap": bitmap for dtype, (bitmap, _) in changes.items()}
-        # The values are complete; with another encoding than "values" their bitmaps and changed values, too.
-        self._complete = gathered if encoding == "values" else sent.totals.begin().computed
-        self._counts = counts  # of the sender
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
         self._lock = threading.Lock()
@@ -342,39 +283,12 @@ class PendingMessage:
         """
         with self._lock:
             message = self._message or self._made()
-            self._usable(message.tensors, self._ready)
+            if self._stream is not None and self._ready is not None:
+                current = torch.cuda.current_stream(self._stream.device)
+                current.wait_event(self._ready)
+                for tensor in message.tensors.values():
+                    tensor.record_stream(current)
             return message
-
-    def announced(self, announcement: Announcement) -> dict[str, Tensor]:
-        """Return the tensors of an announcement without the totals; the host does not wait for them.
-
-        They can be used on the stream that is current in the calling thread, which may be any.
-
-        Args:
-            announcement: of the sender, for this update.
-        """
-        with self._lock:
-            tensors = {f"{dtype}.values": values for dtype, values in self._sent.values.items()}
-            tensors |= self._bitmaps | ({} if self._message is None else self._message.tensors)
-            names = [name for name, _, _ in announcement.tensors if name != TOTALS]
-            return self._usable({name: tensors[name] for name in names}, self._ready or self._complete)
-
-    def totals(self) -> Tensor:
-        """Return the digest of all values of each dtype, [dtypes] int64, which the host does not wait for.
-
-        They can be used on the stream that is current in the calling thread. Only with the encoding "values".
-        """
-        copy = self._sent.totals.begin()
-        return self._usable({TOTALS: copy.source}, copy.computed)[TOTALS]
-
-    def _usable(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
-        """Let the current stream wait until tensors are complete, and return them."""
-        if self._stream is not None and ready is not None:
-            current = torch.cuda.current_stream(self._stream.device)
-            current.wait_event(ready)
-            for tensor in tensors.values():
-                tensor.record_stream(current)
-        return tensors
 
     def to_bytes(self) -> bytes:
         """`wait`, and return `Message.to_bytes`."""
@@ -393,7 +307,6 @@ class PendingMessage:
         payload = 0
         rows = self._sent.totals.rows
         for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
-            self._counts.setdefault(dtype, deque(maxlen=_LAST_COUNTS)).append(count)
             smaller = _is_smaller(self._encoding, count, values.element_size(), values.numel())
             if self._encoding == "values" or (count and not smaller):
                 tensors[f"{dtype}.values"] = values

@@ -100,7 +100,7 @@ _LISTED = {"changed": "*i16", "addresses": "*i64", "changes": "i64", "BITS": "ui
 _SINGLE = {"SINGLE": True, "PLAIN": False}
 _PLAIN = {"SINGLE": True, "PLAIN": True}
 _SEVERAL = {"SINGLE": False, "PLAIN": False}
-_PUT = {"values": "*i16", "valid": "*u8", "KEEP": True}
+_PUT = {"values": "*i16", "valid": "*u8"}
 _CONSECUTIVE = {"partials": "*i64", "n": "i64", "first": "i64", "BITS": "uint16", "BLOCK": 2048}
 
 _ONE_TENSOR = {"blocks": None}
@@ -199,8 +199,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 ("take-tiles-plain", "take", {**_TILED_WEIGHTS, **_PLAIN, "out": "*i16"}),
                 ("pieces", "pieces", {"values": "*i16", "pieces": "*i64", "out": "*i16", "BLOCK": 2048}),
                 ("put", "put", {**_WEIGHTS, **_SINGLE, **_PUT}),
-                ("put-several", "put", {**_WEIGHTS, **_SEVERAL, **_PUT, "KEEP": False}),
-                ("put-always", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "valid": None, "KEEP": False}),
+                ("put-several", "put", {**_WEIGHTS, **_SEVERAL, **_PUT}),
+                ("put-always", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "valid": None}),
                 ("put-wide", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "WIDE": True}),
                 ("put-tiles", "put", {**_TILED_WEIGHTS, **_SINGLE, **_PUT, "TILE": 128}),
                 ("put-tiles-wide", "put", {**_TILED_WEIGHTS, **_PLAIN, **_PUT, "WIDE": True}),

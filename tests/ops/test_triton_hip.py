@@ -95,7 +95,7 @@ def _launch_weight_sync(kernels: Any) -> None:
     for programs, tables in ((longs[:, :3], listed), (longs[0, :1], tiled)):
         table = kernels.IndexTable(programs, *tables, wide=False, element_size=2, single=True, plain=True)
         kernels.take(table, values)
-        kernels.put(table, values, torch.ones(1, dtype=torch.bool), keep_old=True)
+        kernels.put(table, values, torch.ones(1, dtype=torch.bool))
         kernels.check(table, bitmap, values, ranks, 0, read_old=True)
         kernels.write(table, bitmap, values, ranks)
         kernels.list_changes(table, bitmap, ranks, *torch.zeros(2, 64, dtype=torch.int64))

@@ -146,7 +146,7 @@ class CudaIpcReceiver(ReceiverChannel):
     _buffer: Tensor | None = None  # the sender's memory
     _number = 0  # of the buffer
 
-    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], None]:
+    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
         memory = command["memory"].get(str(self._control.number))
         if memory is not None:
             self._buffer, self._number = None, command["buffer"]  # closes the one before
@@ -159,7 +159,7 @@ class CudaIpcReceiver(ReceiverChannel):
         views = _views(self._buffer, specs)
         tensors = {name: torch.empty_like(view, device=gpu).copy_(view) for name, view in views.items()}
         torch.cuda.current_stream(gpu).synchronize()
-        return tensors, None
+        return tensors
 
     def _end(self) -> None:
         self._buffer = None
