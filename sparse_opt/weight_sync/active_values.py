@@ -14,8 +14,8 @@ from ..optim import SparseOptimizer
 from ..tensors import is_wrapper, named_parameters_of
 from .backend import Backend, Index, choose
 from .destinations import place, whole_weight
+from .encoding import units_of
 from .layout import Layout
-from .positions import units_of
 
 Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
 

@@ -15,8 +15,9 @@ from ..optim.ranks import sharding
 from ..optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks
 from .active_values import Source, WeightsOf, mask_of, named_weights, require_current
 from .backend import choose
+from .encoding import Encoding
 from .layout import Group, Layout
-from .sender import Encoding, PendingMessage, WeightSender
+from .sender import PendingMessage, WeightSender
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh

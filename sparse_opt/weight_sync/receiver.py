@@ -8,17 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
+from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import named_parameters_of
 from .addresses import Addresses
 from .backend import Backend, Changes, Index, choose
 from .destinations import Destination, PlacedTensor, place, whole_weight
 from .digest import from_hex, to_hex
+from .encoding import GroupValues, Message, check_count, check_follows, check_payload, checked_mask, values_of
 from .host_copy import HostCopy
 from .layout import Group, Layout
-from .message import Message
-from .positions import checked_mask
-from .reference import bitmap_bytes
 from .sender import PendingMessage
 
 Destinations = Mapping[str, Sequence[Destination]]
@@ -40,12 +38,13 @@ class _Mask(NamedTuple):
         return not self.parts
 
 
-class _Change(NamedTuple):
-    """What a message carries for the tensors of one dtype: all values, or the changed ones; None is nothing."""
+class _Received(NamedTuple):
+    """What a message carries for a group of the layout, on the device, and where it belongs."""
 
-    values: Tensor | None = None
-    changes: Changes | None = None
-    changed: Tensor | None = None  # the values of `changes`
+    group: Group
+    index: Index
+    part: GroupValues
+    changes: Changes | None  # of the part's bitmap
 
 
 class WeightReceiver:
@@ -233,47 +232,32 @@ class WeightReceiver:
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
-        if mask is None:
-            raise OutOfOrderMessage(f"version {message.version} came before the first mask message")
-        if message.mask_digest != mask.digest:
-            raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
-        self._check_order(message)
-        pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        changes = [_change(message, group, index, mask.device) for group, index in pairs]
-        results = _sums(mask, changes)
+        check_follows(message, None if mask is None else mask.digest, self._version, self._digest)
+        assert mask is not None
+        received = []
+        parts = [part.to(mask.device) for part in values_of(message, mask.layout)]
+        for group, index, part in zip(mask.layout.groups, mask.indices, parts, strict=True):
+            changes = None
+            if part.bitmap is not None and part.changed is not None:
+                changes = index.changes(part.bitmap, part.changed.numel())
+            received.append(_Received(group, index, part, changes))
+        results = _sums(mask, received)
         found = HostCopy(results)
-        # Checks of the host, while the device computes the digests.
-        _refuse_others(message, mask.layout)
-        self._require_in_place(mask)
+        self._require_in_place(mask)  # while the device computes the digests
         # All values are compared on the device, which then need not wait for the host between digest and writes.
-        valid = _all_valid(message, changes, results)
+        valid = _all_valid(message, received, results)
         if valid is not None:
-            _write(mask, changes, valid)
-        sums = self._verify(mask, message, changes, found.numbers)
+            _write(received, valid)
+        sums = self._verify(mask, message, received, found.numbers)
         if valid is None:
-            _write(mask, changes)
+            _write(received)
         self._version, self._digest, self._sums = message.version, message.result_digest, sums
 
     def _require_in_place(self, mask: _Mask) -> None:
         if (name := mask.addresses.replaced()) is not None:
             raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
 
-    def _check_order(self, message: Message) -> None:
-        if message.kind == "state":
-            return
-        if self._version is None or message.base_version != self._version:
-            held = "no version" if self._version is None else f"version {self._version}"
-            raise OutOfOrderMessage(
-                f"version {message.version} follows version {message.base_version}, the receiver has {held}: a state "
-                "message is needed"
-            )
-        if message.base_digest != self._digest:
-            raise OutOfOrderMessage(
-                f"version {message.version} follows version {message.base_version} with digest {message.base_digest}, "
-                f"the receiver has version {self._version} with digest {self._digest}: a state message is needed"
-            )
-
-    def _verify(self, mask: _Mask, message: Message, changes: list[_Change], results: list[int]) -> list[int]:
+    def _verify(self, mask: _Mask, message: Message, received: list[_Received], results: list[int]) -> list[int]:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
 
         Args:
@@ -281,25 +265,20 @@ class WeightReceiver:
         """
         found = iter(results)
         sent, sums = 0, list(self._sums)
-        for i, (group, change) in enumerate(zip(mask.layout.groups, changes, strict=True)):
-            if change.values is not None:
+        for i, (group, _, part, _) in enumerate(received):
+            if part.values is not None:
                 total = next(found)
                 sent += total
                 if mask.is_whole:
                     sums[i] = total
-            elif change.changes is not None:
-                payload, old, bits = next(found), next(found), next(found)
-                expected = 0 if change.changed is None else change.changed.numel()
-                if bits != expected:
-                    raise DamagedMessage(
-                        f"{group.dtype}.bitmap marks {bits} elements, expected {expected} as in {group.dtype}.changed"
-                    )
+            elif part.changed is not None:
+                payload, old, marked = next(found), next(found), next(found)
+                check_count(group, marked, part.changed)
                 sent += payload
                 if mask.is_whole:
                     sums[i] += payload - old
-        if to_hex(sent) != message.payload_digest:
-            raise DamagedMessage(f"the values sent have digest {to_hex(sent)}, expected {message.payload_digest}")
-        complete = all(change.values is not None for change in changes)
+        check_payload(message, sent)
+        complete = all(r.part.values is not None for r in received)
         result = sum(sums) if mask.is_whole else sent
         if (mask.is_whole or complete) and to_hex(result) != message.result_digest:
             raise DamagedMessage(
@@ -315,50 +294,24 @@ def _sums_of_weights(mask: _Mask) -> list[int]:
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
 
 
-def _change(message: Message, group: Group, index: Index, device: torch.device) -> _Change:
-    """Return what a message carries for a group. Raises DamagedMessage."""
-    values, bitmap, changed = (message.tensors.get(f"{group.dtype}.{kind}") for kind in ("values", "bitmap", "changed"))
-    if values is not None:
-        _check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
-        if bitmap is not None or changed is not None:
-            raise DamagedMessage(f"the message has both {group.dtype}.values and changed values")
-        return _Change(values.to(device, non_blocking=True))
-    if message.kind == "state":
-        raise DamagedMessage(f"the state message has no {group.dtype}.values")
-    if bitmap is None and changed is None:
-        return _Change()
-    if bitmap is None or changed is None:
-        raise DamagedMessage(f"the message has only one of {group.dtype}.bitmap and {group.dtype}.changed")
-    _check(f"{group.dtype}.changed", changed, group.torch_dtype, changed.numel())
-    _check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
-    changed = changed.to(device, non_blocking=True)
-    return _Change(None, index.changes(bitmap.to(device, non_blocking=True), changed.numel()), changed)
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> None:
-    """Raise DamagedMessage if a tensor is not contiguous, or has another dtype or number of elements."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != (numel,) or not tensor.is_contiguous():
-        raise DamagedMessage(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[numel]}")
-
-
-def _sums(mask: _Mask, changes: Sequence[_Change]) -> list[Tensor]:
+def _sums(mask: _Mask, received: Sequence[_Received]) -> list[Tensor]:
     """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
     sums = []
-    for group, change in zip(mask.layout.groups, changes, strict=True):
-        if change.values is not None:
-            sums.append(mask.backend.digest_sum(change.values, group.first))
-        elif change.changes is not None and change.changed is not None:
-            sums.append(change.changes.sums(change.changed, read_old=mask.is_whole))
+    for group, _, part, changes in received:
+        if part.values is not None:
+            sums.append(mask.backend.digest_sum(part.values, group.first))
+        elif changes is not None and part.changed is not None:
+            sums.append(changes.sums(part.changed, read_old=mask.is_whole))
     return sums
 
 
-def _all_valid(message: Message, changes: Sequence[_Change], results: Sequence[Tensor]) -> Tensor | None:
+def _all_valid(message: Message, received: Sequence[_Received], results: Sequence[Tensor]) -> Tensor | None:
     """Return [1] bool on the device: whether all values have the digest of the message and of the weights after it.
 
     None: the message does not bring all values, or is to be refused whatever their digest.
     """
     expected = message.payload_digest
-    if not results or expected != message.result_digest or any(change.values is None for change in changes):
+    if not results or expected != message.result_digest or any(r.part.values is None for r in received):
         return None
     number = from_hex(expected)
     if number is None:
@@ -367,13 +320,13 @@ def _all_valid(message: Message, changes: Sequence[_Change], results: Sequence[T
     return total.view(1) == number
 
 
-def _write(mask: _Mask, changes: Sequence[_Change], valid: Tensor | None = None) -> None:
+def _write(received: Sequence[_Received], valid: Tensor | None = None) -> None:
     """Write what a message carries; its values only if `valid` is not a False [1] on the device."""
-    for index, change in zip(mask.indices, changes, strict=True):
-        if change.values is not None:
-            index.put(change.values, valid)
-        elif change.changes is not None and change.changed is not None:
-            change.changes.write(change.changed)
+    for _, index, part, changes in received:
+        if part.values is not None:
+            index.put(part.values, valid)
+        elif changes is not None and part.changed is not None:
+            changes.write(part.changed)
 
 
 def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
@@ -389,10 +342,3 @@ def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
                 raise ForeignMessage(
                     f"{other!r} and {name!r} share their memory here, and are two weights in the message"
                 )
-
-
-def _refuse_others(message: Message, layout: Layout) -> None:
-    kinds = ("values",) if message.kind == "state" else ("values", "bitmap", "changed")
-    known = {f"{group.dtype}.{kind}" for group in layout.groups for kind in kinds}
-    if others := sorted(set(message.tensors) - known):
-        raise DamagedMessage(f"the {message.kind} message has the tensor {others[0]!r}, which the mask does not have")

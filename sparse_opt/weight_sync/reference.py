@@ -16,17 +16,12 @@ from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
 from .destinations import Parts, Placed, PlacedTensor
 from .digest import digest_sum, mix, zero_extended
+from .encoding import active_elements, bitmap_of, set_bits
 from .layout import Group, LayoutTensor
-from .positions import active_elements
 
 __all__ = ["ReferenceIndex", "compare", "digest_sum", "select"]
 
 _BLOCK = 2**20  # elements whose positions are computed at once; a row of tiles may have more
-
-
-def bitmap_bytes(nnz: int) -> int:
-    """Return the size of a bitmap over nnz elements, a multiple of 8 bytes."""
-    return -(-nnz // 64) * 8
 
 
 def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +41,7 @@ def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor
     numbers = changed.nonzero().view(-1)
     sent = mix(numbers + first, zero_extended(new[numbers])).sum()
     totals = torch.stack([digest_sum(new, first), sent, changed.sum()])
-    return _packed(changed), totals, new[numbers[:capacity]]
+    return bitmap_of(changed), totals, new[numbers[:capacity]]
 
 
 def split_pieces(pieces: Tensor, device: torch.device) -> Tensor:
@@ -66,7 +61,7 @@ def copy_pieces(values: Tensor, pieces: Tensor, out: Tensor) -> None:
 
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
     """Return the elements [count] of `new` [n] that a bitmap marks, in order."""
-    return new[_numbers(bitmap)[:count]]
+    return new[set_bits(bitmap)[:count]]
 
 
 def only_parts(
@@ -163,7 +158,7 @@ class ReferenceChanges:
 
     def __init__(self, group: Group, blocks: Sequence[_Block], bitmap: Tensor) -> None:
         self._group = group
-        self._numbers = _numbers(bitmap)
+        self._numbers = set_bits(bitmap)
         self._found = list(_found(blocks, self._numbers, group.nnz))
 
     def sums(self, changed: Tensor, *, read_old: bool) -> Tensor:
@@ -259,22 +254,3 @@ def _memory(part: Placed) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(BITS_DTYPE[tensor.element_size()])
-
-
-def _packed(changed: Tensor) -> Tensor:
-    padded = torch.zeros(8 * bitmap_bytes(changed.numel()), dtype=torch.uint8, device=changed.device)
-    padded[: changed.numel()] = changed
-    shifts = torch.arange(8, dtype=torch.uint8, device=changed.device)
-    return (padded.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
-
-
-def _numbers(bitmap: Tensor) -> Tensor:
-    """Return the ascending numbers of the set bits, int64."""
-    return torch.cat([*_set_bits(bitmap), bitmap.new_empty(0, dtype=torch.int64)])
-
-
-def _set_bits(bitmap: Tensor, chunk: int = 2**20) -> Iterator[Tensor]:
-    shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
-    for begin in range(0, bitmap.numel(), chunk):
-        bits = (bitmap[begin : begin + chunk, None] >> shifts) & 1
-        yield bits.view(-1).nonzero().view(-1) + 8 * begin

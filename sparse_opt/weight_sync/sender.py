@@ -15,18 +15,10 @@ from ..masks import MaskSet
 from .active_values import ActiveValues, Source, WeightsOf
 from .backend import Backend
 from .destinations import Parts
-from .digest import digest_sum, to_hex
+from .digest import to_hex
+from .encoding import Encoding, GroupValues, Message, form_of, mask_tensors, units_of
 from .host_copy import HostCopy
-from .message import Message
-from .positions import units_of
-from .reference import bitmap_bytes, only_parts
-
-Encoding = Literal["auto", "values", "bitmap"]
-
-
-def _is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
-    """Whether an encoding sends `count` changed values of nnz with a bitmap, if they have `size` bytes."""
-    return encoding == "bitmap" or (encoding == "auto" and count * size + bitmap_bytes(nnz) < nnz * size)
+from .reference import only_parts
 
 
 class WeightSender:
@@ -96,19 +88,13 @@ class WeightSender:
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
         sent = self._sent
-        tensors = {
-            f"positions.{i}": units_of(self._mask, entry) for i, entry in enumerate(self._layout.tensors) if entry.nnz
-        }
-        total, count = 0, 0
-        for units in tensors.values():
-            total += int(digest_sum(units, count))
-            count += units.numel()
+        tensors, payload = mask_tensors(self._mask, self._layout)
         return Message(
             kind="mask",
             version=sent.version,
             mask_digest=self._mask.digest,
             result_digest=sent.totals.digest,
-            payload_digest=to_hex(total),
+            payload_digest=payload,
             tensors=tensors,
             layout=self._layout.to_json(),
         )
@@ -307,18 +293,20 @@ class PendingMessage:
         payload = 0
         rows = self._sent.totals.rows
         for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
-            smaller = _is_smaller(self._encoding, count, values.element_size(), values.numel())
-            if self._encoding == "values" or (count and not smaller):
-                tensors[f"{dtype}.values"] = values
+            form = form_of(self._encoding, count, values.element_size(), values.numel())
+            if form == "values":
+                part = GroupValues(values)
                 payload += whole
-            elif count:
+            elif form == "changed":
                 bitmap, found = self._changes[dtype]
-                tensors[f"{dtype}.bitmap"] = bitmap
                 is_complete = count <= found.numel()
-                tensors[f"{dtype}.changed"] = (
-                    found[:count] if is_complete else self._backend.select(values, bitmap, count)
+                part = GroupValues(
+                    None, bitmap, found[:count] if is_complete else self._backend.select(values, bitmap, count)
                 )
                 payload += changed
+            else:
+                part = GroupValues()
+            tensors |= part.tensors(dtype)
         return Message(
             kind="update",
             version=self.version,

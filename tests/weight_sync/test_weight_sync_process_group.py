@@ -206,7 +206,7 @@ def test_damaged_values_are_refused_and_followed_by_a_state() -> None:
 @pytest.mark.parametrize("what", ["the sender's broadcast", "the receiver's broadcast", "the receiver's memory"])
 def test_a_transfer_that_fails_is_repeated(what: str) -> None:
     weights, mask = weights_and_mask()
-    broadcast, failed = process_group._Group.broadcast, list[bool]()
+    broadcast, failed = process_group.BroadcastGroup.broadcast, list[bool]()
 
     def fail_once(group: Any, tensors: Any) -> None:
         is_sender = threading.current_thread() is threading.main_thread()
@@ -227,7 +227,7 @@ def test_a_transfer_that_fails_is_repeated(what: str) -> None:
                 with patch.object(process_group, "tensors_of", wraps=process_group.tensors_of, side_effect=results):
                     assert channel.update() == 1
             else:
-                with patch.object(process_group._Group, "broadcast", fail_once):
+                with patch.object(process_group.BroadcastGroup, "broadcast", fail_once):
                     assert channel.update() == 1
                 assert failed
             assert same_bits(weights, follower.weights)

@@ -20,7 +20,7 @@ from ...errors import WeightSyncError, listed
 from ...tensors import compact_json
 from ..background import Background
 from ..distributed import DistributedWeightSender
-from ..message import Message
+from ..encoding import Message
 from ..sender import PendingMessage, WeightSender
 from .control import ControlServer, TransportName
 

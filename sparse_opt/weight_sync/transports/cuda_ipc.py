@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...errors import WeightSyncError
 from ..distributed import DistributedWeightSender
-from ..message import Entry, Message, checked_header, tensor_list
+from ..encoding import Entry, Message, checked_header, tensor_list
 from ..sender import WeightSender
 from .channel import SenderChannel
 from .control import TransportName

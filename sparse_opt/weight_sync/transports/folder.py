@@ -32,8 +32,8 @@ from ...errors import DeltaLogError, WeightSyncError
 from ...masks import MaskSet
 from ...tensors import as_bits
 from ..backend import choose
+from ..encoding import Message
 from ..layout import Layout
-from ..message import Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
 

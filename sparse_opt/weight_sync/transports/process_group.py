@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import DistributedWeightSender
-from ..message import Entry, Message
+from ..encoding import Entry, Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
 from .channel import SenderChannel
@@ -27,28 +27,14 @@ from .receiver_channel import ReceiverChannel, tensors_of
 Backend = Literal["gloo", "nccl"]
 
 
-def wait_for(work: Any, backend: Any, began: float, timeout: float) -> None:
-    """Wait until a broadcast has ended, which `work.wait` does not: with NCCL it lets only the stream wait.
+class BroadcastGroup:
+    """A process group for broadcasts from rank 0, in addition to those that the processes have.
 
     Args:
-        backend: of the group; aborted at the timeout.
-        began: `time.monotonic()` when the waiting began.
-
-    Raises:
-        RuntimeError: it has failed, or has not ended within `timeout` seconds.
+        store: of rank 0, that all ranks are connected to.
+        key: names the group in the store.
+        timeout: seconds for a broadcast.
     """
-    while not work.is_completed():
-        waited = time.monotonic() - began
-        if waited > timeout:
-            backend.abort()
-            raise RuntimeError(f"a broadcast has not finished within {timeout:g} s")
-        if waited > BUSY_SECONDS:
-            time.sleep(0.0001)
-    work.wait()
-
-
-class _Group:
-    """A group for broadcasts from rank 0. Errors and timeouts are RuntimeErrors, and end the group."""
 
     def __init__(self, store: dist.Store, key: str, rank: int, size: int, backend: Backend, timeout: float) -> None:
         self.key, self._timeout = key, timeout
@@ -67,12 +53,21 @@ class _Group:
         They are contiguous, and on the group's device; those without elements are left out.
 
         Raises:
-            RuntimeError: a broadcast has failed, or not ended within the timeout.
+            RuntimeError: a broadcast has failed, or they have not all ended within the timeout. The group is of no use
+                then.
         """
-        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        parts = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]  # no backend has all dtypes
         began = time.monotonic()
         for work in [self._backend.broadcast([part]) for part in parts]:
-            wait_for(work, self._backend, began, self._timeout)
+            # `work.wait` does not end with the broadcast: with NCCL it lets only the stream wait.
+            while not work.is_completed():
+                waited = time.monotonic() - began
+                if waited > self._timeout:
+                    self._backend.abort()
+                    raise RuntimeError(f"a broadcast has not finished within {self._timeout:g} s")
+                if waited > BUSY_SECONDS:
+                    time.sleep(0.0001)
+            work.wait()
 
     def abort(self) -> None:
         """End the group, also while a broadcast runs.
@@ -115,7 +110,7 @@ class ProcessGroupSender(SenderChannel):
     ) -> None:
         self._backend = backend
         super().__init__(weights, address, device=_device(backend, device), timeout=timeout)
-        self._group: _Group | None = None
+        self._group: BroadcastGroup | None = None
         self._members: list[int] = []
         self._made = 0
 
@@ -136,7 +131,7 @@ class ProcessGroupSender(SenderChannel):
             on_device = [tensor.to(self._device).contiguous() for tensor in tensors]
             if self._group is None:
                 size = 1 + len(self._members)
-                self._group = _Group(control.store, str(self._made), 0, size, self._backend, self.timeout)
+                self._group = BroadcastGroup(control.store, str(self._made), 0, size, self._backend, self.timeout)
             self._group.broadcast(on_device)
         except RuntimeError as error:
             self._drop()
@@ -180,7 +175,7 @@ class ProcessGroupReceiver(ReceiverChannel):
     ) -> None:
         self._backend, self._device = backend, _device(backend, device)
         super().__init__(weights, address, timeout=timeout, name=name)
-        self._group: _Group | None = None
+        self._group: BroadcastGroup | None = None
 
     @property
     def transport(self) -> TransportName:
@@ -194,7 +189,7 @@ class ProcessGroupReceiver(ReceiverChannel):
                 rank, size = 1 + receivers.index(self._control.number), 1 + len(receivers)
                 # With the sender's timeout: it waits for the replies as long.
                 timeout = command["timeout"]
-                self._group = _Group(self._control.store, command["group"], rank, size, self._backend, timeout)
+                self._group = BroadcastGroup(self._control.store, command["group"], rank, size, self._backend, timeout)
             tensors = tensors_of(entries, self._device)
             self._group.broadcast(tensors.values())
         except RuntimeError:

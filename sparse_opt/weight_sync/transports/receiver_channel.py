@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import WeightSyncError
-from ..message import Entry, Message, checked_header, tensor_list
+from ..encoding import Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
 from .control import ControlClient, TransportName, first_line
 
