@@ -129,17 +129,7 @@ class WeightsOf:
     def _build(self, weights: Mapping[str, Tensor]) -> tuple[Index, ...]:
         placed = place(self.layout, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
         units = {entry.name: units_of(self.mask, entry) for entry in self.layout.tensors if entry.nnz}
-        return tuple(
-            self.backend.build_index(
-                group,
-                [self.layout.tensors[i].name for i in group.members],
-                self.layout.pattern,
-                units,
-                placed,
-                self.device,
-            )
-            for group in self.layout.groups
-        )
+        return self.backend.build_indices(self.layout, units, placed, self.device)
 
 
 def named_weights(source: Source) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,29 +12,12 @@ from .. import backends
 from ..errors import BackendUnavailable
 from . import reference
 from .destinations import PlacedTensor
-from .layout import Group
-from .triton_index import TritonIndex
+from .layout import Layout
+from .reference import ReferenceChanges, ReferenceIndex
+from .triton_index import TritonChanges, TritonIndex
 
-
-class Changes(Protocol):
-    """The changed elements of an update; `reference.ReferenceChanges` documents the methods."""
-
-    def sums(self, changed: Tensor, *, read_old: bool) -> Tensor: ...
-    def write(self, changed: Tensor) -> None: ...
-
-
-class Index(Protocol):
-    """The active elements of one dtype; `reference.ReferenceIndex` documents the methods."""
-
-    def nbytes(self) -> dict[str, int]: ...
-    def take(self) -> Tensor: ...
-    def put(self, values: Tensor, valid: Tensor | None = None) -> None: ...
-    def changes(self, bitmap: Tensor, capacity: int) -> Changes: ...
-
-
-IndexFactory = Callable[
-    [Group, Sequence[str], str, Mapping[str, Tensor], Mapping[str, PlacedTensor], torch.device], Index
-]
+Changes = ReferenceChanges | TritonChanges
+Index = ReferenceIndex | TritonIndex
 
 
 class Backend(NamedTuple):
@@ -46,15 +29,32 @@ class Backend(NamedTuple):
     select: Callable[[Tensor, Tensor, int], Tensor]
     split_pieces: Callable[[Tensor, torch.device], Tensor]
     copy_pieces: Callable[[Tensor, Tensor, Tensor], None]
-    build_index: IndexFactory
+    index_type: type[Index]
+
+    def build_indices(
+        self,
+        layout: Layout,
+        units: Mapping[str, Tensor],
+        placed: Mapping[str, PlacedTensor],
+        device: torch.device,
+    ) -> tuple[Index, ...]:
+        """Return for each group of a layout where its active elements are.
+
+        Args:
+            units: as in a mask message, by name.
+            placed: the tensors with their destinations, by name.
+        """
+        names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]
+        groups = zip(layout.groups, names, strict=True)
+        return tuple(self.index_type(group, of, layout.pattern, units, placed, device) for group, of in groups)
 
 
-def _of(name: str, module: Any, build_index: IndexFactory) -> Backend:
+def _of(name: str, module: Any, index_type: type[Index]) -> Backend:
     functions = module.digest_sum, module.compare, module.select, module.split_pieces, module.copy_pieces
-    return Backend(name, *functions, build_index)
+    return Backend(name, *functions, index_type)
 
 
-REFERENCE = _of("reference", reference, reference.ReferenceIndex)
+REFERENCE = _of("reference", reference, ReferenceIndex)
 
 
 def choose(device: torch.device, name: str | None) -> Backend:

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import named_parameters_of
-from .addresses import Addresses
 from .backend import Backend, Changes, Index, choose
-from .destinations import Destination, PlacedTensor, place, whole_weight
-from .digest import from_hex, to_hex
+from .destinations import Addresses, Destination, PlacedTensor, place, whole_weight
+from .digest import HostCopy, from_hex, to_hex
 from .encoding import GroupValues, Message, check_count, check_follows, check_payload, checked_mask, values_of
-from .host_copy import HostCopy
 from .layout import Group, Layout
 from .sender import PendingMessage
 
@@ -42,7 +40,7 @@ class _Received(NamedTuple):
     """What a message carries for a group of the layout, on the device, and where it belongs."""
 
     group: Group
-    index: Index
+    elements: Index
     part: GroupValues
     changes: Changes | None  # of the part's bitmap
 
@@ -218,11 +216,7 @@ class WeightReceiver:
         tensors = tensors or [part.tensor for parts in destinations.values() for part in parts] or [*weights.values()]
         device = tensors[0].device if tensors else torch.device("cpu")
         backend = choose(device, self._backend)
-        names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]
-        indices = tuple(
-            backend.build_index(group, of, layout.pattern, units, placed, device)
-            for group, of in zip(layout.groups, names, strict=True)
-        )
+        indices = backend.build_indices(layout, units, placed, device)
         parts = {
             name: [(part.r0, part.r1, part.c0, part.c1) for part in tensor.primary]
             for name, tensor in placed.items()
@@ -322,9 +316,9 @@ def _all_valid(message: Message, received: Sequence[_Received], results: Sequenc
 
 def _write(received: Sequence[_Received], valid: Tensor | None = None) -> None:
     """Write what a message carries; its values only if `valid` is not a False [1] on the device."""
-    for _, index, part, changes in received:
+    for _, elements, part, changes in received:
         if part.values is not None:
-            index.put(part.values, valid)
+            elements.put(part.values, valid)
         elif changes is not None and part.changed is not None:
             changes.write(part.changed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ..masks import MaskSet
 from .active_values import ActiveValues, Source, WeightsOf
-from .backend import Backend
 from .destinations import Parts
-from .digest import to_hex
+from .digest import HostCopy, to_hex
 from .encoding import Encoding, GroupValues, Message, form_of, mask_tensors, units_of
-from .host_copy import HostCopy
 from .reference import only_parts
 
 
@@ -106,7 +104,9 @@ class WeightSender:
         if self._device.type == "cuda":
             for values in sent.values.values():
                 values.record_stream(torch.cuda.current_stream(self._device))
-        tensors = {f"{dtype}.values": values for dtype, values in sent.values.items()}
+        tensors = {
+            name: tensor for dtype, of in sent.values.items() for name, tensor in GroupValues(of).tensors(dtype).items()
+        }
         return Message("state", sent.version, self._mask.digest, digest, digest, tensors)
 
     @torch.no_grad()
@@ -127,23 +127,46 @@ class WeightSender:
         else:
             with _aside(self._stream, gathered, [*new.values(), *base.values.values()]):
                 found = []
-                for dtype, values in new.items():
+                for group in self._layout.groups:
+                    values, old = new[group.dtype], base.values[group.dtype]
                     # On a GPU before the number of changes is known: few are usual, and the host then waits once.
                     capacity = 0 if self._stream is None else -(-values.numel() // 8)
-                    old = base.values[dtype]
-                    bitmap, of_dtype, changed = self._backend.compare(old, values, self._first(dtype), capacity)
-                    changes[dtype] = bitmap, changed
+                    bitmap, of_dtype, changed = self._backend.compare(old, values, group.first, capacity)
+                    changes[group.dtype] = bitmap, changed
                     found.append(of_dtype)
                 totals = _Totals(HostCopy(found), new, per_dtype=3)
         self._sent = sent = _Sent(base.version + 1, new, totals)
-        return PendingMessage(
-            sent,
-            base.totals,
-            changes,
+        base_totals = base.totals  # the message does not keep the values of its base
+        return PendingMessage(sent.version, self._stream, lambda: self._message(sent, base_totals, changes))
+
+    @torch.no_grad()
+    def _message(self, sent: _Sent, base: _Totals, changes: Mapping[str, tuple[Tensor, Tensor]]) -> Message:
+        """Return the message of an update; waits for the digests.
+
+        Args:
+            changes: by dtype, the bitmap and the first changed values, of `compare`.
+        """
+        tensors: dict[str, Tensor] = {}
+        payload = 0
+        for (dtype, values), (whole, changed, count) in zip(sent.values.items(), sent.totals.rows, strict=True):
+            form = form_of(self._encoding, count, values.element_size(), values.numel())
+            if form == "values":
+                tensors |= GroupValues(values).tensors(dtype)
+                payload += whole
+            elif form == "changed":
+                bitmap, first = changes[dtype]
+                found = first[:count] if count <= first.numel() else self._backend.select(values, bitmap, count)
+                tensors |= GroupValues(None, bitmap, found).tensors(dtype)
+                payload += changed
+        return Message(
+            kind="update",
+            version=sent.version,
             mask_digest=self._mask.digest,
-            encoding=self._encoding,
-            backend=self._backend,
-            stream=self._stream,
+            result_digest=sent.totals.digest,
+            payload_digest=to_hex(payload),
+            tensors=tensors,
+            base_version=sent.version - 1,
+            base_digest=base.digest,
         )
 
     @torch.no_grad()
@@ -176,9 +199,6 @@ class WeightSender:
             total += int(self._backend.digest_sum(values, group.first))
         return to_hex(total)
 
-    def _first(self, dtype: str) -> int:
-        return next(group.first for group in self._layout.groups if group.dtype == dtype)
-
     def _take(self) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Gather the active values on the current stream; with an event that follows them on a GPU."""
         values = self._values.take()
@@ -187,7 +207,8 @@ class WeightSender:
     def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> HostCopy:
         """Begin to compute the digests of all active values."""
         with torch.no_grad(), _aside(self._stream, gathered, list(values.values())):
-            return HostCopy([self._backend.digest_sum(group, self._first(dtype)) for dtype, group in values.items()])
+            groups = self._layout.groups
+            return HostCopy([self._backend.digest_sum(values[group.dtype], group.first) for group in groups])
 
 
 @contextlib.contextmanager
@@ -243,20 +264,10 @@ class _Sent(NamedTuple):
 class PendingMessage:
     """An update that may still be computed on the device: `wait` returns the `Message`."""
 
-    def __init__(
-        self,
-        sent: _Sent,
-        base: _Totals,
-        changes: Mapping[str, tuple[Tensor, Tensor]],
-        *,
-        mask_digest: str,
-        encoding: Encoding,
-        backend: Backend,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        self.version = sent.version
-        self._sent, self._base, self._changes = sent, base, changes
-        self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
+    def __init__(self, version: int, stream: torch.cuda.Stream | None, make: Callable[[], Message]) -> None:
+        self.version = version
+        self._stream = stream  # on which the message is made
+        self._make: Callable[[], Message] | None = make  # until it was called
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
         self._lock = threading.Lock()
@@ -268,52 +279,18 @@ class PendingMessage:
         in the calling thread, which waits for their last copies.
         """
         with self._lock:
-            message = self._message or self._made()
+            if self._message is None:
+                assert self._make is not None
+                with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    self._message, self._make = self._make(), None
+                    self._ready = None if self._stream is None else self._stream.record_event()
             if self._stream is not None and self._ready is not None:
                 current = torch.cuda.current_stream(self._stream.device)
                 current.wait_event(self._ready)
-                for tensor in message.tensors.values():
+                for tensor in self._message.tensors.values():
                     tensor.record_stream(current)
-            return message
+            return self._message
 
     def to_bytes(self) -> bytes:
         """`wait`, and return `Message.to_bytes`."""
         return self.wait().to_bytes()
-
-    def _made(self) -> Message:
-        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with side, torch.no_grad():
-            self._message = self._build()
-            self._ready = None if self._stream is None else self._stream.record_event()
-        self._sent, self._changes = self._sent._replace(values={}), {}  # frees the values that are not in the message
-        return self._message
-
-    def _build(self) -> Message:
-        tensors: dict[str, Tensor] = {}
-        payload = 0
-        rows = self._sent.totals.rows
-        for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
-            form = form_of(self._encoding, count, values.element_size(), values.numel())
-            if form == "values":
-                part = GroupValues(values)
-                payload += whole
-            elif form == "changed":
-                bitmap, found = self._changes[dtype]
-                is_complete = count <= found.numel()
-                part = GroupValues(
-                    None, bitmap, found[:count] if is_complete else self._backend.select(values, bitmap, count)
-                )
-                payload += changed
-            else:
-                part = GroupValues()
-            tensors |= part.tensors(dtype)
-        return Message(
-            kind="update",
-            version=self.version,
-            mask_digest=self._mask_digest,
-            result_digest=self._sent.totals.digest,
-            payload_digest=to_hex(payload),
-            tensors=tensors,
-            base_version=self.version - 1,
-            base_digest=self._base.digest,
-        )

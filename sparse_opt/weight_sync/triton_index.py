@@ -69,11 +69,11 @@ class TritonIndex:
         for table in self._tables:
             _kernels().put(table, values, valid)
 
-    def changes(self, bitmap: Tensor, capacity: int) -> _Changes:
-        return _Changes(self._tables, self._group, bitmap, capacity)
+    def changes(self, bitmap: Tensor, capacity: int) -> TritonChanges:
+        return TritonChanges(self._tables, self._group, bitmap, capacity)
 
 
-class _Changes:
+class TritonChanges:
     """`reference.ReferenceChanges` with Triton kernels.
 
     A list of the changed elements and their addresses is made first, if it takes no more memory than all values would:
