@@ -108,11 +108,7 @@ class Message:
         Raises:
             DamagedMessage: the header's digest or a field is wrong, or the tensors are not those of the header.
         """
-        return cls.from_fields(checked_header(header), tensors)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Message:
-        """`from_header` of what `checked_header` has returned."""
+        fields = checked_header(header)
         for name, dtype, shape in tensor_list(fields):
             if name not in tensors:
                 raise DamagedMessage(f"the message lacks the tensor {name!r}")

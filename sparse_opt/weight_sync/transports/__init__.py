@@ -15,7 +15,7 @@ import torch
 
 from ..receiver import WeightReceiver
 from .control import TransportName
-from .cuda_ipc import CudaIpcReceiver, CudaIpcSender, SharedMessage, open_shared
+from .cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from .folder import FolderReceiver
 from .process_group import ProcessGroupReceiver, ProcessGroupSender
 from .receiver_channel import ReceiverChannel
@@ -27,9 +27,7 @@ __all__ = [
     "FolderReceiver",
     "ProcessGroupReceiver",
     "ProcessGroupSender",
-    "SharedMessage",
     "open_receiver",
-    "open_shared",
 ]
 
 TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)

@@ -85,12 +85,11 @@ class ReceiverChannel(ABC):
                 continue
             try:
                 try:
-                    fields = checked_header(command["header"])
-                    tensors = self._fetch(command, tensor_list(fields))
+                    tensors = self._fetch(command, tensor_list(checked_header(command["header"])))
                 except RuntimeError as error:  # of the transport; the sender sends the message again
                     self._control.reply({"failed": first_line(error)})
                     continue
-                message = Message.from_fields(fields, tensors)
+                message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
