@@ -27,8 +27,6 @@ class Backend(NamedTuple):
     digest_sum: Callable[[Tensor, int], Tensor]
     compare: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
     select: Callable[[Tensor, Tensor, int], Tensor]
-    split_pieces: Callable[[Tensor, torch.device], Tensor]
-    copy_pieces: Callable[[Tensor, Tensor, Tensor], None]
     index_type: type[Index]
 
     def build_indices(
@@ -44,14 +42,14 @@ class Backend(NamedTuple):
             units: as in a mask message, by name.
             placed: the tensors with their destinations, by name.
         """
-        names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]
-        groups = zip(layout.groups, names, strict=True)
-        return tuple(self.index_type(group, of, layout.pattern, units, placed, device) for group, of in groups)
+        return tuple(
+            self.index_type(group, layout.names(group), layout.pattern, units, placed, device)
+            for group in layout.groups
+        )
 
 
 def _of(name: str, module: Any, index_type: type[Index]) -> Backend:
-    functions = module.digest_sum, module.compare, module.select, module.split_pieces, module.copy_pieces
-    return Backend(name, *functions, index_type)
+    return Backend(name, module.digest_sum, module.compare, module.select, index_type)
 
 
 REFERENCE = _of("reference", reference, ReferenceIndex)

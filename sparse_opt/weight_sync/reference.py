@@ -44,21 +44,6 @@ def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor
     return bitmap_of(changed), totals, new[numbers[:capacity]]
 
 
-def split_pieces(pieces: Tensor, device: torch.device) -> Tensor:
-    """Return what `copy_pieces` takes, on a device: here the pieces themselves."""
-    return pieces.to(device)
-
-
-def copy_pieces(values: Tensor, pieces: Tensor, out: Tensor) -> None:
-    """Copy pieces of `values` [n] to their places in `out` [m], of the same dtype.
-
-    Args:
-        pieces: [k, 3] int64: the first element in `values`, the first one in `out`, and their number.
-    """
-    for source, destination, count in pieces.tolist():
-        out[destination : destination + count] = values[source : source + count]
-
-
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
     """Return the elements [count] of `new` [n] that a bitmap marks, in order."""
     return new[set_bits(bitmap)[:count]]

@@ -223,7 +223,7 @@ class VLLMReceiver(WeightReceiver):
 def _changed_names(message: Message, layout: Layout) -> Iterator[str]:
     """Yield the names of the weights whose elements a message changes; all of a dtype that is sent as a whole."""
     for group in layout.groups:
-        names = [layout.tensors[i].name for i in group.members]
+        names = layout.names(group)
         if f"{group.dtype}.values" in message.tensors:
             yield from names
         elif f"{group.dtype}.bitmap" in message.tensors:
