@@ -314,22 +314,6 @@ class GroupValues(NamedTuple):
     def to(self, device: torch.device) -> GroupValues:
         return GroupValues(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
 
-    def elements(self, group: Group) -> tuple[Tensor, Tensor] | None:
-        """Return the ascending numbers [n] of the elements in the group, int64, and their values [n]; None for nothing.
-
-        Raises:
-            DamagedMessage: the bitmap marks other elements than the changed values are of.
-        """
-        if self.values is not None:
-            return torch.arange(group.nnz, device=self.values.device), self.values
-        if self.bitmap is None or self.changed is None:
-            return None
-        numbers = set_bits(self.bitmap)
-        check_count(group, numbers.numel(), self.changed)
-        if bool((numbers >= group.nnz).any()):
-            raise DamagedMessage(f"{group.dtype}.bitmap marks element {int(numbers[-1])}, the mask has {group.nnz}")
-        return numbers, self.changed
-
 
 def form_of(encoding: Encoding, count: int, size: int, nnz: int) -> Literal["values", "changed", "nothing"]:
     """Return in which form an update sends `count` changed ones of nnz values of `size` bytes: the smaller one."""
@@ -366,6 +350,47 @@ def values_of(message: Message, layout: Layout) -> list[GroupValues]:
     if others := sorted(message.tensors.keys() - names):
         raise DamagedMessage(f"the {message.kind} message has the tensor {others[0]!r}, which the mask does not have")
     return found
+
+
+class ChangedTensor(NamedTuple):
+    """The elements of a tensor that a message changes.
+
+    Attributes:
+        first: element number of the tensor's first active element.
+        numbers: [n] int64, ascending: which of the tensor's active elements they are.
+        values: [n].
+    """
+
+    entry: LayoutTensor
+    first: int
+    numbers: Tensor
+    values: Tensor
+
+
+def changed_tensors(message: Message, layout: Layout, device: torch.device) -> Iterator[ChangedTensor]:
+    """Yield the tensors whose elements a state or an update carries; all of a dtype that is sent as a whole.
+
+    For receivers that hand the values on. Their digest is not compared.
+
+    Raises:
+        DamagedMessage: as `values_of`; or a bitmap marks other elements than the changed values are of.
+    """
+    for group, part in zip(layout.groups, values_of(message, layout), strict=True):
+        whole, bitmap, changed = part.to(device)
+        if whole is not None:
+            numbers, values = torch.arange(group.nnz, device=device), whole
+        elif bitmap is not None and changed is not None:
+            numbers, values = set_bits(bitmap), changed
+            check_count(group, numbers.numel(), changed)
+            if bool((numbers >= group.nnz).any()):
+                raise DamagedMessage(f"{group.dtype}.bitmap marks element {int(numbers[-1])}, the mask has {group.nnz}")
+        else:
+            continue
+        cuts = torch.searchsorted(numbers, torch.tensor(group.starts, dtype=torch.int64, device=device)).tolist()
+        for index, start, low, high in zip(group.members, group.starts, cuts, cuts[1:], strict=False):
+            if low < high:
+                entry, first = layout.tensors[index], group.first + start
+                yield ChangedTensor(entry, first, numbers[low:high] - start, values[low:high])
 
 
 def check_follows(message: Message, mask_digest: str | None, version: int | None, digest: str | None) -> None:

@@ -20,7 +20,7 @@ from ...masks.patterns import expand_units
 from ...tensors import dtype_name
 from ...weight_sync import Message
 from ...weight_sync.digest import mix, zero_extended
-from ...weight_sync.encoding import check_follows, check_payload, checked_mask, values_of
+from ...weight_sync.encoding import changed_tensors, check_follows, check_payload, checked_mask
 from ...weight_sync.layout import Layout
 
 Flush = tuple[list[tuple[str, Tensor]], bool]  # named tensors, and whether it is the last one of an update
@@ -106,19 +106,9 @@ class ChangeReader:
         check_follows(message, *held)
         total = 0
         found: list[Change] = []
-        for group, part in zip(self._layout.groups, values_of(message, self._layout), strict=True):
-            elements = part.to(self._device).elements(group)
-            if elements is None:
-                continue
-            numbers, values = elements
-            total += int(mix(numbers + group.first, zero_extended(values)).sum())
-            starts = torch.tensor(group.starts, dtype=torch.int64, device=self._device)
-            cuts = torch.searchsorted(numbers, starts).tolist()
-            for index, start, low, high in zip(group.members, group.starts, cuts, cuts[1:], strict=False):
-                if low < high:
-                    entry = self._layout.tensors[index]
-                    positions = self._positions[entry.name][numbers[low:high] - start]
-                    found.append(Change(entry.name, entry.shape, positions, values[low:high]))
+        for entry, first, numbers, values in changed_tensors(message, self._layout, self._device):
+            total += int(mix(numbers + first, zero_extended(values)).sum())
+            found.append(Change(entry.name, entry.shape, self._positions[entry.name][numbers], values))
         check_payload(message, total)
         self._last = replace(message, tensors={})
         return found
