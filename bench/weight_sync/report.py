@@ -158,9 +158,9 @@ def targets(report: Report) -> list[dict[str, Any]]:
         whole = find(report, row["network"], "weights")
         default, values = row["network"] == "default", row["encoding"] == "values"
         if on_gpu and default:
-            add("ms", row["ms"], 5.0 if values else 3.0)
-        if on_gpu and whole is not None and (values or not default):  # of changed values, only the time on one host
-            add("times faster than all weights", whole["ms"] / row["ms"], 8.0 if default else 30.0, upper=False)
+            add("ms", row["ms"], 4.0)
+        if on_gpu and whole is not None and not default:
+            add("times faster than all weights", whole["ms"] / row["ms"], 30.0, upper=False)
         if default and row["transport"] == "broadcast":
             share = share_changed(row)
             bound = 2.01 if values else 0.125 + 2.1 * share

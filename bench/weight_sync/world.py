@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.message import Entry
 from sparse_opt.weight_sync.transports import (
     CudaIpcReceiver,
     CudaIpcSender,
@@ -40,32 +38,15 @@ TIMEOUT_S = 120.0
 class Counted(WeightReceiver):
     """A receiver that keeps the sizes of the last update."""
 
-    _last: Message  # with tensors on the meta device; its size is computed when it is not timed
+    sizes: dict[str, int]
 
     def receive(self, message: Message | PendingMessage | bytes | bytearray | memoryview) -> int | None:
         assert isinstance(message, Message)
         if message.kind == "update":
-            on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in message.tensors.items()}
-            self._last = replace(message, tensors=on_meta, begun=None)
+            header = sum(len(key) + len(value) for key, value in message.header().items())
+            changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
+            self.sizes = {"message_bytes": header + message.nbytes, "sent_values": changed}
         return super().receive(message)
-
-    def sizes(self, announced: Sequence[Entry]) -> dict[str, int]:
-        """Sizes of the last update.
-
-        Args:
-            announced: tensors that were sent before its message.
-        """
-        message = self._last
-        header = sum(len(key) + len(value) for key, value in message.header().items())
-        changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
-        names = {name for name, _, _ in announced}
-        late = [entry for entry in message.entries if entry[0] not in names]
-        return {"message_bytes": header + sum(map(_nbytes, [*announced, *late])), "sent_values": changed}
-
-
-def _nbytes(entry: Entry) -> int:
-    _, dtype, shape = entry
-    return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 @dataclass
@@ -78,7 +59,6 @@ class Row:
     close: Callable[[], None]
     sender: WeightSender | None = None
     receiver: Counted | None = None
-    announced: Sequence[Entry] = ()  # tensors of the last update that were sent before its message
 
 
 class World:
@@ -129,9 +109,6 @@ class World:
             if training is not None:
                 training.step([self.ids])
             for row in order.sample(rows, len(rows)):
-                if row.sender is not None and row.variant.transport == "broadcast":
-                    announcement = row.sender.announcement()
-                    row.announced = () if announcement is None else announcement.tensors
                 ms = self._clock(row.update)
                 if i:  # the first update builds tables and compiles kernels
                     times[row.variant.name].append(ms)
@@ -222,10 +199,8 @@ class World:
     def _result(self, row: Row, times: list[float], right: bool, mask: MaskSet) -> dict[str, Any]:
         variant = row.variant
         own: dict[str, Any] = {}
-        box: list[Any] = [row.announced]
-        dist.broadcast_object_list(box)
         if row.receiver is not None:
-            own = {**row.receiver.sizes(box[0]), "receiver_bytes": row.receiver.nbytes()}
+            own = {**row.receiver.sizes, "receiver_bytes": row.receiver.nbytes()}
         elif variant.pattern is None:
             own = {"message_bytes": sum(weight.nbytes for weight in row.weights.values())}
         if row.sender is not None:

@@ -22,7 +22,7 @@ updates its active weights have the bits of the trainer's. The remaining weights
 
 from .destinations import Destination
 from .distributed import DistributedWeightSender
-from .message import Message
+from .encoding import Message
 from .receiver import WeightReceiver
 from .sender import PendingMessage, WeightSender
 

@@ -14,8 +14,8 @@ from ..optim import SparseOptimizer
 from ..tensors import holds_base_weights, is_wrapper, named_parameters_of
 from .backend import Backend, Index, choose
 from .destinations import place, whole_weight
+from .encoding import units_of
 from .layout import Layout
-from .positions import units_of
 
 Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
 
@@ -55,9 +55,6 @@ class WeightsOf:
         self.backend = choose(self.device, backend)
         self._addresses: dict[str, int] = {}
         self._indices: tuple[Index, ...] = ()
-        # Of `active_weights`: the names of each tensor, and what to copy from each.
-        self._held_names: list[list[str]] = []
-        self._pieces: list[list[Tensor]] = []
 
     @torch.no_grad()
     def take(self) -> dict[str, Tensor]:
@@ -86,34 +83,10 @@ class WeightsOf:
 
     def _in_order(self, held: Sequence[tuple[Sequence[str], Tensor]]) -> dict[str, Tensor]:
         """Return the values of `SparseOptimizer.active_weights` in the order of the layout, in new memory."""
-        names = [list(its_names) for its_names, _ in held]
-        if names != self._held_names:
-            self._held_names, self._pieces = names, self._pieces_of(names)
-        taken = {}
-        for group, pieces in zip(self.layout.groups, self._pieces, strict=True):
-            out = torch.empty(group.nnz, dtype=group.torch_dtype, device=self.device)
-            for (_, values), its_pieces in zip(held, pieces, strict=True):
-                self.backend.copy_pieces(values, its_pieces, out)
-            taken[group.dtype] = out
-        return taken
-
-    def _pieces_of(self, names: Sequence[Sequence[str]]) -> list[list[Tensor]]:
-        """Return for each group of the layout and each tensor of `active_weights` what to copy from it to the group."""
-        found = []
-        for group in self.layout.groups:
-            starts = {self.layout.tensors[i].name: start for i, start in zip(group.members, group.starts, strict=False)}
-            of_group = []
-            for its_names in names:
-                pieces, first = [], 0
-                for name in its_names:
-                    count = self.mask[name].numel()
-                    if name in starts:
-                        pieces.append([first, starts[name], count])
-                    first += count
-                table = torch.tensor(pieces, dtype=torch.int64, device="cpu").view(-1, 3)
-                of_group.append(self.backend.split_pieces(table, self.device))
-            found.append(of_group)
-        return found
+        parts: dict[str, Tensor] = {}
+        for names, values in held:
+            parts.update(zip(names, values.split([self.mask[name].numel() for name in names]), strict=True))
+        return self.layout.joined(parts)
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights with active elements as they are now."""
@@ -129,17 +102,7 @@ class WeightsOf:
     def _build(self, weights: Mapping[str, Tensor]) -> tuple[Index, ...]:
         placed = place(self.layout, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
         units = {entry.name: units_of(self.mask, entry) for entry in self.layout.tensors if entry.nnz}
-        return tuple(
-            self.backend.build_index(
-                group,
-                [self.layout.tensors[i].name for i in group.members],
-                self.layout.pattern,
-                units,
-                placed,
-                self.device,
-            )
-            for group in self.layout.groups
-        )
+        return self.backend.build_indices(self.layout, units, placed, self.device)
 
 
 def named_weights(source: Source) -> dict[str, Tensor]:

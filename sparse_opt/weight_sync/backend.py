@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,31 +12,12 @@ from .. import backends
 from ..errors import BackendUnavailable
 from . import reference
 from .destinations import PlacedTensor
-from .layout import Group
-from .triton_index import TritonIndex
+from .layout import Layout
+from .reference import ReferenceChanges, ReferenceIndex
+from .triton_index import TritonChanges, TritonIndex
 
-
-class Changes(Protocol):
-    """The changed elements of an update; `reference.ReferenceChanges` documents the methods."""
-
-    def sums(self, changed: Tensor, *, read_old: bool) -> Tensor: ...
-    def write(self, changed: Tensor) -> None: ...
-
-
-class Index(Protocol):
-    """The active elements of one dtype; `reference.ReferenceIndex` documents the methods."""
-
-    @property
-    def exchanges(self) -> bool: ...
-    def nbytes(self) -> dict[str, int]: ...
-    def take(self) -> Tensor: ...
-    def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None: ...
-    def changes(self, bitmap: Tensor, capacity: int) -> Changes: ...
-
-
-IndexFactory = Callable[
-    [Group, Sequence[str], str, Mapping[str, Tensor], Mapping[str, PlacedTensor], torch.device], Index
-]
+Changes = ReferenceChanges | TritonChanges
+Index = ReferenceIndex | TritonIndex
 
 
 class Backend(NamedTuple):
@@ -46,17 +27,32 @@ class Backend(NamedTuple):
     digest_sum: Callable[[Tensor, int], Tensor]
     compare: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
     select: Callable[[Tensor, Tensor, int], Tensor]
-    split_pieces: Callable[[Tensor, torch.device], Tensor]
-    copy_pieces: Callable[[Tensor, Tensor, Tensor], None]
-    build_index: IndexFactory
+    index_type: type[Index]
+
+    def build_indices(
+        self,
+        layout: Layout,
+        units: Mapping[str, Tensor],
+        placed: Mapping[str, PlacedTensor],
+        device: torch.device,
+    ) -> tuple[Index, ...]:
+        """Return for each group of a layout where its active elements are.
+
+        Args:
+            units: as in a mask message, by name.
+            placed: the tensors with their destinations, by name.
+        """
+        return tuple(
+            self.index_type(group, layout.names(group), layout.pattern, units, placed, device)
+            for group in layout.groups
+        )
 
 
-def _of(name: str, module: Any, build_index: IndexFactory) -> Backend:
-    functions = module.digest_sum, module.compare, module.select, module.split_pieces, module.copy_pieces
-    return Backend(name, *functions, build_index)
+def _of(name: str, module: Any, index_type: type[Index]) -> Backend:
+    return Backend(name, module.digest_sum, module.compare, module.select, index_type)
 
 
-REFERENCE = _of("reference", reference, reference.ReferenceIndex)
+REFERENCE = _of("reference", reference, ReferenceIndex)
 
 
 def choose(device: torch.device, name: str | None) -> Backend:

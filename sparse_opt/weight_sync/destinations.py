@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ForeignMessage
 from ..masks.patterns import matrix_shape
-from ..tensors import dtype_name, is_wrapper
+from ..tensors import dtype_name, is_wrapper, named_parameters_of
 from .layout import Layout, LayoutTensor
 
 Range = tuple[int, int]
@@ -148,3 +148,46 @@ def _placed(entry: LayoutTensor, destination: Destination) -> Placed:
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ForeignMessage(f"{where} has strides {list(tensor.stride())}, expected an address for each element")
     return Placed(tensor, r0, r1, c0, c1)
+
+
+class Addresses:
+    """The addresses of some of a module's parameters, or of tensors by name: notices that one is elsewhere.
+
+    A receiver compares them before each write. An update takes about 3 ms, and `named_parameters()` of 255 parameters
+    half a millisecond; this keeps where the module holds them instead, and asks again only if a submodule was replaced.
+
+    Args:
+        weights: a module, or its parameters by name.
+        names: the parameters to compare; `weights` has all of them.
+    """
+
+    def __init__(self, weights: nn.Module | Mapping[str, Tensor], names: Iterable[str]) -> None:
+        self._weights = weights
+        found = named_parameters_of(weights)
+        self._expected = {name: found[name].data_ptr() for name in names}
+        # The dictionaries in which modules keep their submodules and parameters.
+        self._submodules: list[tuple[dict[str, nn.Module | None], str, nn.Module | None]] = []
+        self._parameters: list[tuple[str, Mapping[str, Tensor | None], str]] = []
+        if isinstance(weights, nn.Module):
+            self._find(weights, found)
+        else:
+            self._parameters = [(name, weights, name) for name in self._expected]
+
+    def _find(self, root: nn.Module, found: Mapping[str, Tensor]) -> None:
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            self._submodules += [(module._modules, key, child) for key, child in module._modules.items()]
+            for key, param in module._parameters.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if name in self._expected and found[name] is param:
+                    self._parameters.append((name, module._parameters, key))
+
+    def replaced(self) -> str | None:
+        """Return the name of a weight that is elsewhere now, or is missing; None if there is none."""
+        if len(self._parameters) == len(self._expected) and all(
+            submodules.get(key) is child for submodules, key, child in self._submodules
+        ):
+            now = ((name, parameters.get(key)) for name, parameters, key in self._parameters)
+        else:
+            weights = named_parameters_of(self._weights)
+            now = ((name, weights.get(name)) for name in self._expected)
+        return next((name for name, w in now if w is None or w.data_ptr() != self._expected[name]), None)

@@ -15,8 +15,9 @@ from ..optim.ranks import sharding
 from ..optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks
 from .active_values import Source, WeightsOf, mask_of, named_weights, require_current
 from .backend import choose
+from .encoding import Encoding
 from .layout import Group, Layout
-from .sender import Encoding, PendingMessage, WeightSender
+from .sender import PendingMessage, WeightSender
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -148,7 +149,7 @@ class _ShardedValues:
         self._group = mesh.get_group(mesh.ndim - 1)
         shards, own = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         cuts = {name: _cuts(name, weight, self.mask[name], shards, own) for name, weight in self._weights.items()}
-        names = {group.dtype: [self.layout.tensors[i].name for i in group.members] for group in self.layout.groups}
+        names = {group.dtype: self.layout.names(group) for group in self.layout.groups}
         # For each dtype, by shard and tensor: the number of active elements.
         self._counts = {
             dtype: [[cuts[name].active[r + 1] - cuts[name].active[r] for name in of] for r in range(shards)]

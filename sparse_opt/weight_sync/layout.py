@@ -105,6 +105,14 @@ class Layout:
     def nnz(self) -> int:
         return sum(t.nnz for t in self.tensors)
 
+    def names(self, group: Group) -> list[str]:
+        """Return the names of a group's tensors, in order."""
+        return [self.tensors[i].name for i in group.members]
+
+    def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the active values [nnz] of each dtype, in new memory, from those of each tensor by name."""
+        return {group.dtype: torch.cat([values[name] for name in self.names(group)]) for group in self.groups}
+
     def to_json(self) -> str:
         """Return compact JSON with sorted keys."""
         tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "nnz": t.nnz} for t in self.tensors]

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
+from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import named_parameters_of
-from .addresses import Addresses
-from .arriving import Begun, Change, Marked, ReceiverMask, Written, change_of, changes_of, check, warm_up
-from .backend import choose
-from .destinations import Destination, PlacedTensor, place, whole_weight
-from .digest import from_hex, to_hex
-from .host_copy import HostCopy
-from .layout import Layout
-from .message import Message
-from .positions import checked_mask
+from .backend import Backend, Changes, Index, choose
+from .destinations import Addresses, Destination, PlacedTensor, place, whole_weight
+from .digest import HostCopy, from_hex, to_hex
+from .encoding import GroupValues, Message, check_count, check_follows, check_payload, checked_mask, values_of
+from .layout import Group, Layout
 from .sender import PendingMessage
 
 Destinations = Mapping[str, Sequence[Destination]]
 
 
+class _Mask(NamedTuple):
+    """The mask that a receiver follows, and where its active elements are."""
+
+    digest: str
+    layout: Layout
+    device: torch.device
+    backend: Backend
+    indices: tuple[Index, ...]  # one for each group of the layout
+    parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
+    addresses: Addresses  # of the weights that are not given as destinations
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.parts
+
+
+class _Received(NamedTuple):
+    """What a message carries for a group of the layout, on the device, and where it belongs."""
+
+    group: Group
+    elements: Index
+    part: GroupValues
+    changes: Changes | None  # of the part's bitmap
+
+
 class WeightReceiver:
     """Keeps the weights of an inference engine equal to a trainer's, bit for bit, by the messages of a `WeightSender`.
 
-    A message is verified before any weight is written, or what was written is undone (`begin`). If it is refused,
-    weights and version stay as they were, and the next correct message works. Not thread-safe; the weights must not be
-    used while `receive` runs.
+    A message is verified before any weight is written. If it is refused, weights and version stay as they were, and the
+    next correct message works. Not thread-safe; the weights must not be used while `receive` runs.
 
     Args:
         weights: a module or its parameters by name, whole tensors with the sender's names, shapes and dtypes. Several
@@ -51,7 +70,7 @@ class WeightReceiver:
         self._weights: nn.Module | Mapping[str, Tensor] = {} if weights is None else weights
         self._destinations = destinations or {}
         self._backend = backend
-        self._mask: ReceiverMask | None = None
+        self._mask: _Mask | None = None
         self._version: int | None = None
         self._digest: str | None = None
         self._sums: list[int] = []  # the digest of each group, if the receiver is whole
@@ -115,61 +134,11 @@ class WeightReceiver:
             ForeignMessage: the message is for another mask, or this receiver lacks a weight of the mask.
         """
         message = message.wait() if isinstance(message, Message | PendingMessage) else Message.from_bytes(message)
-        try:
-            if message.kind == "mask":
-                self._receive_mask(message)
-            else:
-                self._receive_values(message)
-        finally:
-            if isinstance(message.begun, Written):
-                message.begun.undo()  # unless it was confirmed
+        if message.kind == "mask":
+            self._receive_mask(message)
+        else:
+            self._receive_values(message)
         return self._version
-
-    @torch.inference_mode()
-    def begin(self, tensors: Mapping[str, Tensor], capacity: Mapping[str, int]) -> Begun | None:
-        """Begin an update whose message is still to come, in the order of the current stream; the host does not wait.
-
-        For transports whose tensors arrive before the message, which gets what this returns as its `begun`. If the
-        tensors are bitmaps, it looks up the positions of the changed values. If they are all values, it computes their
-        digests; the transport then calls `Written.write` with the totals. `receive` compares these with the message,
-        and brings the weights back if they do not agree. If no message comes, the transport calls `Written.undo`. Until
-        then neither the tensors nor the weights may be used by others.
-
-        Args:
-            tensors, capacity: of the sender's `Announcement`, without the totals.
-
-        Returns:
-            None if nothing can be done before the message: if the tensors are on another device than the weights, if a
-            weight has several destinations, so that its values could not be brought back, and for weights on a GPU with
-            the backend "reference", which would wait for the tensors.
-
-        Raises:
-            DamagedMessage: a tensor has another dtype or shape than the mask says.
-            WeightSyncError: a weight was replaced since the mask message.
-        """
-        mask = self._mask
-        if mask is None or self._version is None or not mask.works_ahead:
-            return None
-        if any(t.device != mask.device for t in tensors.values()):
-            return None
-        groups = mask.layout.groups
-        values = [tensors[name] for group in groups if (name := f"{group.dtype}.values") in tensors]
-        if values:
-            if len(values) < len(groups) or not mask.exchanges:
-                return None
-            for group, of_group in zip(groups, values, strict=True):
-                check(f"{group.dtype}.values", of_group, group.torch_dtype, group.nnz)
-            written = Written(mask, values)
-            self._require_in_place(mask)  # while the values are on their way
-            return written
-        self._require_in_place(mask)
-        bitmaps = {group.dtype: tensors[name] for group in groups if (name := f"{group.dtype}.bitmap") in tensors}
-        changes = {
-            group.dtype: changes_of(bitmaps[group.dtype], capacity.get(group.dtype, 0), group, index, mask.device)
-            for group, index in zip(groups, mask.indices, strict=True)
-            if group.dtype in bitmaps
-        }
-        return Marked(mask, bitmaps, changes)
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -223,12 +192,10 @@ class WeightReceiver:
         if mask.is_whole:
             sums = _sums_of_weights(mask)
             known = to_hex(sum(sums)) == message.result_digest
-        if mask.device.type == "cuda" and mask.works_ahead:
-            warm_up(mask, [index.take() for index in mask.indices])
         self._mask, self._sums = mask, sums
         self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
 
-    def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> ReceiverMask:
+    def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
         given = self._destinations(layout) if callable(self._destinations) else self._destinations
         destinations = {name: list(parts) for name, parts in given.items()}
         in_weights: list[str] = []
@@ -249,80 +216,42 @@ class WeightReceiver:
         tensors = tensors or [part.tensor for parts in destinations.values() for part in parts] or [*weights.values()]
         device = tensors[0].device if tensors else torch.device("cpu")
         backend = choose(device, self._backend)
-        names = [[layout.tensors[i].name for i in group.members] for group in layout.groups]
-        indices = tuple(
-            backend.build_index(group, of, layout.pattern, units, placed, device)
-            for group, of in zip(layout.groups, names, strict=True)
-        )
+        indices = backend.build_indices(layout, units, placed, device)
         parts = {
             name: [(part.r0, part.r1, part.c0, part.c1) for part in tensor.primary]
             for name, tensor in placed.items()
             if not tensor.is_whole
         }
-        exchanges = all(index.exchanges for index in indices) and _are_apart(tensors)
-        addresses = Addresses(self._weights, in_weights)
-        return ReceiverMask(digest, layout, device, backend, indices, parts, addresses, exchanges)
+        return _Mask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
-        if mask is None:
-            raise OutOfOrderMessage(f"version {message.version} came before the first mask message")
-        if message.mask_digest != mask.digest:
-            raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask.digest}")
-        self._check_order(message)
-        begun = message.begun
-        if isinstance(begun, Written) and begun.results is not None and begun.mask is mask and begun.is_of(message):
-            numbers, n = begun.results.numbers, len(begun.values)
-            new = self._verify(mask, message, [Change(values) for values in begun.values], numbers[:n])
-            if numbers[:n] != numbers[n:]:
-                raise DamagedMessage("the digests that came before the message are not those of its values")
-            begun.confirm()
-        else:
-            new = self._verify_and_write(mask, message)
-        self._version, self._digest, self._sums = message.version, message.result_digest, new
-
-    def _verify_and_write(self, mask: ReceiverMask, message: Message) -> list[int]:
-        """Apply a message; return the new digest of each group, as far as it is known. Raises DamagedMessage."""
-        if isinstance(message.begun, Written):
-            message.begun.undo()  # the message has other tensors, or some of them
-        elif isinstance(message.begun, Marked) and message.begun.mask is not mask:
-            message = replace(message, begun=None)
-        pairs = zip(mask.layout.groups, mask.indices, strict=True)
-        changes = [change_of(message, group, index, mask.device) for group, index in pairs]
-        results = _sums(mask, changes)
+        check_follows(message, None if mask is None else mask.digest, self._version, self._digest)
+        assert mask is not None
+        received = []
+        parts = [part.to(mask.device) for part in values_of(message, mask.layout)]
+        for group, index, part in zip(mask.layout.groups, mask.indices, parts, strict=True):
+            changes = None
+            if part.bitmap is not None and part.changed is not None:
+                changes = index.changes(part.bitmap, part.changed.numel())
+            received.append(_Received(group, index, part, changes))
+        results = _sums(mask, received)
         found = HostCopy(results)
-        # Checks of the host, while the device computes the digests.
-        _refuse_others(message, mask.layout)
-        self._require_in_place(mask)
+        self._require_in_place(mask)  # while the device computes the digests
         # All values are compared on the device, which then need not wait for the host between digest and writes.
-        valid = _all_valid(message, changes, results)
+        valid = _all_valid(message, received, results)
         if valid is not None:
-            _write(mask, changes, valid)
-        sums = self._verify(mask, message, changes, found.numbers)
+            _write(received, valid)
+        sums = self._verify(mask, message, received, found.numbers)
         if valid is None:
-            _write(mask, changes)
-        return sums
+            _write(received)
+        self._version, self._digest, self._sums = message.version, message.result_digest, sums
 
-    def _require_in_place(self, mask: ReceiverMask) -> None:
+    def _require_in_place(self, mask: _Mask) -> None:
         if (name := mask.addresses.replaced()) is not None:
             raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
 
-    def _check_order(self, message: Message) -> None:
-        if message.kind == "state":
-            return
-        if self._version is None or message.base_version != self._version:
-            held = "no version" if self._version is None else f"version {self._version}"
-            raise OutOfOrderMessage(
-                f"version {message.version} follows version {message.base_version}, the receiver has {held}: a state "
-                "message is needed"
-            )
-        if message.base_digest != self._digest:
-            raise OutOfOrderMessage(
-                f"version {message.version} follows version {message.base_version} with digest {message.base_digest}, "
-                f"the receiver has version {self._version} with digest {self._digest}: a state message is needed"
-            )
-
-    def _verify(self, mask: ReceiverMask, message: Message, changes: list[Change], results: list[int]) -> list[int]:
+    def _verify(self, mask: _Mask, message: Message, received: list[_Received], results: list[int]) -> list[int]:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
 
         Args:
@@ -330,25 +259,20 @@ class WeightReceiver:
         """
         found = iter(results)
         sent, sums = 0, list(self._sums)
-        for i, (group, change) in enumerate(zip(mask.layout.groups, changes, strict=True)):
-            if change.values is not None:
+        for i, (group, _, part, _) in enumerate(received):
+            if part.values is not None:
                 total = next(found)
                 sent += total
                 if mask.is_whole:
                     sums[i] = total
-            elif change.changes is not None:
-                payload, old, bits = next(found), next(found), next(found)
-                expected = 0 if change.changed is None else change.changed.numel()
-                if bits != expected:
-                    raise DamagedMessage(
-                        f"{group.dtype}.bitmap marks {bits} elements, expected {expected} as in {group.dtype}.changed"
-                    )
+            elif part.changed is not None:
+                payload, old, marked = next(found), next(found), next(found)
+                check_count(group, marked, part.changed)
                 sent += payload
                 if mask.is_whole:
                     sums[i] += payload - old
-        if to_hex(sent) != message.payload_digest:
-            raise DamagedMessage(f"the values sent have digest {to_hex(sent)}, expected {message.payload_digest}")
-        complete = all(change.values is not None for change in changes)
+        check_payload(message, sent)
+        complete = all(r.part.values is not None for r in received)
         result = sum(sums) if mask.is_whole else sent
         if (mask.is_whole or complete) and to_hex(result) != message.result_digest:
             raise DamagedMessage(
@@ -358,41 +282,30 @@ class WeightReceiver:
         return sums
 
 
-def _sums_of_weights(mask: ReceiverMask) -> list[int]:
+def _sums_of_weights(mask: _Mask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
 
 
-def _are_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether the memory of each tensor ends before that of the next one begins."""
-    ends = []
-    for tensor in tensors:
-        if tensor.numel():
-            extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            ends.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()))
-    ends.sort()
-    return all(end <= begin for (_, end), (begin, _) in pairwise(ends))
-
-
-def _sums(mask: ReceiverMask, changes: Sequence[Change]) -> list[Tensor]:
+def _sums(mask: _Mask, received: Sequence[_Received]) -> list[Tensor]:
     """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
     sums = []
-    for group, change in zip(mask.layout.groups, changes, strict=True):
-        if change.values is not None:
-            sums.append(mask.backend.digest_sum(change.values, group.first))
-        elif change.changes is not None and change.changed is not None:
-            sums.append(change.changes.sums(change.changed, read_old=mask.is_whole))
+    for group, _, part, changes in received:
+        if part.values is not None:
+            sums.append(mask.backend.digest_sum(part.values, group.first))
+        elif changes is not None and part.changed is not None:
+            sums.append(changes.sums(part.changed, read_old=mask.is_whole))
     return sums
 
 
-def _all_valid(message: Message, changes: Sequence[Change], results: Sequence[Tensor]) -> Tensor | None:
+def _all_valid(message: Message, received: Sequence[_Received], results: Sequence[Tensor]) -> Tensor | None:
     """Return [1] bool on the device: whether all values have the digest of the message and of the weights after it.
 
     None: the message does not bring all values, or is to be refused whatever their digest.
     """
     expected = message.payload_digest
-    if not results or expected != message.result_digest or any(change.values is None for change in changes):
+    if not results or expected != message.result_digest or any(r.part.values is None for r in received):
         return None
     number = from_hex(expected)
     if number is None:
@@ -401,13 +314,13 @@ def _all_valid(message: Message, changes: Sequence[Change], results: Sequence[Te
     return total.view(1) == number
 
 
-def _write(mask: ReceiverMask, changes: Sequence[Change], valid: Tensor | None = None) -> None:
+def _write(received: Sequence[_Received], valid: Tensor | None = None) -> None:
     """Write what a message carries; its values only if `valid` is not a False [1] on the device."""
-    for index, change in zip(mask.indices, changes, strict=True):
-        if change.values is not None:
-            index.put(change.values, valid)
-        elif change.changes is not None and change.changed is not None:
-            change.changes.write(change.changed)
+    for _, elements, part, changes in received:
+        if part.values is not None:
+            elements.put(part.values, valid)
+        elif changes is not None and part.changed is not None:
+            changes.write(part.changed)
 
 
 def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
@@ -423,10 +336,3 @@ def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
                 raise ForeignMessage(
                     f"{other!r} and {name!r} share their memory here, and are two weights in the message"
                 )
-
-
-def _refuse_others(message: Message, layout: Layout) -> None:
-    kinds = ("values",) if message.kind == "state" else ("values", "bitmap", "changed")
-    known = {f"{group.dtype}.{kind}" for group in layout.groups for kind in kinds}
-    if others := sorted(set(message.tensors) - known):
-        raise DamagedMessage(f"the {message.kind} message has the tensor {others[0]!r}, which the mask does not have")

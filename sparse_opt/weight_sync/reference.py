@@ -16,17 +16,12 @@ from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
 from .destinations import Parts, Placed, PlacedTensor
 from .digest import digest_sum, mix, zero_extended
+from .encoding import active_elements, bitmap_of, set_bits
 from .layout import Group, LayoutTensor
-from .positions import active_elements
 
 __all__ = ["ReferenceIndex", "compare", "digest_sum", "select"]
 
 _BLOCK = 2**20  # elements whose positions are computed at once; a row of tiles may have more
-
-
-def bitmap_bytes(nnz: int) -> int:
-    """Return the size of a bitmap over nnz elements, a multiple of 8 bytes."""
-    return -(-nnz // 64) * 8
 
 
 def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,27 +41,12 @@ def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor
     numbers = changed.nonzero().view(-1)
     sent = mix(numbers + first, zero_extended(new[numbers])).sum()
     totals = torch.stack([digest_sum(new, first), sent, changed.sum()])
-    return _packed(changed), totals, new[numbers[:capacity]]
-
-
-def split_pieces(pieces: Tensor, device: torch.device) -> Tensor:
-    """Return what `copy_pieces` takes, on a device: here the pieces themselves."""
-    return pieces.to(device)
-
-
-def copy_pieces(values: Tensor, pieces: Tensor, out: Tensor) -> None:
-    """Copy pieces of `values` [n] to their places in `out` [m], of the same dtype.
-
-    Args:
-        pieces: [k, 3] int64: the first element in `values`, the first one in `out`, and their number.
-    """
-    for source, destination, count in pieces.tolist():
-        out[destination : destination + count] = values[source : source + count]
+    return bitmap_of(changed), totals, new[numbers[:capacity]]
 
 
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
     """Return the elements [count] of `new` [n] that a bitmap marks, in order."""
-    return new[_numbers(bitmap)[:count]]
+    return new[set_bits(bitmap)[:count]]
 
 
 def only_parts(
@@ -137,19 +117,8 @@ class ReferenceIndex:
                 _bits(out)[block.begin : block.end][inside] = _memory(part)[offsets]
         return out
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether `put` has `keep_old`: no tensor has more than one destination."""
-        return all(len(block.tensor.destinations) <= 1 for block in self._blocks)
-
-    def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
-        """Write the active values [nnz] to all destinations.
-
-        Args:
-            valid: [1] bool on their device; False writes nothing.
-            keep_old: put the values that are replaced in the place of the new ones in `values`, so that the same call
-                brings them back. Only if the index `exchanges`.
-        """
+    def put(self, values: Tensor, valid: Tensor | None = None) -> None:
+        """Write the active values [nnz] to all destinations; nothing if `valid`, [1] bool on their device, is False."""
         if valid is not None and not valid:
             return
         for block in self._blocks:
@@ -157,18 +126,14 @@ class ReferenceIndex:
             of_block = _bits(values)[block.begin : block.end]
             for part in block.tensor.destinations:
                 inside, offsets = block.find(part, positions)
-                memory, new = _memory(part), of_block[inside]
-                if keep_old:
-                    new = new.clone()
-                    of_block[inside] = memory[offsets]
-                memory[offsets] = new
+                _memory(part)[offsets] = of_block[inside]
 
     def changes(self, bitmap: Tensor, capacity: int) -> ReferenceChanges:
         """Return the changed elements of an update, to verify and to write them.
 
         Args:
             bitmap: [bitmap_bytes(nnz)] uint8.
-            capacity: how many changes are expected; of use to other backends only.
+            capacity: how many values the message has for them; of use to other backends only.
         """
         return ReferenceChanges(self._group, self._blocks, bitmap)
 
@@ -178,7 +143,7 @@ class ReferenceChanges:
 
     def __init__(self, group: Group, blocks: Sequence[_Block], bitmap: Tensor) -> None:
         self._group = group
-        self._numbers = _numbers(bitmap)
+        self._numbers = set_bits(bitmap)
         self._found = list(_found(blocks, self._numbers, group.nnz))
 
     def sums(self, changed: Tensor, *, read_old: bool) -> Tensor:
@@ -274,22 +239,3 @@ def _memory(part: Placed) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(BITS_DTYPE[tensor.element_size()])
-
-
-def _packed(changed: Tensor) -> Tensor:
-    padded = torch.zeros(8 * bitmap_bytes(changed.numel()), dtype=torch.uint8, device=changed.device)
-    padded[: changed.numel()] = changed
-    shifts = torch.arange(8, dtype=torch.uint8, device=changed.device)
-    return (padded.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
-
-
-def _numbers(bitmap: Tensor) -> Tensor:
-    """Return the ascending numbers of the set bits, int64."""
-    return torch.cat([*_set_bits(bitmap), bitmap.new_empty(0, dtype=torch.int64)])
-
-
-def _set_bits(bitmap: Tensor, chunk: int = 2**20) -> Iterator[Tensor]:
-    shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
-    for begin in range(0, bitmap.numel(), chunk):
-        bits = (bitmap[begin : begin + chunk, None] >> shifts) & 1
-        yield bits.view(-1).nonzero().view(-1) + 8 * begin

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -14,33 +13,10 @@ from torch import Tensor
 
 from ..masks import MaskSet
 from .active_values import ActiveValues, Source, WeightsOf
-from .backend import Backend
 from .destinations import Parts
-from .digest import digest_sum, to_hex
-from .host_copy import HostCopy
-from .message import TOTALS, Entry, Message
-from .positions import units_of
-from .reference import bitmap_bytes, only_parts
-
-Encoding = Literal["auto", "values", "bitmap"]
-
-_LAST_COUNTS = 4  # updates whose changes are counted
-
-
-class Announcement(NamedTuple):
-    """Tensors of an update for which receivers prepare before its message."""
-
-    tensors: list[Entry]  # bitmaps, or all values and the totals
-    capacity: dict[str, int]  # by dtype: how many changed values to expect; if there are more, they are looked up again
-
-    @property
-    def has_values(self) -> bool:
-        return any(name == TOTALS for name, _, _ in self.tensors)
-
-
-def _is_smaller(encoding: Encoding, count: int, size: int, nnz: int) -> bool:
-    """Whether an encoding sends `count` changed values of nnz with a bitmap, if they have `size` bytes."""
-    return encoding == "bitmap" or (encoding == "auto" and count * size + bitmap_bytes(nnz) < nnz * size)
+from .digest import HostCopy, to_hex
+from .encoding import Encoding, GroupValues, Message, form_of, mask_tensors, units_of
+from .reference import only_parts
 
 
 class WeightSender:
@@ -90,7 +66,6 @@ class WeightSender:
             values.backend,
         )
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._counts: dict[str, deque[int]] = {}  # of each dtype: how many values the last updates have changed
         sent, gathered = self._take()
         self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
 
@@ -108,41 +83,16 @@ class WeightSender:
         """Device of the active values, and of the tensors of updates and states."""
         return self._device
 
-    def announcement(self) -> Announcement | None:
-        """Return the tensors of the next update whose sizes are known: all values, or the bitmaps.
-
-        With the encoding "values" they are all tensors of the message, and `PendingMessage.totals`. Otherwise they are
-        the bitmaps of the dtypes that had one in the last update; the next message may have others. None if there was
-        no bitmap.
-        """
-        groups = self._layout.groups
-        if self._encoding == "values":
-            values = [(f"{group.dtype}.values", group.dtype, [group.nnz]) for group in groups]
-            return Announcement([*values, (TOTALS, "int64", [len(groups)])], {})
-        bitmaps, capacity = list[Entry](), dict[str, int]()
-        for group in groups:
-            counts = self._counts.get(group.dtype)
-            if counts and counts[-1] and _is_smaller(self._encoding, counts[-1], group.torch_dtype.itemsize, group.nnz):
-                bitmaps.append((f"{group.dtype}.bitmap", "uint8", [bitmap_bytes(group.nnz)]))
-                capacity[group.dtype] = max(counts) + max(counts) // 4
-        return Announcement(bitmaps, capacity) if bitmaps else None
-
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
         sent = self._sent
-        tensors = {
-            f"positions.{i}": units_of(self._mask, entry) for i, entry in enumerate(self._layout.tensors) if entry.nnz
-        }
-        total, count = 0, 0
-        for units in tensors.values():
-            total += int(digest_sum(units, count))
-            count += units.numel()
+        tensors, payload = mask_tensors(self._mask, self._layout)
         return Message(
             kind="mask",
             version=sent.version,
             mask_digest=self._mask.digest,
             result_digest=sent.totals.digest,
-            payload_digest=to_hex(total),
+            payload_digest=payload,
             tensors=tensors,
             layout=self._layout.to_json(),
         )
@@ -154,7 +104,9 @@ class WeightSender:
         if self._device.type == "cuda":
             for values in sent.values.values():
                 values.record_stream(torch.cuda.current_stream(self._device))
-        tensors = {f"{dtype}.values": values for dtype, values in sent.values.items()}
+        tensors = {
+            name: tensor for dtype, of in sent.values.items() for name, tensor in GroupValues(of).tensors(dtype).items()
+        }
         return Message("state", sent.version, self._mask.digest, digest, digest, tensors)
 
     @torch.no_grad()
@@ -162,8 +114,8 @@ class WeightSender:
         """Gather the active weights as they are now, and return the message that brings receivers to them.
 
         The gather runs on the current stream, and the host does not wait: call `wait` on the result before you use it.
-        What else the message needs is computed on a side stream: the comparison with the values sent last and the
-        digests directly after the gather, or, with the encoding "values", the digests in `wait`.
+        What else the message needs is computed on a side stream after the gather: the digests and, unless the encoding
+        is "values", the comparison with the values sent last.
 
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
@@ -175,25 +127,46 @@ class WeightSender:
         else:
             with _aside(self._stream, gathered, [*new.values(), *base.values.values()]):
                 found = []
-                for dtype, values in new.items():
+                for group in self._layout.groups:
+                    values, old = new[group.dtype], base.values[group.dtype]
                     # On a GPU before the number of changes is known: few are usual, and the host then waits once.
                     capacity = 0 if self._stream is None else -(-values.numel() // 8)
-                    old = base.values[dtype]
-                    bitmap, of_dtype, changed = self._backend.compare(old, values, self._first(dtype), capacity)
-                    changes[dtype] = bitmap, changed
+                    bitmap, of_dtype, changed = self._backend.compare(old, values, group.first, capacity)
+                    changes[group.dtype] = bitmap, changed
                     found.append(of_dtype)
                 totals = _Totals(HostCopy(found), new, per_dtype=3)
         self._sent = sent = _Sent(base.version + 1, new, totals)
-        return PendingMessage(
-            sent,
-            base.totals,
-            changes,
+        base_totals = base.totals  # the message does not keep the values of its base
+        return PendingMessage(sent.version, self._stream, lambda: self._message(sent, base_totals, changes))
+
+    @torch.no_grad()
+    def _message(self, sent: _Sent, base: _Totals, changes: Mapping[str, tuple[Tensor, Tensor]]) -> Message:
+        """Return the message of an update; waits for the digests.
+
+        Args:
+            changes: by dtype, the bitmap and the first changed values, of `compare`.
+        """
+        tensors: dict[str, Tensor] = {}
+        payload = 0
+        for (dtype, values), (whole, changed, count) in zip(sent.values.items(), sent.totals.rows, strict=True):
+            form = form_of(self._encoding, count, values.element_size(), values.numel())
+            if form == "values":
+                tensors |= GroupValues(values).tensors(dtype)
+                payload += whole
+            elif form == "changed":
+                bitmap, first = changes[dtype]
+                found = first[:count] if count <= first.numel() else self._backend.select(values, bitmap, count)
+                tensors |= GroupValues(None, bitmap, found).tensors(dtype)
+                payload += changed
+        return Message(
+            kind="update",
+            version=sent.version,
             mask_digest=self._mask.digest,
-            encoding=self._encoding,
-            backend=self._backend,
-            stream=self._stream,
-            gathered=gathered,
-            counts=self._counts,
+            result_digest=sent.totals.digest,
+            payload_digest=to_hex(payload),
+            tensors=tensors,
+            base_version=sent.version - 1,
+            base_digest=base.digest,
         )
 
     @torch.no_grad()
@@ -226,24 +199,16 @@ class WeightSender:
             total += int(self._backend.digest_sum(values, group.first))
         return to_hex(total)
 
-    def _first(self, dtype: str) -> int:
-        return next(group.first for group in self._layout.groups if group.dtype == dtype)
-
     def _take(self) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Gather the active values on the current stream; with an event that follows them on a GPU."""
         values = self._values.take()
         return values, None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
-    def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> Callable[[], HostCopy]:
-        """Return a function that begins to compute the digests of all active values, and does not keep this sender."""
-        numbered = [(group, self._first(dtype)) for dtype, group in values.items()]
-        stream, digest_sum = self._stream, self._backend.digest_sum
-
-        def begin() -> HostCopy:
-            with torch.no_grad(), _aside(stream, gathered, [group for group, _ in numbered]):
-                return HostCopy([digest_sum(group, first) for group, first in numbered], start=False)
-
-        return begin
+    def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> HostCopy:
+        """Begin to compute the digests of all active values."""
+        with torch.no_grad(), _aside(self._stream, gathered, list(values.values())):
+            groups = self._layout.groups
+            return HostCopy([self._backend.digest_sum(values[group.dtype], group.first) for group in groups])
 
 
 @contextlib.contextmanager
@@ -265,29 +230,18 @@ class _Totals:
     """Digests and counts of one version, on their way to the host.
 
     Args:
-        totals: for each dtype the digest, or with `per_dtype` 3 what `reference.compare` returns; or a function that
-            begins to compute the digests, and is called when they are needed.
+        totals: for each dtype the digest, or with `per_dtype` 3 what `reference.compare` returns.
         values: all active values by dtype.
     """
 
-    def __init__(
-        self, totals: HostCopy | Callable[[], HostCopy], values: Mapping[str, Tensor], *, per_dtype: Literal[1, 3] = 1
-    ) -> None:
+    def __init__(self, totals: HostCopy, values: Mapping[str, Tensor], *, per_dtype: Literal[1, 3] = 1) -> None:
         self._totals, self._per_dtype = totals, per_dtype
         self._sizes = [v.numel() for v in values.values()]
-        self._lock = threading.Lock()
-
-    def begin(self) -> HostCopy:
-        """Begin to compute the digests, unless that was done."""
-        with self._lock:
-            if not isinstance(self._totals, HostCopy):
-                self._totals = self._totals()
-            return self._totals
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        numbers = iter(self.begin().numbers)
+        numbers = iter(self._totals.numbers)
         found = []
         for numel in self._sizes:
             digest = next(numbers)
@@ -310,26 +264,10 @@ class _Sent(NamedTuple):
 class PendingMessage:
     """An update that may still be computed on the device: `wait` returns the `Message`."""
 
-    def __init__(
-        self,
-        sent: _Sent,
-        base: _Totals,
-        changes: Mapping[str, tuple[Tensor, Tensor]],
-        *,
-        mask_digest: str,
-        encoding: Encoding,
-        backend: Backend,
-        stream: torch.cuda.Stream | None,
-        gathered: torch.cuda.Event | None,
-        counts: dict[str, deque[int]],
-    ) -> None:
-        self.version = sent.version
-        self._sent, self._base, self._changes = sent, base, changes
-        self._mask_digest, self._encoding, self._backend, self._stream = mask_digest, encoding, backend, stream
-        self._bitmaps = {f"{dtype}.bitmap": bitmap for dtype, (bitmap, _) in changes.items()}
-        # The values are complete; with another encoding than "values" their bitmaps and changed values, too.
-        self._complete = gathered if encoding == "values" else sent.totals.begin().computed
-        self._counts = counts  # of the sender
+    def __init__(self, version: int, stream: torch.cuda.Stream | None, make: Callable[[], Message]) -> None:
+        self.version = version
+        self._stream = stream  # on which the message is made
+        self._make: Callable[[], Message] | None = make  # until it was called
         self._message: Message | None = None
         self._ready: torch.cuda.Event | None = None  # the tensors of the message are complete
         self._lock = threading.Lock()
@@ -341,78 +279,18 @@ class PendingMessage:
         in the calling thread, which waits for their last copies.
         """
         with self._lock:
-            message = self._message or self._made()
-            self._usable(message.tensors, self._ready)
-            return message
-
-    def announced(self, announcement: Announcement) -> dict[str, Tensor]:
-        """Return the tensors of an announcement without the totals; the host does not wait for them.
-
-        They can be used on the stream that is current in the calling thread, which may be any.
-
-        Args:
-            announcement: of the sender, for this update.
-        """
-        with self._lock:
-            tensors = {f"{dtype}.values": values for dtype, values in self._sent.values.items()}
-            tensors |= self._bitmaps | ({} if self._message is None else self._message.tensors)
-            names = [name for name, _, _ in announcement.tensors if name != TOTALS]
-            return self._usable({name: tensors[name] for name in names}, self._ready or self._complete)
-
-    def totals(self) -> Tensor:
-        """Return the digest of all values of each dtype, [dtypes] int64, which the host does not wait for.
-
-        They can be used on the stream that is current in the calling thread. Only with the encoding "values".
-        """
-        copy = self._sent.totals.begin()
-        return self._usable({TOTALS: copy.source}, copy.computed)[TOTALS]
-
-    def _usable(self, tensors: dict[str, Tensor], ready: torch.cuda.Event | None) -> dict[str, Tensor]:
-        """Let the current stream wait until tensors are complete, and return them."""
-        if self._stream is not None and ready is not None:
-            current = torch.cuda.current_stream(self._stream.device)
-            current.wait_event(ready)
-            for tensor in tensors.values():
-                tensor.record_stream(current)
-        return tensors
+            if self._message is None:
+                assert self._make is not None
+                with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    self._message, self._make = self._make(), None
+                    self._ready = None if self._stream is None else self._stream.record_event()
+            if self._stream is not None and self._ready is not None:
+                current = torch.cuda.current_stream(self._stream.device)
+                current.wait_event(self._ready)
+                for tensor in self._message.tensors.values():
+                    tensor.record_stream(current)
+            return self._message
 
     def to_bytes(self) -> bytes:
         """`wait`, and return `Message.to_bytes`."""
         return self.wait().to_bytes()
-
-    def _made(self) -> Message:
-        side = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with side, torch.no_grad():
-            self._message = self._build()
-            self._ready = None if self._stream is None else self._stream.record_event()
-        self._sent, self._changes = self._sent._replace(values={}), {}  # frees the values that are not in the message
-        return self._message
-
-    def _build(self) -> Message:
-        tensors: dict[str, Tensor] = {}
-        payload = 0
-        rows = self._sent.totals.rows
-        for (dtype, values), (whole, changed, count) in zip(self._sent.values.items(), rows, strict=True):
-            self._counts.setdefault(dtype, deque(maxlen=_LAST_COUNTS)).append(count)
-            smaller = _is_smaller(self._encoding, count, values.element_size(), values.numel())
-            if self._encoding == "values" or (count and not smaller):
-                tensors[f"{dtype}.values"] = values
-                payload += whole
-            elif count:
-                bitmap, found = self._changes[dtype]
-                tensors[f"{dtype}.bitmap"] = bitmap
-                is_complete = count <= found.numel()
-                tensors[f"{dtype}.changed"] = (
-                    found[:count] if is_complete else self._backend.select(values, bitmap, count)
-                )
-                payload += changed
-        return Message(
-            kind="update",
-            version=self.version,
-            mask_digest=self._mask_digest,
-            result_digest=self._sent.totals.digest,
-            payload_digest=to_hex(payload),
-            tensors=tensors,
-            base_version=self.version - 1,
-            base_digest=self._base.digest,
-        )

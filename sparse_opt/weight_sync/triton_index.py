@@ -65,19 +65,15 @@ class TritonIndex:
             _kernels().take(table, out)
         return out
 
-    @property
-    def exchanges(self) -> bool:
-        return len(self._tables) == 1 and self._tables[0].single
-
-    def put(self, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
+    def put(self, values: Tensor, valid: Tensor | None = None) -> None:
         for table in self._tables:
-            _kernels().put(table, values, valid, keep_old=keep_old)
+            _kernels().put(table, values, valid)
 
-    def changes(self, bitmap: Tensor, capacity: int) -> _Changes:
-        return _Changes(self._tables, self._group, bitmap, capacity)
+    def changes(self, bitmap: Tensor, capacity: int) -> TritonChanges:
+        return TritonChanges(self._tables, self._group, bitmap, capacity)
 
 
-class _Changes:
+class TritonChanges:
     """`reference.ReferenceChanges` with Triton kernels.
 
     A list of the changed elements and their addresses is made first, if it takes no more memory than all values would:
@@ -91,8 +87,6 @@ class _Changes:
 
     def sums(self, changed: Tensor, *, read_old: bool) -> Tensor:
         kernels, first = _kernels(), self._group.first
-        if self._list is not None and self._list.shape[1] < changed.numel():
-            self._list = self._listed(changed.numel())
         if self._list is not None:
             marked = self._ranks[-1:]
             sums: Tensor = kernels.listed_sums(changed, *self._list, marked, first, read_old=read_old)

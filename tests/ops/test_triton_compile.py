@@ -100,7 +100,7 @@ _LISTED = {"changed": "*i16", "addresses": "*i64", "changes": "i64", "BITS": "ui
 _SINGLE = {"SINGLE": True, "PLAIN": False}
 _PLAIN = {"SINGLE": True, "PLAIN": True}
 _SEVERAL = {"SINGLE": False, "PLAIN": False}
-_PUT = {"values": "*i16", "valid": "*u8", "KEEP": True}
+_PUT = {"values": "*i16", "valid": "*u8"}
 _CONSECUTIVE = {"partials": "*i64", "n": "i64", "first": "i64", "BITS": "uint16", "BLOCK": 2048}
 
 _ONE_TENSOR = {"blocks": None}
@@ -131,7 +131,7 @@ STEPS = {
 
 # name -> module, kernel, parameters
 _FILE_OF_WEIGHT_KERNEL = {
-    **dict.fromkeys(("digest", "compare", "count", "select", "pieces"), "values"),
+    **dict.fromkeys(("digest", "compare", "count", "select"), "values"),
     **dict.fromkeys(("take", "put"), "index"),
     **dict.fromkeys(("check", "write", "list", "listed_sums", "listed_write"), "changes"),
 }
@@ -197,10 +197,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 ("take-4-bytes", "take", {**_WEIGHTS, **_SINGLE, "out": "*i32", "BITS": "uint32"}),
                 ("take-tiles", "take", {**_TILED_WEIGHTS, **_SINGLE, "out": "*i16"}),
                 ("take-tiles-plain", "take", {**_TILED_WEIGHTS, **_PLAIN, "out": "*i16"}),
-                ("pieces", "pieces", {"values": "*i16", "pieces": "*i64", "out": "*i16", "BLOCK": 2048}),
                 ("put", "put", {**_WEIGHTS, **_SINGLE, **_PUT}),
-                ("put-several", "put", {**_WEIGHTS, **_SEVERAL, **_PUT, "KEEP": False}),
-                ("put-always", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "valid": None, "KEEP": False}),
+                ("put-several", "put", {**_WEIGHTS, **_SEVERAL, **_PUT}),
+                ("put-always", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "valid": None}),
                 ("put-wide", "put", {**_WEIGHTS, **_SINGLE, **_PUT, "WIDE": True}),
                 ("put-tiles", "put", {**_TILED_WEIGHTS, **_SINGLE, **_PUT, "TILE": 128}),
                 ("put-tiles-wide", "put", {**_TILED_WEIGHTS, **_PLAIN, **_PUT, "WIDE": True}),
@@ -248,7 +247,7 @@ PRODUCTS = [name for name in TILES if "-add" not in name]
 
 _WEIGHT_KERNELS = (
     *("take", "put", "check", "write", "list", "listed-sums", "listed-write"),
-    *("count", "select", "digest", "compare", "pieces"),
+    *("count", "select", "digest", "compare"),
 )
 # The oldest (backends.TRITON_MINIMUM), and those whose products are summed in tensor memory.
 OTHER_GPUS = (70, 100)
@@ -289,7 +288,7 @@ def _options(name: str, expected: dict[str, Any], table: Tuning) -> dict[str, An
         return launch.CHANGE_OPTIONS if "CHANGES" in expected else launch.ELEMENT_OPTIONS
     if name.startswith("weights"):
         tiled = expected.get("TILE", 0) > 0
-        blocks = dict.fromkeys(("digest", "compare", "select", "pieces"), weight_sync.VALUES)
+        blocks = dict.fromkeys(("digest", "compare", "select"), weight_sync.VALUES)
         assert expected["BLOCK"] == blocks.get(
             name.split("-")[1], weight_sync.TILE_BLOCK if tiled else weight_sync.BLOCK
         )

@@ -89,13 +89,12 @@ def _launch_weight_sync(kernels: Any) -> None:
     kernels.digest_sum(values, 0)
     kernels.compare(values, values, 0, 8)
     kernels.select(values, bitmap, 1)
-    kernels.copy_pieces(values, longs[:, :3], values)
     listed = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(64, dtype=torch.int16), None, longs, 1, 0
     tiled = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), longs, longs, 1, 64
     for programs, tables in ((longs[:, :3], listed), (longs[0, :1], tiled)):
         table = kernels.IndexTable(programs, *tables, wide=False, element_size=2, single=True, plain=True)
         kernels.take(table, values)
-        kernels.put(table, values, torch.ones(1, dtype=torch.bool), keep_old=True)
+        kernels.put(table, values, torch.ones(1, dtype=torch.bool))
         kernels.check(table, bitmap, values, ranks, 0, read_old=True)
         kernels.write(table, bitmap, values, ranks)
         kernels.list_changes(table, bitmap, ranks, *torch.zeros(2, 64, dtype=torch.int64))

@@ -21,7 +21,7 @@ from test_engine import save_mask
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
-from sparse_opt.integrations.verl.changed_elements import ChangeReader, state_after
+from sparse_opt.integrations.verl.flushes import ChangeReader, state_after
 from sparse_opt.weight_sync import WeightSender
 
 TRAINERS, UPDATES = 2, 4
@@ -306,12 +306,12 @@ def test_damaged_values_are_refused_and_the_right_update_is_accepted(every: int,
 def test_updates_out_of_order_and_of_other_masks_are_refused(sender: Any):
     weights, sends = sender
     reader = ChangeReader(torch.device("cpu"))
-    with pytest.raises(OutOfOrderMessage, match="the rollout has no version"):
+    with pytest.raises(OutOfOrderMessage, match="before the first mask"):
         reader.changes(sends.update().wait())
     reader.start(sends.mask_message())
     change(weights, 1)
     missed = sends.update().wait()
-    with pytest.raises(OutOfOrderMessage, match="the rollout has version 1"):
+    with pytest.raises(OutOfOrderMessage, match="the receiver has version 1"):
         reader.changes(sends.update().wait())
     with pytest.raises(ForeignMessage, match="mask"):
         reader.changes(replace(missed, mask_digest="0"))

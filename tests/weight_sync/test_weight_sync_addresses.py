@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from sparse_opt.weight_sync.addresses import Addresses
+from sparse_opt.weight_sync.destinations import Addresses
 
 
 class Tied(nn.Module):

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -19,20 +19,14 @@ from samples import bits, change, clones, make_weights, same_bits
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.transports import CudaIpcReceiver, ProcessGroupReceiver, ProcessGroupSender
+from sparse_opt.weight_sync import Destination, PendingMessage, WeightReceiver, WeightSender
+from sparse_opt.weight_sync.transports import CudaIpcReceiver, ProcessGroupReceiver, ProcessGroupSender, process_group
 from sparse_opt.weight_sync.transports.control import ControlClient
 
 
-@pytest.fixture(params=["auto", "values"])
-def encoding(request: pytest.FixtureRequest) -> Any:
-    """Of the sender: with "values" the tensors of updates are announced."""
-    return request.param
-
-
-def test_two_receivers_and_a_late_one_have_the_senders_bits(encoding: Any) -> None:
+def test_two_receivers_and_a_late_one_have_the_senders_bits() -> None:
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
+    with sending(WeightSender(weights, mask)) as channel:
         first = Follower(channel.address, clones(weights), "first")
         other = Follower(channel.address, with_other_values(weights, mask), "other weights")
         channel.wait_for_receivers(2, PATIENCE)
@@ -69,11 +63,11 @@ def test_a_receiver_that_missed_versions_or_asks_for_it_gets_a_state() -> None:
     assert follower.ended() and follower.versions == [0, 2, 3] and not follower.errors
 
 
-def test_receivers_do_not_wait_for_an_update_that_cannot_be_made(encoding: Any) -> None:
+def test_receivers_do_not_wait_for_an_update_that_cannot_be_made() -> None:
     """They were asked for their states, and would wait for the message that follows longer than for the next round."""
     model = torch.nn.Linear(20, 30)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.2), lr=0.1)
-    with sending(WeightSender(optimizer, encoding=encoding)) as channel:
+    with sending(WeightSender(optimizer)) as channel:
         weights = clones({name: p.detach() for name, p in model.named_parameters()})
         receiver = ProcessGroupReceiver(WeightReceiver(weights), channel.address, timeout=PATIENCE)
         errors: list[str] = []
@@ -185,6 +179,109 @@ def test_verify_names_the_receivers_whose_weights_were_changed() -> None:
     assert all(follower.ended() and follower.versions == [*range(7)] for follower in followers)
 
 
+def test_damaged_values_are_refused_and_followed_by_a_state() -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask)) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        channel.wait_for_receivers(1, PATIENCE)
+        before, fetch = clones(follower.weights), follower.channel._fetch
+
+        def damaged(*arguments: Any) -> Any:
+            tensors = fetch(*arguments)
+            bits(next(t for name, t in tensors.items() if name.endswith("changed")))[0] ^= 1
+            return tensors
+
+        change(weights, mask, 0.1, seed=1)
+        with (
+            patch.object(follower.channel, "_fetch", damaged),
+            pytest.raises(WeightSyncError, match="^version 1: follower refused it: the values sent have digest"),
+        ):
+            channel.update()
+        assert same_bits(before, follower.weights)
+        assert channel.update() == 2
+        assert same_bits(weights, follower.weights)
+    assert follower.ended() and follower.versions == [0, 2] and len(follower.errors) == 1
+
+
+@pytest.mark.parametrize("what", ["the sender's broadcast", "the receiver's broadcast", "the receiver's memory"])
+def test_a_transfer_that_fails_is_repeated(what: str) -> None:
+    weights, mask = weights_and_mask()
+    broadcast, failed = process_group.BroadcastGroup.broadcast, list[bool]()
+
+    def fail_once(group: Any, tensors: Any) -> None:
+        is_sender = threading.current_thread() is threading.main_thread()
+        if is_sender == (what == "the sender's broadcast") and not failed:
+            failed.append(True)
+            raise RuntimeError("no connection")
+        broadcast(group, tensors)
+
+    with sending(WeightSender(weights, mask), timeout=3.0) as channel:
+        follower = Follower(channel.address, clones(weights), "follower")
+        channel.wait_for_receivers(1, PATIENCE)
+        for version in (1, 2):
+            change(weights, mask, 0.1, seed=version)
+            if version == 2:
+                assert channel.update() == 2
+            elif what == "the receiver's memory":
+                results = [RuntimeError("out of memory"), DEFAULT]
+                with patch.object(process_group, "tensors_of", wraps=process_group.tensors_of, side_effect=results):
+                    assert channel.update() == 1
+            else:
+                with patch.object(process_group.BroadcastGroup, "broadcast", fail_once):
+                    assert channel.update() == 1
+                assert failed
+            assert same_bits(weights, follower.weights)
+    assert follower.ended() and not follower.errors
+
+
+INTERRUPTED = {
+    "asked": (WeightSender, "update"),
+    "collect": (ProcessGroupSender, "_collect"),
+    "wait": (PendingMessage, "wait"),
+    "posted": (ProcessGroupSender, "_transfer"),
+}
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+@pytest.mark.parametrize("n_receivers", [1, 2])
+def test_the_next_update_is_right_after_a_round_that_was_interrupted(where: str, n_receivers: int) -> None:
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask), timeout=5.0) as channel:
+        followers = [Follower(channel.address, clones(weights), str(i)) for i in range(n_receivers)]
+        channel.wait_for_receivers(n_receivers, PATIENCE)
+        change(weights, mask, 0.1, seed=1)
+        channel.update()
+        change(weights, mask, 0.1, seed=2)
+        with patch.object(*INTERRUPTED[where], side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            channel.update()
+        change(weights, mask, 0.1, seed=3)
+        began = time.monotonic()
+        last = channel.update()
+        assert channel.update() == last + 1
+        assert time.monotonic() - began < 4.0, "a receiver has waited for its timeout"
+        assert all(same_bits(weights, follower.weights) for follower in followers)
+        assert len(channel.receivers) == n_receivers
+    assert all(follower.ended() and not follower.errors for follower in followers)
+
+
+def test_updates_that_are_awaited_before_they_are_sent() -> None:
+    """By two channels of one sender, and as bytes."""
+    weights, mask = weights_and_mask()
+    sender = WeightSender(weights, mask)
+    with sending(sender, timeout=5.0) as first, sending(sender, timeout=5.0) as second:
+        followers = [Follower(channel.address, clones(weights), "follower") for channel in (first, second)]
+        for channel in (first, second):
+            channel.wait_for_receivers(1, PATIENCE)
+        for version in (1, 2):
+            change(weights, mask, 0.1, seed=version)
+            update = sender.update()
+            update.to_bytes()
+            first.send(update)
+            second.send(update)
+            assert all(same_bits(weights, follower.weights) for follower in followers)
+    assert all(follower.ended() and follower.versions == [0, 1, 2] for follower in followers)
+
+
 def test_a_receiver_that_lacks_a_weight_is_named() -> None:
     weights, mask = weights_and_mask()
     with sending(WeightSender(weights, mask)) as channel:
@@ -275,9 +372,9 @@ def test_a_receiver_that_closes_has_left_and_may_come_back() -> None:
     assert good.ended() and not good.errors
 
 
-def test_a_receiver_that_has_left_is_not_waited_for(encoding: Any) -> None:
+def test_a_receiver_that_has_left_is_not_waited_for() -> None:
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
+    with sending(WeightSender(weights, mask)) as channel:
         good = Follower(channel.address, clones(weights), "good")
         left = ProcessGroupReceiver(WeightReceiver(clones(weights)), channel.address, timeout=PATIENCE, name="left")
         thread = threading.Thread(target=left.receive, args=[PATIENCE], daemon=True)
@@ -338,9 +435,9 @@ def test_close_while_a_receiver_leaves() -> None:
     assert 0.2 < time.monotonic() - began < PATIENCE / 2
 
 
-def test_a_replaced_weight_gets_the_mask_again(encoding: Any) -> None:
+def test_a_replaced_weight_gets_the_mask_again() -> None:
     weights, mask = weights_and_mask()
-    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
+    with sending(WeightSender(weights, mask)) as channel:
         moved = Follower(channel.address, clones(weights), "moved")
         channel.wait_for_receivers(1, PATIENCE)
         moved.weights["b"] = moved.weights["b"].clone()
@@ -364,10 +461,10 @@ class FailingReceiver(WeightReceiver):
         return super().receive(message)
 
 
-def test_any_error_of_a_receiver_is_reported_at_once(encoding: Any) -> None:
+def test_any_error_of_a_receiver_is_reported_at_once() -> None:
     weights, mask = weights_and_mask()
     copy = clones(weights)
-    with sending(WeightSender(weights, mask, encoding=encoding)) as channel:
+    with sending(WeightSender(weights, mask)) as channel:
         receiver = ProcessGroupReceiver(FailingReceiver(copy), channel.address, timeout=PATIENCE, name="failing")
         raised = list[BaseException]()
 
@@ -441,7 +538,7 @@ def test_killed_processes_are_named(tmp_path: Path) -> None:
 def test_nccl_between_two_processes(tmp_path: Path, encoding: Any) -> None:
     weights = make_weights("mixed", "cuda:0")
     mask = MaskSet.random(weights, density=0.3)
-    sender = WeightSender(weights, mask, encoding=encoding)
+    sender = WeightSender(weights, mask)
     channel = ProcessGroupSender(sender, "127.0.0.1:0", backend="nccl", device="cuda:0")
     process = other_process("nccl", channel.address, tmp_path)
     try:

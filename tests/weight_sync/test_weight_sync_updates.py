@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from samples import DTYPES, bits, change, clones, make_weights, same_bits
 
 from sparse_opt import MaskSet, SparseAdamW, backends
-from sparse_opt.errors import BackendUnavailable, WeightSyncError
+from sparse_opt.errors import BackendUnavailable, DamagedMessage, WeightSyncError
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
+from sparse_opt.weight_sync.digest import mix, to_hex, zero_extended
+from sparse_opt.weight_sync.encoding import changed_tensors, checked_mask
 
 SHARES = (0.01, 0.9, 0.0, 0.3, 1.0)
 
@@ -28,6 +32,37 @@ def test_updates_equal_a_full_copy(place, pattern):
         assert receiver.receive(sender.update().to_bytes()) == version
         assert same_bits(weights, copy)
         assert sender.version == receiver.version == version
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_tensors_that_an_update_changes_can_be_handed_on(share):
+    weights = make_weights("mixed")
+    mask = MaskSet.random(weights, density=0.3, pattern="run16")
+    sender, copy = WeightSender(weights, mask), clones(weights)
+    layout, _ = checked_mask(sender.mask_message())
+    change(weights, mask, share, seed=1)
+    update = sender.update().wait()
+    total = 0
+    for entry, first, numbers, values in changed_tensors(update, layout, torch.device("cpu")):
+        copy[entry.name].view(-1)[mask[entry.name].long()[numbers]] = values
+        total += int(mix(numbers + first, zero_extended(values)).sum())
+    assert same_bits(weights, copy)
+    assert to_hex(total) == update.payload_digest
+
+
+def test_a_bitmap_of_other_elements_is_not_handed_on():
+    weights = {"a": torch.randn(100)}
+    mask = MaskSet({"a": torch.arange(0, 70)}, {"a": (100,)})
+    sender = WeightSender(weights, mask, encoding="bitmap")
+    layout, _ = checked_mask(sender.mask_message())
+    weights["a"][3] += 1
+    update = sender.update().wait()
+    for wrong, match in ((0, "marks 0 elements, expected 1"), (1 << 7, "marks element 71, the mask has 70")):
+        bitmap = torch.zeros(16, dtype=torch.uint8)
+        bitmap[8] = wrong
+        damaged = replace(update, tensors=update.tensors | {"float32.bitmap": bitmap})
+        with pytest.raises(DamagedMessage, match=match):
+            list(changed_tensors(damaged, layout, torch.device("cpu")))
 
 
 def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:

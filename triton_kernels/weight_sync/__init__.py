@@ -8,11 +8,9 @@ from .values import (
     TILE_BLOCK,
     VALUES,
     compare,
-    copy_pieces,
     digest_sum,
     ranks_of,
     select,
-    split_pieces,
 )
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "IndexTable",
     "check",
     "compare",
-    "copy_pieces",
     "digest_sum",
     "list_changes",
     "listed_sums",
@@ -31,7 +28,6 @@ __all__ = [
     "put",
     "ranks_of",
     "select",
-    "split_pieces",
     "take",
     "write",
 ]

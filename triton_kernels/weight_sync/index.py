@@ -198,13 +198,10 @@ def _weight_take_kernel(
 
 
 @triton.jit
-def _exchange(pointers, inside, value, values, slots, KEEP: tl.constexpr):
+def _replace(pointers, inside, value):
     # Few of the values of an update differ. The write of a part of a sector would read it, too.
     held = tl.load(pointers, mask=inside, other=0)
-    differs = inside & (held != value)
-    tl.store(pointers, value, mask=differs)
-    if KEEP:
-        tl.store(values + slots, held.to(values.dtype.element_ty, bitcast=True), mask=differs)
+    tl.store(pointers, value, mask=inside & (held != value))
 
 
 @triton.jit
@@ -216,7 +213,6 @@ def _weight_put_kernel(
     parts,
     values,  # [slots] bits
     valid,  # [1] uint8, or None: 0 writes nothing
-    KEEP: tl.constexpr,  # write what was there to `values`
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
@@ -234,17 +230,17 @@ def _weight_put_kernel(
     part = tl.load(at + 3)
     if PLAIN:
         memory = tl.load(parts + part * PART_COLUMNS).to(tl.pointer_type(BITS)) + start
-        _exchange(memory + offset, mask, value, values, slots, KEEP)
+        _replace(memory + offset, mask, value)
     elif SINGLE:
         if part < tl.load(at + 5):
             columns = tl.load(at)
             pointers, inside = addresses_of(parts + part * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
-            _exchange(pointers, inside, value, values, slots, KEEP)
+            _replace(pointers, inside, value)
     else:
         columns = tl.load(at)
         for i in range(part, tl.load(at + 5)):
             pointers, inside = addresses_of(parts + i * PART_COLUMNS, columns, start, offset, mask, BITS, WIDE)
-            _exchange(pointers, inside, value, values, slots, False)
+            _replace(pointers, inside, value)
 
 
 def take(table: IndexTable, out: Tensor) -> None:
@@ -255,19 +251,13 @@ def take(table: IndexTable, out: Tensor) -> None:
         )
 
 
-def put(table: IndexTable, values: Tensor, valid: Tensor | None = None, *, keep_old: bool = False) -> None:
-    """Write the values [slots] to all their destinations, or nothing if `valid`, [1] bool, is False. One launch.
-
-    Args:
-        keep_old: put the values that are replaced in the place of the new ones in `values`, so that the same call
-            brings them back. For a table that is `single`.
-    """
+def put(table: IndexTable, values: Tensor, valid: Tensor | None = None) -> None:
+    """Write the values [slots] to all their destinations, or nothing if `valid`, [1] bool, is False. One launch."""
     with torch.cuda.device_of(values):
         _weight_put_kernel[table.grid](
             *table[:5],
             as_integers(values),
             None if valid is None else valid.view(torch.uint8),
-            KEEP=keep_old,
             BITS=UNSIGNED[values.element_size()],
             **table.options(),
         )

@@ -76,20 +76,6 @@ def _weight_select_kernel(
 
 
 @triton.jit
-def _weight_pieces_kernel(
-    values,  # bits
-    pieces,  # [programs, 3] int64: first element in `values`, first one in `out`, and their number, at most BLOCK
-    out,  # bits
-    BLOCK: tl.constexpr,
-):
-    piece = pieces + 3 * tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    mask = lane < tl.load(piece + 2)
-    value = tl.load(values + tl.load(piece) + lane, mask=mask, other=0)
-    tl.store(out + tl.load(piece + 1) + lane, value, mask=mask)
-
-
-@triton.jit
 def _values(values, begin, n, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """[BLOCK] unsigned bits from element `begin` on, 0 behind the last one."""
     slots = begin + tl.arange(0, BLOCK)
@@ -156,25 +142,6 @@ def digest_sum(values: Tensor, first: int) -> Tensor:
             **OPTIONS,
         )
         return partials.sum()
-
-
-def split_pieces(pieces: Tensor, device: torch.device) -> Tensor:
-    """Return what `copy_pieces` takes: the pieces of `reference.copy_pieces` in parts of at most VALUES elements."""
-    pieces = pieces.to(device)
-    blocks = (pieces[:, 2] + VALUES - 1) // VALUES
-    piece = torch.repeat_interleave(torch.arange(len(pieces), device=device), blocks)
-    offset = (torch.arange(len(piece), device=device) - (blocks.cumsum(0) - blocks)[piece]) * VALUES
-    source, destination, count = pieces[piece].unbind(1)
-    return torch.stack([source + offset, destination + offset, (count - offset).clamp(max=VALUES)], dim=1)
-
-
-def copy_pieces(values: Tensor, pieces: Tensor, out: Tensor) -> None:
-    """`sparse_opt.weight_sync.reference.copy_pieces` of `split_pieces`, in one launch."""
-    if len(pieces):
-        with torch.cuda.device_of(out):
-            _weight_pieces_kernel[(len(pieces),)](
-                as_integers(values), pieces, as_integers(out), BLOCK=VALUES, **OPTIONS
-            )
 
 
 def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:

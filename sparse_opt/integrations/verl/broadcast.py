@@ -1,9 +1,8 @@
-"""BroadcastGroup: a process group of its own from the trainer's first rank to the rollout workers."""
+"""WeightBroadcast: weights and messages from the trainer's first rank to the rollout workers."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from ...errors import WeightSyncError
 from ...tensors import dtype_name
-from ...weight_sync.message import tensor_list
+from ...weight_sync.encoding import tensor_list
 from ...weight_sync.transports.control import first_line
-from ...weight_sync.transports.process_group import wait_for
+from ...weight_sync.transports.process_group import BroadcastGroup
+from ...weight_sync.transports.receiver_channel import tensors_of
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:
@@ -32,14 +32,11 @@ def connect(address: str, timeout: float) -> dist.TCPStore:
     )
 
 
-class BroadcastGroup:
-    """Broadcasts from rank 0 to the other ranks: NCCL between GPUs, gloo between CPUs.
-
-    The ranks have process groups already, of the trainer or of a replica, which have other members.
+class WeightBroadcast:
+    """Broadcasts weights and messages from rank 0 to the other ranks: NCCL between GPUs, gloo between CPUs.
 
     Args:
-        store: of rank 0, that all ranks are connected to.
-        key: name of the group in the store.
+        store, key: see `BroadcastGroup`.
         device: of the tensors that are broadcast.
         timeout: of a broadcast, in seconds.
 
@@ -50,16 +47,9 @@ class BroadcastGroup:
     has_failed = False
 
     def __init__(self, store: dist.Store, key: str, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        self.key, self._device, self._timeout = key, device, timeout
+        self._device = device
         self._members = f"rank {rank} of the {size} members (the trainer is rank 0, the others are rollout workers)"
-        store = dist.PrefixStore(key, store)
-        if device.type == "cpu":
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            # At its own timeout NCCL ends the process; `_broadcast` gives up earlier.
-            options._timeout = timedelta(seconds=10 * timeout + 60)
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        self._group = BroadcastGroup(store, key, rank, size, "gloo" if device.type == "cpu" else "nccl", timeout)
 
     def send(self, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         """Broadcast what JSON can hold, and tensors by name; return the bytes of both.
@@ -70,10 +60,8 @@ class BroadcastGroup:
         entries = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
         data = json.dumps({**content, "tensors": json.dumps(entries)}).encode()
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        self._broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=self._device))
-        self._broadcast(text)
-        for tensor in tensors.values():
-            self._broadcast(tensor.to(self._device).contiguous())
+        self._broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=self._device), text)
+        self._broadcast(*(tensor.to(self._device).contiguous() for tensor in tensors.values()))
         return text.numel() + sum(tensor.nbytes for tensor in tensors.values())
 
     def receive(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -87,24 +75,20 @@ class BroadcastGroup:
         text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._broadcast(text)
         content: dict[str, Any] = json.loads(bytes(text.cpu().numpy()))
-        tensors = {}
-        for name, dtype, shape in tensor_list(content):
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-            self._broadcast(tensors[name])
+        tensors = tensors_of(tensor_list(content), self._device)
+        self._broadcast(*tensors.values())
         return content, tensors
 
     def close(self) -> None:
         """End the group, also while a broadcast runs."""
         self._group.abort()
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        if tensor.numel():  # bytes, because no backend sends all dtypes
-            try:
-                work = self._group.broadcast([tensor.view(-1).view(torch.uint8)])
-                wait_for(work, self._group, time.monotonic(), self._timeout)
-            except RuntimeError as error:
-                self.has_failed = True
-                raise WeightSyncError(
-                    f"a broadcast of weights has failed at {self._members}: {first_line(error)}; another member has "
-                    "ended or does not receive, and the next update makes a new group and sends all weights"
-                ) from error
+    def _broadcast(self, *tensors: Tensor) -> None:
+        try:
+            self._group.broadcast(tensors)
+        except RuntimeError as error:
+            self.has_failed = True
+            raise WeightSyncError(
+                f"a broadcast of weights has failed at {self._members}: {first_line(error)}; another member has "
+                "ended or does not receive, and the next update makes a new group and sends all weights"
+            ) from error

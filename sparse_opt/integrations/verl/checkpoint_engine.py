@@ -23,10 +23,9 @@ from verl.utils.device import get_device_id, get_device_name
 
 from ...errors import ConfigError
 from ...weight_sync import Message
-from .broadcast import BroadcastGroup, connect, listen
-from .changed_elements import Change, ChangeReader
+from .broadcast import WeightBroadcast, connect, listen
 from .engine import ExportedWeights
-from .flushes import Flush, change_flushes, whole_flush
+from .flushes import Change, ChangeReader, Flush, change_flushes, whole_flush
 from .rollout_weights import RolloutWeights
 
 
@@ -62,7 +61,7 @@ class SparseCheckpointEngine(CheckpointEngine):
             host = ray.util.get_node_ip_address().strip("[]")
             store = listen(host, timeout)
             self._store, self._address = store, f"{host}:{store.port}"
-        self._group: BroadcastGroup | None = None
+        self._group: WeightBroadcast | None = None
         self._place: tuple[str, int, int] | None = None
         self._whole = True
         self._state: str | None = None
@@ -106,7 +105,7 @@ class SparseCheckpointEngine(CheckpointEngine):
         if self._group is not None:
             self._group.close()
         store = self._store or connect(address, self._timeout)
-        self._group = BroadcastGroup(store, key, rank, size, self._device, self._timeout)
+        self._group = WeightBroadcast(store, key, rank, size, self._device, self._timeout)
         self._place = (key, rank, size)
 
     def finalize(self) -> None:

@@ -1,17 +1,27 @@
-"""Weights and changes in the form in which verl's rollout adapters hand them to vLLM and SGLang: its DeltaFlush."""
+"""Weights and changes in the form in which verl's rollout adapters hand them to vLLM and SGLang: its DeltaFlush.
+
+verl's rollout worker has no access to the weights: it hands changes to the inference engine, in another process. A
+`ChangeReader` turns the messages of a `WeightSender` into changes, of which the flushes are made.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
+from ...errors import ForeignMessage, OutOfOrderMessage
+from ...masks.patterns import expand_units
 from ...tensors import dtype_name
-from .changed_elements import Change
+from ...weight_sync import Message
+from ...weight_sync.digest import mix, zero_extended
+from ...weight_sync.encoding import changed_tensors, check_follows, check_payload, checked_mask
+from ...weight_sync.layout import Layout
 
 Flush = tuple[list[tuple[str, Tensor]], bool]  # named tensors, and whether it is the last one of an update
 # The engines make a dense tensor of each entry, with 8 bytes of index for an element; verl's own limit.
@@ -24,6 +34,84 @@ class Whole(NamedTuple):
     name: str
     shape: tuple[int, ...]
     values: Tensor
+
+
+class Change(NamedTuple):
+    """The changed elements of a tensor: positions [n] int32 in the flattened tensor, and their values [n]."""
+
+    name: str
+    shape: tuple[int, ...]
+    positions: Tensor
+    values: Tensor
+
+
+def state_after(message: Message) -> str:
+    """Return a name of the weights that a message leads to; equal only if an update of one applies to the other."""
+    return f"{message.version}:{message.mask_digest}:{message.result_digest}"
+
+
+class ChangeReader:
+    """Verifies messages, and lists the elements that they change. Keeps the positions, and no weights.
+
+    As a `WeightReceiver` of a part of the weights, this verifies what a message carries and the order of the messages,
+    and not the weights that result.
+
+    Args:
+        device: of the positions and values.
+
+    Attributes:
+        state: `state_after` of the last message; None before the first mask message.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: Message | None = None  # without its tensors
+        self._layout = Layout("element", ())
+        self._positions: dict[str, Tensor] = {}
+
+    @property
+    def state(self) -> str | None:
+        return None if self._last is None else state_after(self._last)
+
+    def start(self, message: Message) -> None:
+        """Take the positions of a mask message. The engine must be given all weights of its version.
+
+        Raises:
+            DamagedMessage: positions or digests are wrong.
+            ForeignMessage: a tensor has 2^31 elements or more.
+        """
+        if message.kind != "mask":
+            raise OutOfOrderMessage(f"a message of kind {message.kind} came before the mask")
+        self._last = None
+        layout, units = checked_mask(message)
+        shapes = {entry.name: entry for entry in layout.tensors}
+        self._positions = {}
+        for name, given in units.items():
+            if shapes[name].positions_dtype != torch.int32:
+                raise ForeignMessage(f"{name!r} is {list(shapes[name].shape)}, expected fewer than 2^31 elements")
+            positions = expand_units(given.to(self._device, torch.int64), shapes[name].shape, layout.pattern)
+            self._positions[name] = positions.to(torch.int32)
+        self._layout, self._last = layout, replace(message, tensors={})
+
+    def changes(self, message: Message) -> list[Change]:
+        """Verify an update, and return what it changes. A tensor without changes is not listed.
+
+        Raises:
+            OutOfOrderMessage: the update does not follow the last message.
+            ForeignMessage: it is for another mask.
+            DamagedMessage: values and digests do not agree.
+        """
+        last = self._last
+        held = (None, None, None) if last is None else (last.mask_digest, last.version, last.result_digest)
+        check_follows(message, *held)
+        total = 0
+        found: list[Change] = []
+        for entry, first, numbers, values in changed_tensors(message, self._layout, self._device):
+            total += int(mix(numbers + first, zero_extended(values)).sum())
+            found.append(Change(entry.name, entry.shape, self._positions[entry.name][numbers], values))
+        check_payload(message, total)
+        self._last = replace(message, tensors={})
+        return found
 
 
 def whole_bucket(tensors: Sequence[Whole]) -> tuple[list[dict[str, object]], Tensor]:

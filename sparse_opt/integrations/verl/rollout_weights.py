@@ -14,11 +14,10 @@ from ...masks import MaskSet
 from ...weight_sync import Message, WeightSender
 from ...weight_sync.backend import choose
 from ...weight_sync.layout import Layout
-from .broadcast import BroadcastGroup
-from .changed_elements import state_after
+from .broadcast import WeightBroadcast
 from .deltas import SENT
 from .engine import ExportedWeights, SparseFSDPEngine
-from .flushes import Whole, whole_bucket
+from .flushes import Whole, state_after, whole_bucket
 
 
 class Sent(NamedTuple):
@@ -76,7 +75,7 @@ class RolloutWeights:
         self._values: _ActiveValues | None = None
         self._sender: WeightSender | None = None
 
-    def send_whole(self, weights: ExportedWeights, group: BroadcastGroup | None) -> Sent | None:
+    def send_whole(self, weights: ExportedWeights, group: WeightBroadcast | None) -> Sent | None:
         """Send all weights and the mask; a collective.
 
         Args:
@@ -115,7 +114,7 @@ class RolloutWeights:
         nbytes += _send_bucket(group, pending, is_last=True)  # nothing follows for a consumer that ends with it
         return Sent(state_after(message), nbytes, mask.nnz, mask.nnz)
 
-    def send_changes(self, group: BroadcastGroup | None) -> Sent | None:
+    def send_changes(self, group: WeightBroadcast | None) -> Sent | None:
         """Send the active values, or those that have changed; a collective as `send_whole`, which must come first."""
         changed = 0
         for name, positions, values in self._collected():
@@ -150,10 +149,12 @@ class RolloutWeights:
                 yield from ((name, *part) for name, part in zip(names, parts, strict=True))
 
 
-def _send_message(group: BroadcastGroup, what: str, message: Message, names: dict[str, list[str]] | None = None) -> int:
+def _send_message(
+    group: WeightBroadcast, what: str, message: Message, names: dict[str, list[str]] | None = None
+) -> int:
     return group.send({"what": what, "message": message.header(), "names": names}, message.tensors)
 
 
-def _send_bucket(group: BroadcastGroup, tensors: list[Whole], *, is_last: bool) -> int:
+def _send_bucket(group: WeightBroadcast, tensors: list[Whole], *, is_last: bool) -> int:
     params, values = whole_bucket(tensors)
     return group.send({"what": "weights", "params": params, "is_last": is_last}, {"values": values})

@@ -16,11 +16,10 @@ from __future__ import annotations
 import base64
 import binascii
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from ...errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ...weight_sync import Destination, Message, PendingMessage, WeightReceiver
+from ...weight_sync.encoding import changed_tensors
 from ...weight_sync.layout import DTYPES, Layout
 from ...weight_sync.transports import TRANSPORTS, FolderReceiver, open_receiver
 from ...weight_sync.transports.receiver_channel import ReceiverChannel
@@ -198,7 +198,8 @@ class VLLMReceiver(WeightReceiver):
             self._followed = self._found
         elif self._packed is not None and self._followed is not None:
             layout, holders = self._followed
-            names = _changed_names(message, layout) if any(holders.values()) else ()
+            changed = changed_tensors(message, layout, torch.device("cpu")) if any(holders.values()) else ()
+            names = [tensor.entry.name for tensor in changed]
             self._stale.update(dict.fromkeys(layer for name in names for layer in holders[name]))
             self._packed.repack(self._stale)
             self._stale.clear()
@@ -218,18 +219,6 @@ class VLLMReceiver(WeightReceiver):
         slices = self._packed.keep(slices, self._vllm_config)
         self._found = layout, {name: self._packed.holding(pieces) for name, pieces in slices.items()}
         return slices
-
-
-def _changed_names(message: Message, layout: Layout) -> Iterator[str]:
-    """Yield the names of the weights whose elements a message changes; all of a dtype that is sent as a whole."""
-    for group in layout.groups:
-        names = [layout.tensors[i].name for i in group.members]
-        if f"{group.dtype}.values" in message.tensors:
-            yield from names
-        elif f"{group.dtype}.bitmap" in message.tensors:
-            bits = np.unpackbits(message.tensors[f"{group.dtype}.bitmap"].cpu().numpy(), bitorder="little")
-            counts = np.add.reduceat(bits[: group.nnz], group.starts[:-1], dtype=np.int64)
-            yield from (name for name, count in zip(names, counts, strict=True) if count)
 
 
 def _decoded(message: str | bytes) -> bytes:

@@ -3,15 +3,22 @@
 process_group.py   broadcasts of gloo or NCCL, between processes and hosts that share no process group
 cuda_ipc.py        handles of GPU memory, between processes of one host
 folder.py          a delta log, which any number of receivers follow
-by_name.py         the receiver of a transport that is given by its name
 
 For any other one, `Message.to_bytes` and `WeightReceiver.receive` are enough.
 """
 
-from .by_name import TRANSPORTS, open_receiver
-from .cuda_ipc import CudaIpcReceiver, CudaIpcSender, SharedMessage, open_shared
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+
+from ..receiver import WeightReceiver
+from .control import TransportName
+from .cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from .folder import FolderReceiver
 from .process_group import ProcessGroupReceiver, ProcessGroupSender
+from .receiver_channel import ReceiverChannel
 
 __all__ = [
     "TRANSPORTS",
@@ -20,7 +27,40 @@ __all__ = [
     "FolderReceiver",
     "ProcessGroupReceiver",
     "ProcessGroupSender",
-    "SharedMessage",
     "open_receiver",
-    "open_shared",
 ]
+
+TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)
+
+
+def open_receiver(
+    transport: str,
+    weights: WeightReceiver,
+    address: str,
+    *,
+    device: torch.device | str | None = None,
+    timeout: float = 60.0,
+    name: str | None = None,
+) -> ReceiverChannel | FolderReceiver:
+    """Connect a receiver of weights to the sender of a transport.
+
+    Args:
+        transport: one of `TRANSPORTS`: what `SenderChannel.transport` returns, or "folder".
+        weights: the receiver of the weights.
+        address: host:port of the sender; for "folder", the path of the delta log.
+        device: GPU for "nccl"; default: the current one. The other transports do not use it.
+        timeout, name: see `ReceiverChannel`; "folder" does not use them.
+
+    Raises:
+        ValueError: there is no transport of this name.
+        WeightSyncError: no sender responds at the address.
+    """
+    if transport == "gloo":
+        return ProcessGroupReceiver(weights, address, backend="gloo", timeout=timeout, name=name)
+    if transport == "nccl":
+        return ProcessGroupReceiver(weights, address, backend="nccl", device=device, timeout=timeout, name=name)
+    if transport == "cuda_ipc":
+        return CudaIpcReceiver(weights, address, timeout=timeout, name=name)
+    if transport == "folder":
+        return FolderReceiver(weights, address)
+    raise ValueError(f"transport is {transport!r}, expected one of {', '.join(TRANSPORTS)}")

@@ -3,20 +3,15 @@
 A round asks every receiver for its state. A receiver without the mask gets the mask message; one that then has other
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
 update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
-
-If no receiver has missed a version, the update is announced with the question, and the receivers may begin with the
-tensors of known sizes before the message: with all values, which the devices of receivers with NCCL verify and write
-while the hosts make and send the message; or with the bitmaps, by which they look up where the changed values belong.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +20,8 @@ from ...errors import WeightSyncError, listed
 from ...tensors import compact_json
 from ..background import Background
 from ..distributed import DistributedWeightSender
-from ..message import Message
-from ..sender import Announcement, PendingMessage, WeightSender
+from ..encoding import Message
+from ..sender import PendingMessage, WeightSender
 from .control import ControlServer, TransportName
 
 
@@ -41,14 +36,6 @@ class _Problems:
 
     def concern(self, receiver: int) -> bool:
         return receiver in self.lost or receiver in self.refused
-
-
-class _Asked(NamedTuple):
-    """The receivers that were asked for their states, and the update that follows, if one does."""
-
-    receivers: list[int]
-    next_version: int | None
-    announced: Announcement | None
 
 
 class SenderChannel(ABC):
@@ -83,11 +70,6 @@ class SenderChannel(ABC):
         self._control: ControlServer | None = None
         self._background = Background(self.devices)
         self._differing: set[int] = set()  # receivers with other weights than the sender's
-        # Receiver -> the version that it had after its last message; None if it asks for a state.
-        self._held: dict[int, int | None] = {}
-        self._cannot_join: set[int] = set()  # receivers that do not know announcements, or cannot follow them
-        self._asked: _Asked | None = None  # if a round has begun
-        self._is_announced = False  # receivers may have joined a transfer, or may do so
         self._on_all_ranks(lambda: self._listen(address))
 
     @property
@@ -139,9 +121,14 @@ class SenderChannel(ABC):
                 sends a state to the other named ones.
         """
         self._background.require_idle()
-        with self._asking(receivers):
+        asked = self._ask_early(receivers)
+        try:
             update = self.weights.update()
-        self._on_all_ranks(lambda: self.send(update, receivers, verify=verify))
+        except BaseException:
+            if asked is not None and self._control is not None:
+                self._control.post(asked, {"do": "nothing"})
+            raise
+        self._on_all_ranks(lambda: self.send(update, receivers, verify=verify, asked=asked))
         return self.weights.version
 
     def begin_update(self, receivers: int = 0) -> None:
@@ -208,70 +195,23 @@ class SenderChannel(ABC):
         else:
             function()
 
-    @contextlib.contextmanager
-    def _asking(self, receivers: int) -> Iterator[None]:
+    def _ask_early(self, receivers: int) -> list[int] | None:
         """Ask the receivers for their states, which they return while the update is made; `send` collects them.
 
-        Does nothing if `send` will wait for more receivers, or if other ranks take part in the update, which would wait
-        for this one if the receivers cannot be asked. If the update cannot be made, the receivers are notified.
+        None if `send` will wait for more receivers, or if other ranks take part in the update, which would wait for
+        this one if the receivers cannot be asked.
         """
         control = None if isinstance(self.weights, DistributedWeightSender) else self._control
-        self._asked = None  # of a round that was interrupted
-        if control is not None:
-            # Receivers that have joined since the last round are discovered in `_send`, where nothing waits for it.
-            if receivers:
-                control.discover()
-            if len(control.names) >= receivers:
-                self._asked = self._ask(control, self.weights.version + 1)
-        try:
-            yield
-        except BaseException:
-            if self._asked is not None:
-                self._give_up(self._asked)
-                self._asked = None
-            raise
-
-    def _give_up(self, asked: _Asked) -> None:
-        """Tell the receivers that were asked that no message comes."""
-        if self._control is not None:
-            self._control.post([r for r in asked.receivers if r in self._control.names], {"do": "nothing"})
-        self._take_back()
-
-    def _take_back(self) -> None:
-        """Withdraw an announcement, if there is one."""
-        if self._is_announced:
-            self._is_announced = False
-            self._withdraw()
-
-    def _ask(self, control: ControlServer, next_version: int | None) -> _Asked:
-        """Ask all receivers for their states; for an update to `next_version` announce its tensors if possible."""
-        self._take_back()  # of a round that was interrupted
-        receivers, command = list(control.names), self._question()
-        announced = None if next_version is None else self._announced(receivers, next_version - 1)
-        self._is_announced = announced is not None
-        if announced is None:
-            control.post(receivers, command)
-            return _Asked(receivers, next_version, None)
-        announcement, content = announced
-        control.post(receivers, {**command, "announced": content})
-        return _Asked(receivers, next_version, announcement)
-
-    def _question(self) -> dict[str, Any]:
-        return {"do": "status", "transport": self.transport, "timeout": self.timeout}
-
-    def _announced(self, receivers: Sequence[int], base_version: int) -> tuple[Announcement, dict[str, Any]] | None:
-        """Return what can be sent before the message, and what to tell the receivers about it, as JSON."""
-        _, sender = self._connected()
-        if not self._differing.isdisjoint(receivers) or any(self._held.get(r) != base_version for r in receivers):
+        if control is None:
             return None
-        if not self._cannot_join.isdisjoint(receivers):
-            return None
-        offer = self._early_offer(receivers)
-        announcement = None if offer is None else sender.announcement()
-        if offer is None or announcement is None:
-            return None
-        content = {"mask": sender.mask.digest, "base_version": base_version, **announcement._asdict()}
-        return announcement, content | offer
+        if receivers:  # else those that have joined are discovered in `_send`, where nothing waits for it
+            control.discover()
+        return self._ask(control, control.names) if len(control.names) >= receivers else None
+
+    def _ask(self, control: ControlServer, receivers: Iterable[int]) -> list[int]:
+        asked = list(receivers)
+        control.post(asked, {"do": "status", "transport": self.transport, "timeout": self.timeout})
+        return asked
 
     def _listen(self, address: str) -> None:
         self._control = ControlServer(address, self.timeout)
@@ -346,6 +286,7 @@ class SenderChannel(ABC):
         timeout: float | None = None,
         *,
         verify: bool = False,
+        asked: list[int] | None = None,
     ) -> None:
         """Bring all receivers to the sender's version. On rank 0 only: the part of `update` that is no collective.
 
@@ -358,13 +299,12 @@ class SenderChannel(ABC):
             receivers: wait first until at least this many have joined.
             timeout: seconds to wait for them; then those that have joined get the version. Default: the channel's.
             verify: see `update`.
+            asked: the receivers that were asked for their states already, by `update`.
 
         Raises:
             WeightSyncError: as `update`; or `update` is not the last one.
         """
-        asked, self._asked, missing = self._asked, None, None
-        if asked is not None and (update is None or asked.next_version != update.version):  # by an interrupted round
-            asked = None
+        missing = None
         control, sender = self._connected()
         if update is not None and update.version != sender.version:
             raise WeightSyncError(
@@ -372,38 +312,23 @@ class SenderChannel(ABC):
             )
         if asked is None:
             missing = self._missing(receivers, self.timeout if timeout is None else timeout)
-            asked = self._ask(control, None if update is None else update.version)
+            asked = self._ask(control, control.names)
         problems = _Problems(dict(control.names))
         if not self._bring(asked, update, problems, verify=verify):
             control.discover()
-        if joined := [r for r in control.names if r not in asked.receivers]:
+        if joined := [r for r in control.names if r not in asked]:
             problems.names = {**problems.names, **control.names}
-            control.post(joined, self._question())
-            self._bring(_Asked(joined, None, None), None, problems, verify=verify)
+            self._bring(self._ask(control, joined), None, problems, verify=verify)
         if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
-    def _bring(self, asked: _Asked, update: PendingMessage | None, problems: _Problems, *, verify: bool) -> bool:
+    def _bring(self, asked: list[int], update: PendingMessage | None, problems: _Problems, *, verify: bool) -> bool:
         """Bring the receivers that were asked for their states to the sender's version.
 
         Returns whether a message was sent.
         """
         _, sender = self._connected()
-        message = None  # of an update that was announced
-        early = list[Tensor]()  # announced tensors whose transfer has not begun
-        try:
-            states = self._collect(asked.receivers, problems)
-            if update is not None and asked.announced is not None and self._have_joined(asked, states):
-                if not asked.announced.has_values:
-                    # On a GPU the message is known as soon as the bitmaps are. It goes first: transfers begin slowly.
-                    message, early = update.wait(), list(update.announced(asked.announced).values())
-                elif self._begin(update, asked.announced):
-                    message = update.wait()
-                else:
-                    self._take_back()
-        except BaseException:
-            self._give_up(asked)
-            raise
+        states = self._collect(asked, problems)
         without_mask = [r for r, state in states.items() if state["mask"] != sender.mask.digest]
         if without_mask:
             states |= self._send(sender.mask_message(), without_mask, problems)
@@ -412,69 +337,36 @@ class SenderChannel(ABC):
         behind = [
             r for r, state in states.items() if state["state"] or state["version"] not in ready or r in self._differing
         ]
-        self._differing.difference_update(asked.receivers)
+        self._differing.difference_update(asked)
         if behind:
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
-        if message is not None and asked.announced is not None:
-            names = {name for name, _, _ in asked.announced.tensors}
-            self._send(message, following, problems, verify=verify, announced=names, early=early)
-            self._is_announced = False
-        elif update is not None and following:
+        if update is not None and following:
             self._send(update.wait(), following, problems, verify=verify)
         return bool(without_mask or behind or following)
 
-    def _have_joined(self, asked: _Asked, states: Mapping[int, dict[str, Any]]) -> bool:
-        """Whether a transfer was announced and all receivers have joined; if only some have, it is withdrawn."""
-        if not self._is_announced:
-            return False
-        joined = [states.get(r, {}).get("joined") for r in asked.receivers]
-        self._cannot_join |= {r for r, state in states.items() if "joined" not in state}
-        if all(joined):
-            return True
-        if any(joined):
-            # A receiver at this version that could not join would cost a new group in each round.
-            _, sender = self._connected()
-            expected = {"mask": sender.mask.digest, "version": sender.version - 1, "state": False, "joined": False}
-            self._cannot_join |= {r for r, state in states.items() if state == expected}
-            self._take_back()
-        self._is_announced = False
-        return False
-
     def _send(
-        self,
-        message: Message,
-        receivers: Sequence[int],
-        problems: _Problems,
-        *,
-        verify: bool = False,
-        announced: Set[str] = frozenset(),
-        early: Sequence[Tensor] = (),
+        self, message: Message, receivers: Sequence[int], problems: _Problems, *, verify: bool = False
     ) -> dict[int, dict[str, Any]]:
-        """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer.
-
-        Args:
-            announced: names of the tensors that the receivers have joined for.
-            early: these tensors, unless `_begin` has begun their transfer.
-        """
+        """Send a message; once more, to those still there, if the loss of a receiver has broken the transfer."""
         control, _ = self._connected()
         remaining, reason = list(receivers), ""
         states: dict[int, dict[str, Any]] = {}
         for _ in range(2):
-            command = {"do": "message", "header": message.header(), "verify": verify, "announced": bool(announced)}
+            command = {"do": "message", "header": message.header(), "verify": verify}
             control.post(remaining, command | self._offer(message, remaining))
-            others = [tensor for name, tensor in message.tensors.items() if name not in announced]
-            failure = self._transfer([*early, *others])
-            was_announced, announced, early = bool(announced), frozenset(), ()
-            control.discover()  # while the receivers apply the message
-            replies = self._collect(remaining, problems)
-            failed = [r for r, reply in replies.items() if "failed" in reply]
-            refused = was_announced and problems.refused  # a receiver may have ended the transfer
-            self._after(message, complete=failure is None and not failed and not problems.lost and not refused)
+            complete = False
+            try:
+                failure = self._transfer(list(message.tensors.values()))
+                control.discover()  # while the receivers apply the message
+                replies = self._collect(remaining, problems)
+                failed = [r for r, reply in replies.items() if "failed" in reply]
+                complete = failure is None and not failed and not problems.lost
+            finally:  # also after an interruption, as by Ctrl-C: receivers may be in the transfer
+                self._after(message, complete=complete)
             taken = {r: reply for r, reply in replies.items() if r not in failed}
             if verify:
                 self._compare(taken, problems)
-            self._held |= {r: None if reply["state"] else reply["version"] for r, reply in taken.items()}
             states |= taken
             remaining = [r for r in failed if r in control.names]
             if not remaining:
@@ -488,8 +380,6 @@ class SenderChannel(ABC):
         control, _ = self._connected()
         replies = control.collect(receivers, self.timeout)
         for r in receivers:
-            if "version" not in replies.get(r, {}):
-                self._held.pop(r, None)
             if r not in replies and r in control.names:
                 problems.lost[r] = control.drop(r)
         problems.refused.update({r: reply["refused"] for r, reply in replies.items() if "refused" in reply})
@@ -504,36 +394,13 @@ class SenderChannel(ABC):
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         """Return what the receivers need besides the header, as JSON; before the command is posted."""
 
-    def _early_offer(self, receivers: Sequence[int]) -> dict[str, Any] | None:
-        """Return what the receivers need to begin a transfer before the message of its tensors; None: they cannot.
-
-        Called for receivers that have missed no version. `_begin` and `_withdraw` are only called after a result other
-        than None.
-        """
-        return None
-
-    def _begin(self, update: PendingMessage, announced: Announcement) -> bool:
-        """Begin the transfer of all values and the totals to the receivers, which have all joined; `_transfer` ends it.
-
-        Returns whether it has begun.
-        """
-        raise NotImplementedError
-
-    def _withdraw(self) -> None:
-        """End a transfer that some receivers may have joined, since it does not take place."""
-        raise NotImplementedError
-
     @abstractmethod
     def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
-        """Move the tensors of a message, after the command was posted; return why it failed, or None.
-
-        Args:
-            tensors: in the order of the receivers. A transfer that `_begin` has begun comes before, and ends here.
-        """
+        """Move the tensors of a message, after the command was posted; return why it failed, or None."""
 
     @abstractmethod
     def _after(self, message: Message, *, complete: bool) -> None:
-        """Called when all receivers have replied or are lost."""
+        """Called when all receivers have replied or are lost, or the round was interrupted."""
 
     @abstractmethod
     def _end(self) -> None:

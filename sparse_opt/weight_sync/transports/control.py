@@ -11,17 +11,9 @@ one command after the other into the receiver's inbox, and the receiver answers 
     reply/{r}/{n}            JSON: the reply to command n
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
-                             If "announced" is there, an update follows, and receivers may begin the transfer of some
-                             tensors before its message. It gives "tensors" (with the totals) and "capacity"
-                             (`Announcement`), "mask" and "base_version" of the update, and what the transport adds. The
-                             receiver adds "joined" to its reply: true if it has this mask and version, asks for no
-                             state, and can begin the transfer, which it then does. It ends the transfer if the next
-                             command is not the message of the update.
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
                              -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
                              tensors did not arrive}; or {"refused": the error}
-                             "announced" is true if all receivers have joined the transfer of announced tensors, which
-                             comes before that of the message's other tensors.
     {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
                              or {"refused": why they cannot be read}
     {"do": "nothing"}        no reply; no message follows the status

@@ -1,8 +1,4 @@
-"""The transport by CUDA IPC, between processes of one host: the receivers copy from the sender's GPU memory.
-
-`share` and `open_shared` turn a message into JSON that any connection can carry, such as a request to an inference
-server. `CudaIpcSender` and `CudaIpcReceiver` use the control connection of the other transports.
-"""
+"""The transport by CUDA IPC, between processes of one host: the receivers copy from the sender's GPU memory."""
 
 from __future__ import annotations
 
@@ -16,60 +12,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...errors import WeightSyncError
 from ..distributed import DistributedWeightSender
-from ..message import Entry, Message, checked_header, tensor_list
+from ..encoding import Entry, Message
 from ..sender import WeightSender
 from .channel import SenderChannel
 from .control import TransportName
 from .receiver_channel import ReceiverChannel, tensors_of
 
 _ALIGNMENT = 16  # bytes; every tensor of a message begins at a multiple in the shared buffer
-
-
-class SharedMessage:
-    """A message in one buffer of GPU memory that other processes of the host can open.
-
-    Keep this object until every process has opened the message and released its tensors.
-
-    Raises:
-        WeightSyncError: a tensor of the message is not on a CUDA GPU; names it.
-    """
-
-    def __init__(self, message: Message) -> None:
-        self._header = message.header()
-        for name, tensor in message.tensors.items():
-            if not tensor.is_cuda:
-                raise WeightSyncError(f"{name} of the message is on {tensor.device}, expected a CUDA GPU for CUDA IPC")
-        self._buffer = _packed(list(message.tensors.values()))
-        if self._buffer is not None:
-            torch.cuda.current_stream(self._buffer.device).synchronize()
-
-    def descriptor(self) -> dict[str, Any]:
-        """Return what `open_shared` takes, as JSON values; a new one for each process that opens the message."""
-        return {"header": self._header, "memory": None if self._buffer is None else _exported(self._buffer)}
-
-
-def open_shared(descriptor: Mapping[str, Any]) -> Message:
-    """Return the message of another process on this host. Its tensors are views of that process's GPU memory.
-
-    Release them, by deleting the message, when they were applied and the GPU has finished.
-
-    Args:
-        descriptor: as `SharedMessage.descriptor` returned it, also after JSON; only for this process.
-
-    Raises:
-        WeightSyncError: this process does not see the GPU, or the descriptor or the message is malformed.
-    """
-    try:
-        header, memory = descriptor["header"], descriptor["memory"]
-        fields = checked_header(header)
-        entries = tensor_list(fields)
-        if memory is None:
-            return Message.from_fields(fields, tensors_of(entries, torch.device("cuda")))
-        return Message.from_fields(fields, _views(_opened(memory), tensors_of(entries, torch.device("meta"))))
-    except (KeyError, ValueError, TypeError) as error:
-        if isinstance(error, WeightSyncError):
-            raise
-        raise WeightSyncError(f"the descriptor of a message by CUDA IPC is malformed: {error!r}") from error
 
 
 class CudaIpcSender(SenderChannel):
@@ -146,7 +95,7 @@ class CudaIpcReceiver(ReceiverChannel):
     _buffer: Tensor | None = None  # the sender's memory
     _number = 0  # of the buffer
 
-    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], None]:
+    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
         memory = command["memory"].get(str(self._control.number))
         if memory is not None:
             self._buffer, self._number = None, command["buffer"]  # closes the one before
@@ -159,7 +108,7 @@ class CudaIpcReceiver(ReceiverChannel):
         views = _views(self._buffer, specs)
         tensors = {name: torch.empty_like(view, device=gpu).copy_(view) for name, view in views.items()}
         torch.cuda.current_stream(gpu).synchronize()
-        return tensors, None
+        return tensors
 
     def _end(self) -> None:
         self._buffer = None
@@ -186,7 +135,11 @@ def _exported(buffer: Tensor) -> dict[str, Any]:
 
 
 def _opened(memory: Mapping[str, Any]) -> Tensor:
-    """Return the bytes [n] of another process's GPU memory. Raises as `open_shared`, or what malformed JSON raises."""
+    """Return the bytes [n] of another process's GPU memory.
+
+    Raises:
+        WeightSyncError: this process does not see the GPU.
+    """
     device = _device_of(memory["device"])
     buffer: Tensor = rebuild_cuda_tensor(
         Tensor,
@@ -217,16 +170,6 @@ def _views(buffer: Tensor, specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
         for (name, spec), start in zip(specs.items(), starts, strict=True)
     }
-
-
-def _packed(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Copy tensors into one buffer of bytes; None without any bytes."""
-    _, end = _starts(tensors)
-    if end == 0:
-        return None
-    buffer = torch.zeros(end, dtype=torch.uint8, device=tensors[0].device)
-    _pack(tensors, buffer)
-    return buffer
 
 
 def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:

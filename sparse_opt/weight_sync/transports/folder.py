@@ -32,8 +32,8 @@ from ...errors import DeltaLogError, WeightSyncError
 from ...masks import MaskSet
 from ...tensors import as_bits
 from ..backend import choose
+from ..encoding import Message
 from ..layout import Layout
-from ..message import Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
 
@@ -234,11 +234,7 @@ class LogSender:
 
     def take(self) -> dict[str, Tensor]:
         """See `ActiveValues.take`."""
-        tensors = self.layout.tensors
-        return {
-            group.dtype: torch.cat([self.elements.values[tensors[i].name] for i in group.members]).to(self.device)
-            for group in self.layout.groups
-        }
+        return {dtype: values.to(self.device) for dtype, values in self.layout.joined(self.elements.values).items()}
 
     def mask_message(self) -> Message:
         return replace(self._sender.mask_message(), version=self.elements.step)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import WeightSyncError
-from ..arriving import Begun, Written
-from ..message import Entry, Message, checked_header, tensor_list
+from ..encoding import Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
 from .control import ControlClient, TransportName, first_line
 
@@ -41,7 +39,6 @@ class ReceiverChannel(ABC):
         self.weights, self.timeout = weights, timeout
         self._control = ControlClient(address, timeout, name)
         self._has_mask = self._needs_state = False
-        self._written: Written | None = None  # values that were written, whose message was not received yet
 
     def request_state(self) -> None:
         """Let the sender send all active weights in its next round, as if this receiver had just joined."""
@@ -59,34 +56,12 @@ class ReceiverChannel(ABC):
 
         Another error while a message is applied is also reported to the sender as a refusal, and raised here.
         """
-        try:
-            return self._receive(time.monotonic() + timeout)
-        except BaseException:
-            try:
-                self._leave()
-            finally:
-                self._undo()
-            raise
-
-    def _undo(self) -> None:
-        """Bring back the weights that were written before a message, which does not come or was not received."""
-        if self._written is not None:
-            try:
-                self._written.undo()
-            except BaseException:
-                self._has_mask, self._needs_state = False, True
-                raise
-            self._written = None
-
-    def _receive(self, deadline: float) -> int | None:
+        deadline = time.monotonic() + timeout
         reserved = 0.0  # seconds to wait for the next message of a round, also after the deadline
         while True:
             # Once the sender has counted on this receiver, the round is not left before its message.
             left = max(deadline - time.monotonic(), reserved)
             command = self._control.next(left)
-            if not (command["do"] == "message" and command.get("announced")):
-                self._leave()
-                self._undo()
             if command["do"] == "close":
                 self._control.reply({})
                 return None
@@ -106,28 +81,22 @@ class ReceiverChannel(ABC):
                     problem = f"it receives by {self.transport}, the sender sends by {command['transport']}"
                     self._control.reply({"refused": problem})
                     raise WeightSyncError(f"{self._control.name}: {problem}")
-                self._answer(command.get("announced"))
+                self._control.reply(self._status())
                 continue
             try:
                 try:
-                    fields = checked_header(command["header"])
-                    tensors, begun = self._fetch(command, tensor_list(fields))
+                    tensors = self._fetch(command, tensor_list(checked_header(command["header"])))
                 except RuntimeError as error:  # of the transport; the sender sends the message again
-                    self._undo()
                     self._control.reply({"failed": first_line(error)})
                     continue
-                message = replace(Message.from_fields(fields, tensors), begun=begun)
+                message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
-                self._written = None
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
                 is_refusal = isinstance(error, WeightSyncError)
                 reason = str(error) if is_refusal else f"{type(error).__name__}: {first_line(error)}"
-                try:
-                    self._undo()
-                finally:
-                    self._control.reply({"refused": reason})
+                self._control.reply({"refused": reason})
                 raise
             self._has_mask |= message.kind == "mask"
             self._needs_state &= message.kind != "state"
@@ -135,19 +104,6 @@ class ReceiverChannel(ABC):
             self._control.reply(status | self._verification() if command["verify"] else status)
             if self.weights.version is not None and not status["state"]:
                 return self.weights.version
-
-    def _answer(self, announced: dict[str, Any] | None) -> None:
-        """Reply to a status, and begin the transfer of announced tensors if this receiver can follow the sender."""
-        status = self._status()
-        if announced is None:
-            self._control.reply(status)
-            return
-        expected = {"mask": announced["mask"], "version": announced["base_version"], "state": False}
-        joined = status == expected and self._accept(announced)
-        # The reply comes first: beginning may wait for memory, and thereby for the sender, which waits for the reply.
-        self._control.reply({**status, "joined": joined})
-        if joined:
-            self._join()
 
     def _status(self) -> dict[str, Any]:
         # A mask and a version of another sender say nothing about this one's.
@@ -172,8 +128,8 @@ class ReceiverChannel(ABC):
         """The name of the transport, which must be that of the sender."""
 
     @abstractmethod
-    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> tuple[dict[str, Tensor], Begun | None]:
-        """Return the tensors of a message, and if some were announced, what `WeightReceiver.begin` returned for them.
+    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
+        """Return the tensors of a message.
 
         Args:
             command: of the message.
@@ -181,18 +137,6 @@ class ReceiverChannel(ABC):
 
         Raises RuntimeError if the transfer fails.
         """
-
-    def _accept(self, announced: dict[str, Any]) -> bool:
-        """Return whether `_join` can begin the transfer of announced tensors, see control.py."""
-        return False
-
-    def _join(self) -> None:
-        """Begin the transfer that was accepted last; `_fetch` of its message returns the tensors, or fails."""
-        raise NotImplementedError
-
-    def _leave(self) -> None:
-        """End a transfer that was accepted, if there is one: its message does not come."""
-        return
 
     def close(self) -> None:
         """Leave the sender, which does without this receiver from its next round on, and release the connection.

@@ -1,0 +1,466 @@
+"""The bytes of weight updates: the header of a message, and the positions, values and bitmaps that it carries.
+
+docs/weight_sync.md describes them byte by byte. A `Message` is a safetensors file with string metadata; transports may
+move its header and its tensors apart. Senders make the tensors by `mask_tensors` and `GroupValues`; receivers read them
+by `checked_mask` and `values_of`, and compare the header with what they hold by `check_follows`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
+from ..masks import MaskSet
+from ..masks.patterns import PATTERNS, unit_grid
+from ..tensors import compact_json, dtype_name, metadata_digest
+from .digest import digest_sum, to_hex
+from .layout import Group, Layout, LayoutTensor
+
+Kind = Literal["mask", "state", "update"]
+Encoding = Literal["auto", "values", "bitmap"]
+FORMAT, FORMAT_VERSION = "sparse_opt.weight_sync", "1"
+_REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest", "tensors")
+_DIGITS = 18  # of a version, which is below 2^63 then
+_OPTIONAL = ("base_version", "base_digest", "layout")
+Entry = tuple[str, str, list[int]]  # of a tensor: name, dtype as torch names it, and shape
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of a `WeightSender`, complete and ready to be sent.
+
+    Attributes:
+        kind: "mask" (positions, the first message to every receiver), "state" (all active values) or "update" (the
+            active values that changed since `base_version`).
+        version: version of the sender's weights that the receiver has after this message.
+        mask_digest: `MaskSet.digest` of the sender's mask.
+        result_digest: digest of the active weights at `version` (`weight_sync.digest`), 16 hex digits.
+        payload_digest: the same sum over what the message carries: the values sent, or the positions.
+        tensors: by name. mask: `positions.{i}` of tensor i of the layout, int32 or int64. state: `{dtype}.values`.
+            update: for each dtype `{dtype}.values`, or `{dtype}.bitmap` (uint8) and `{dtype}.changed`, or neither if no
+            value of the dtype changed.
+        base_version, base_digest: of the weights that an update applies to; None otherwise.
+        layout: JSON of the `Layout`, in a mask message only.
+    """
+
+    kind: Kind
+    version: int
+    mask_digest: str
+    result_digest: str
+    payload_digest: str
+    tensors: dict[str, Tensor] = field(repr=False)
+    base_version: int | None = None
+    base_digest: str | None = None
+    layout: str | None = field(default=None, repr=False)
+
+    def wait(self) -> Message:
+        """Return this message, which is complete. See `PendingMessage.wait`."""
+        return self
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Name, dtype and shape of each tensor."""
+        return [(name, dtype_name(t), list(t.shape)) for name, t in self.tensors.items()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def header(self) -> dict[str, str]:
+        """Return everything but the tensors' data as strings, with a digest: for transports that move the tensors."""
+        return dict(self._header)
+
+    @cached_property
+    def _header(self) -> dict[str, str]:
+        header = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "kind": self.kind,
+            "version": str(self.version),
+            "mask_digest": self.mask_digest,
+            "result_digest": self.result_digest,
+            "payload_digest": self.payload_digest,
+            "tensors": compact_json(self.entries),
+        }
+        optional = {
+            "base_version": None if self.base_version is None else str(self.base_version),
+            "base_digest": self.base_digest,
+            "layout": self.layout,
+        }
+        header.update({key: value for key, value in optional.items() if value is not None})
+        return {**header, "digest": metadata_digest(header)}
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Message:
+        """Rebuild a message from its header and its tensors, which may be on any device.
+
+        Raises:
+            DamagedMessage: the header's digest or a field is wrong, or the tensors are not those of the header.
+        """
+        fields = checked_header(header)
+        for name, dtype, shape in tensor_list(fields):
+            if name not in tensors:
+                raise DamagedMessage(f"the message lacks the tensor {name!r}")
+            found = [dtype_name(tensors[name]), list(tensors[name].shape)]
+            if found != [dtype, shape]:
+                raise DamagedMessage(f"{name!r} is {found[0]} {found[1]}, expected {dtype} {shape}")
+        names = [name for name, _, _ in tensor_list(fields)]
+        if unknown := sorted(set(tensors) - set(names)):
+            raise DamagedMessage(f"the message has the tensor {unknown[0]!r}, which its header does not list")
+        return cls(
+            kind=fields["kind"],  # type: ignore[arg-type]  # checked_header has compared it
+            version=int(fields["version"]),
+            mask_digest=fields["mask_digest"],
+            result_digest=fields["result_digest"],
+            payload_digest=fields["payload_digest"],
+            tensors={name: tensors[name] for name in names},
+            base_version=int(fields["base_version"]) if "base_version" in fields else None,
+            base_digest=fields.get("base_digest"),
+            layout=fields.get("layout"),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return a safetensors file with the header as its metadata. Copies tensors of a GPU to the host."""
+        return save({name: t.cpu().contiguous() for name, t in self.tensors.items()}, metadata=self.header())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Message:
+        """Read a message; its tensors are on the CPU. The receiver compares their values with the digests.
+
+        Raises:
+            DamagedMessage: the bytes are truncated or are not a message, or the header was changed.
+        """
+        data = bytes(data)
+        try:
+            length = int.from_bytes(data[:8], "little")
+            header = json.loads(data[8 : 8 + length])["__metadata__"]
+            tensors = load(data)
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedMessage(f"{len(data)} bytes are not a message: {' '.join(str(error).split())}") from error
+        return cls.from_header(header, tensors)
+
+
+def checked_header(header: Any) -> dict[str, str]:
+    """Return a header whose digest and fields are right.
+
+    Raises:
+        DamagedMessage: a field is missing or wrong, or the digest is not that of the fields.
+    """
+    if not isinstance(header, Mapping) or not all(isinstance(v, str) for pair in header.items() for v in pair):
+        raise DamagedMessage(f"the header of a message is a {type(header).__name__}, expected strings by name")
+    fields = {key: value for key, value in header.items() if key != "digest"}
+    if (fields.get("format"), fields.get("format_version")) != (FORMAT, FORMAT_VERSION):
+        raise DamagedMessage(
+            f"the header has format {fields.get('format')!r}, version {fields.get('format_version')!r}, expected "
+            f"{FORMAT!r}, version {FORMAT_VERSION!r}"
+        )
+    if header.get("digest") != metadata_digest(fields):
+        raise DamagedMessage(f"the header has digest {header.get('digest')}, expected {metadata_digest(fields)}")
+    for key in _REQUIRED:
+        if key not in fields:
+            raise DamagedMessage(f"the header of a message has no {key}")
+    if unknown := sorted(set(fields) - {*_REQUIRED, *_OPTIONAL, "format", "format_version"}):
+        raise DamagedMessage(f"the header of a message has the unknown field {unknown[0]!r}")
+    if fields["kind"] not in get_args(Kind):
+        raise DamagedMessage(
+            f"the kind of a message is {fields['kind']!r}, expected one of {', '.join(get_args(Kind))}"
+        )
+    for key in ("version", "base_version"):
+        if key in fields and not (fields[key].isascii() and fields[key].isdecimal() and len(fields[key]) <= _DIGITS):
+            found = f"{fields[key][:32]!r} ({len(fields[key])} characters)"
+            raise DamagedMessage(f"the {key} of a message is {found}, expected a number of at most {_DIGITS} digits")
+    expected = {"mask": {"layout"}, "state": set(), "update": {"base_version", "base_digest"}}[fields["kind"]]
+    if fields.keys() & set(_OPTIONAL) != expected:
+        raise DamagedMessage(
+            f"a message of kind {fields['kind']!r} has the fields {sorted(fields.keys() & set(_OPTIONAL))}, expected "
+            f"{sorted(expected)}"
+        )
+    return fields
+
+
+def tensor_list(header: Mapping[str, str]) -> list[Entry]:
+    """Return (name, dtype, shape) of each tensor of a header, in order, for a transport that allocates them.
+
+    Raises:
+        DamagedMessage: the list is malformed, or a dtype is not one of torch.
+    """
+    try:
+        entries = [(name, dtype, shape) for name, dtype, shape in json.loads(header["tensors"])]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedMessage(f"the list of a message's tensors is malformed: {error}") from error
+    for name, dtype, shape in entries:
+        known = isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype)
+        sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+        if not (isinstance(name, str) and known and sizes):
+            raise DamagedMessage(f"the list of a message's tensors has the entry {[name, dtype, shape]}")
+    return entries
+
+
+def units_of(mask: MaskSet, entry: LayoutTensor) -> Tensor:
+    """Return what a mask message lists for a tensor: the ascending numbers of its units, for element masks positions.
+
+    Units are numbered row by row over `masks.patterns.unit_grid`. The tensor is [units] in `entry.positions_dtype`.
+    """
+    positions = mask[entry.name]
+    if mask.pattern == "element":
+        return positions
+    height, width = PATTERNS[mask.pattern]
+    columns = entry.matrix[1]
+    row, column = positions // columns, positions % columns
+    first = (row % height == 0) & (column % width == 0)  # the upper left element of a unit
+    across = unit_grid(entry.shape, mask.pattern)[1]
+    return (row[first] // height * across + column[first] // width).to(entry.positions_dtype)
+
+
+def mask_tensors(mask: MaskSet, layout: Layout) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors of a mask message, and its payload digest."""
+    tensors = {f"positions.{i}": units_of(mask, entry) for i, entry in enumerate(layout.tensors) if entry.nnz}
+    return tensors, _digest_of_units(tensors)
+
+
+def _digest_of_units(tensors: Mapping[str, Tensor]) -> str:
+    total, count = 0, 0
+    for units in tensors.values():
+        total += int(digest_sum(units, count))
+        count += units.numel()
+    return to_hex(total)
+
+
+def checked_mask(message: Message) -> tuple[Layout, dict[str, Tensor]]:
+    """Return the layout of a mask message, and the units of each tensor with active elements, by the tensor's name.
+
+    Raises:
+        DamagedMessage: positions or their digest are wrong.
+    """
+    layout = Layout.from_json(message.layout or "")
+    units = _checked_units(layout, message.tensors)
+    if (found := _digest_of_units(units)) != message.payload_digest:
+        raise DamagedMessage(f"the positions have digest {found}, expected {message.payload_digest}")
+    return layout, units
+
+
+def _checked_units(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the units of each tensor with active elements, by the tensor's name.
+
+    Raises:
+        DamagedMessage: positions are missing, not ascending, out of range, or not as many as the layout states.
+    """
+    units = {}
+    for i, entry in enumerate(layout.tensors):
+        key = f"positions.{i}"
+        if (key in tensors) != bool(entry.nnz):
+            raise DamagedMessage(f"the mask message has {'no ' if entry.nnz else ''}{key} of {entry.name!r}")
+        if not entry.nnz:
+            continue
+        given = tensors[key]
+        if given.dim() != 1 or given.dtype != entry.positions_dtype:
+            raise DamagedMessage(
+                f"{key} of {entry.name!r} is {given.dtype} {list(given.shape)}, expected {entry.positions_dtype} [n]"
+            )
+        if given.numel() == 0 or not bool((given[1:] > given[:-1]).all()):
+            raise DamagedMessage(f"{key} of {entry.name!r} is not ascending")
+        bound = math.prod(unit_grid(entry.shape, layout.pattern))
+        if int(given[0]) < 0 or int(given[-1]) >= bound:
+            raise DamagedMessage(f"{key} of {entry.name!r} has numbers outside of 0:{bound}")
+        if (nnz := active_elements(given, entry, layout.pattern)) != entry.nnz:
+            raise DamagedMessage(f"{key} of {entry.name!r} are {nnz} elements, expected {entry.nnz}")
+        units[entry.name] = given
+    if extra := sorted(set(tensors) - {f"positions.{i}" for i in range(len(layout.tensors))}):
+        raise DamagedMessage(f"the mask message has the tensor {extra[0]!r}, expected positions only")
+    return units
+
+
+def active_elements(units: Tensor, entry: LayoutTensor, pattern: str) -> int:
+    """Count the elements of some units; those at the right and bottom edge may be cut off."""
+    if pattern == "element":
+        return units.numel()
+    height, width = PATTERNS[pattern]
+    rows, columns = entry.matrix
+    across = unit_grid(entry.shape, pattern)[1]
+    numbers = units.to(torch.int64)
+    heights = (rows - numbers // across * height).clamp(max=height)
+    widths = (columns - numbers % across * width).clamp(max=width)
+    return int((heights * widths).sum())
+
+
+class GroupValues(NamedTuple):
+    """What a message carries for the tensors of one dtype: all values, or a bitmap and the changed ones, or nothing.
+
+    Attributes:
+        values: [nnz].
+        bitmap: [bitmap_bytes(nnz)] uint8, with element e of the group as bit e % 8 of byte e // 8.
+        changed: [n], the values of the elements that the bitmap marks, in order.
+    """
+
+    values: Tensor | None = None
+    bitmap: Tensor | None = None
+    changed: Tensor | None = None
+
+    def tensors(self, dtype: str) -> dict[str, Tensor]:
+        """Return the tensors by their names in the message."""
+        return {f"{dtype}.{kind}": tensor for kind, tensor in self._asdict().items() if tensor is not None}
+
+    def to(self, device: torch.device) -> GroupValues:
+        return GroupValues(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
+
+
+def form_of(encoding: Encoding, count: int, size: int, nnz: int) -> Literal["values", "changed", "nothing"]:
+    """Return in which form an update sends `count` changed ones of nnz values of `size` bytes: the smaller one."""
+    if encoding == "values":
+        return "values"
+    if count == 0:
+        return "nothing"
+    smaller = count * size + bitmap_bytes(nnz) < nnz * size
+    return "changed" if encoding == "bitmap" or smaller else "values"
+
+
+def values_of(message: Message, layout: Layout) -> list[GroupValues]:
+    """Return what a state or an update carries for each group of the layout.
+
+    Raises:
+        DamagedMessage: tensors are missing, have other sizes than the layout, or belong to no group.
+    """
+    found = []
+    names: set[str] = set()
+    for group in layout.groups:
+        given = GroupValues(*(message.tensors.get(f"{group.dtype}.{kind}") for kind in GroupValues._fields))
+        values, bitmap, changed = given
+        _check(f"{group.dtype}.values", values, group.torch_dtype, group.nnz)
+        if values is not None and (bitmap is not None or changed is not None):
+            raise DamagedMessage(f"the message has both {group.dtype}.values and changed values")
+        if values is None and message.kind == "state":
+            raise DamagedMessage(f"the state message has no {group.dtype}.values")
+        if (bitmap is None) != (changed is None):
+            raise DamagedMessage(f"the message has only one of {group.dtype}.bitmap and {group.dtype}.changed")
+        _check(f"{group.dtype}.bitmap", bitmap, torch.uint8, bitmap_bytes(group.nnz))
+        _check(f"{group.dtype}.changed", changed, group.torch_dtype, 0 if changed is None else changed.numel())
+        names |= given.tensors(group.dtype).keys()
+        found.append(given)
+    if others := sorted(message.tensors.keys() - names):
+        raise DamagedMessage(f"the {message.kind} message has the tensor {others[0]!r}, which the mask does not have")
+    return found
+
+
+class ChangedTensor(NamedTuple):
+    """The elements of a tensor that a message changes.
+
+    Attributes:
+        first: element number of the tensor's first active element.
+        numbers: [n] int64, ascending: which of the tensor's active elements they are.
+        values: [n].
+    """
+
+    entry: LayoutTensor
+    first: int
+    numbers: Tensor
+    values: Tensor
+
+
+def changed_tensors(message: Message, layout: Layout, device: torch.device) -> Iterator[ChangedTensor]:
+    """Yield the tensors whose elements a state or an update carries; all of a dtype that is sent as a whole.
+
+    For receivers that hand the values on. Their digest is not compared.
+
+    Raises:
+        DamagedMessage: as `values_of`; or a bitmap marks other elements than the changed values are of.
+    """
+    for group, part in zip(layout.groups, values_of(message, layout), strict=True):
+        whole, bitmap, changed = part.to(device)
+        if whole is not None:
+            numbers, values = torch.arange(group.nnz, device=device), whole
+        elif bitmap is not None and changed is not None:
+            numbers, values = set_bits(bitmap), changed
+            check_count(group, numbers.numel(), changed)
+            if bool((numbers >= group.nnz).any()):
+                raise DamagedMessage(f"{group.dtype}.bitmap marks element {int(numbers[-1])}, the mask has {group.nnz}")
+        else:
+            continue
+        cuts = torch.searchsorted(numbers, torch.tensor(group.starts, dtype=torch.int64, device=device)).tolist()
+        for index, start, low, high in zip(group.members, group.starts, cuts, cuts[1:], strict=False):
+            if low < high:
+                entry, first = layout.tensors[index], group.first + start
+                yield ChangedTensor(entry, first, numbers[low:high] - start, values[low:high])
+
+
+def check_follows(message: Message, mask_digest: str | None, version: int | None, digest: str | None) -> None:
+    """Check that a state or an update applies to weights of a version, digest and mask; None: there is none yet.
+
+    Raises:
+        OutOfOrderMessage: there was no mask message, or the update does not follow the version.
+        ForeignMessage: the message is for another mask.
+    """
+    if mask_digest is None:
+        raise OutOfOrderMessage(f"version {message.version} came before the first mask message")
+    if message.mask_digest != mask_digest:
+        raise ForeignMessage(f"the message is for the mask {message.mask_digest}, the receiver has {mask_digest}")
+    if message.kind == "state":
+        return
+    if version is None or message.base_version != version:
+        held = "no version" if version is None else f"version {version}"
+        raise OutOfOrderMessage(
+            f"version {message.version} follows version {message.base_version}, the receiver has {held}: a state "
+            "message is needed"
+        )
+    if message.base_digest != digest:
+        raise OutOfOrderMessage(
+            f"version {message.version} follows version {message.base_version} with digest {message.base_digest}, the "
+            f"receiver has version {version} with digest {digest}: a state message is needed"
+        )
+
+
+def check_count(group: Group, marked: int, changed: Tensor) -> None:
+    """Raise DamagedMessage unless the bitmap of a group marks as many elements as there are changed values."""
+    if marked != changed.numel():
+        raise DamagedMessage(
+            f"{group.dtype}.bitmap marks {marked} elements, expected {changed.numel()} as in {group.dtype}.changed"
+        )
+
+
+def check_payload(message: Message, total: int) -> None:
+    """Raise DamagedMessage unless the digest of the values that a message carries is `total`."""
+    if to_hex(total) != message.payload_digest:
+        raise DamagedMessage(f"the values sent have digest {to_hex(total)}, expected {message.payload_digest}")
+
+
+def _check(name: str, tensor: Tensor | None, dtype: torch.dtype, numel: int) -> None:
+    """Raise DamagedMessage if a tensor is not contiguous, or has another dtype or number of elements."""
+    if tensor is None:
+        return
+    if tensor.dtype != dtype or tuple(tensor.shape) != (numel,) or not tensor.is_contiguous():
+        raise DamagedMessage(f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {[numel]}")
+
+
+def bitmap_bytes(nnz: int) -> int:
+    """Return the size of a bitmap over nnz elements, a multiple of 8 bytes."""
+    return -(-nnz // 64) * 8
+
+
+def bitmap_of(marked: Tensor) -> Tensor:
+    """Return the bitmap [bitmap_bytes(n)] uint8 of the elements that are True in `marked` [n]."""
+    padded = torch.zeros(8 * bitmap_bytes(marked.numel()), dtype=torch.uint8, device=marked.device)
+    padded[: marked.numel()] = marked
+    shifts = torch.arange(8, dtype=torch.uint8, device=marked.device)
+    return (padded.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
+
+
+def set_bits(bitmap: Tensor) -> Tensor:
+    """Return the ascending numbers [n] of the set bits of a bitmap, int64."""
+    return torch.cat([*_set_bits(bitmap), bitmap.new_empty(0, dtype=torch.int64)])
+
+
+def _set_bits(bitmap: Tensor, chunk: int = 2**20) -> Iterator[Tensor]:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
+    for begin in range(0, bitmap.numel(), chunk):
+        bits = (bitmap[begin : begin + chunk, None] >> shifts) & 1
+        yield bits.view(-1).nonzero().view(-1) + 8 * begin
