@@ -35,7 +35,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -196,9 +195,8 @@ def _deadline(args: Namespace) -> float | None:
 
 def _job(args: Namespace, network: str, deadline: float | None) -> Namespace:
     """The options of the processes of one number of GPUs and network."""
-    return Namespace(
-        **{name: value for name, value in vars(args).items() if name != "plot"}, network=network, deadline=deadline
-    )
+    options = {name: value for name, value in vars(args).items() if name != "plot"}
+    return Namespace(**options, network=network, deadline=deadline, store="env://")
 
 
 def _run_each(args: Namespace, report: Report) -> tuple[Report, list[str]]:
@@ -223,12 +221,11 @@ def _run_ranks(n: int, job: dict[str, Any], file: Path) -> bool:
 
     torchrun would print tracebacks when it is stopped, and leave all cores to each process.
     """
-    file.write_text(json.dumps(job), encoding="utf-8")
+    store = file.with_name(f"store_{n}_{job['network']}")  # a port that is free now may be taken later
+    file.write_text(json.dumps(job | {"store": f"file://{store}"}), encoding="utf-8")
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // n)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
     command = [sys.executable, "-m", "sparse_opt.bench.distributed.world", str(file)]
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -75,8 +75,9 @@ class World:
             torch.cuda.set_device(self.device)
         self.usable_bytes = limit_memory(self.device, args.limit_gib)
         os.environ.update(NETWORKS[args.network])
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        backend = "gloo" if args.device == "cpu" else "nccl"
+        dist.init_process_group(backend, init_method=args.store, rank=self.rank, world_size=self.size)
         self.config = model_config(args.shape, args.sequence_length)
         self.masks: dict[str, MaskSet] = {}
         self.references: dict[str, Reference] = {}
