@@ -9,8 +9,6 @@ The manifest, `sparse_opt_manifest.json`, is written last:
      "files": {"config.json": {"size": 652, "xxh3_128": "..."}, "model.safetensors": {...}, ...},
      "xxh3_128": "..."        digest of the other keys, as compact JSON with sorted keys
     }
-
-transformers itself ignores half-written and mixed checkpoints only if a file that it needs cannot be read.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ MANIFEST = "sparse_opt_manifest.json"
 _HEAD = {"format": "sparse-opt Trainer checkpoint", "format_version": 1}
 _DIGEST = "xxh3_128"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-# Files that a Trainer may load although no other run had them: they must be in the manifest.
-_LOADED = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+# A Trainer loads these in place of a model in several files. Other files may be added to a checkpoint.
+_LOADED_FIRST = ("model.safetensors", "pytorch_model.bin")
 
 
 class VerifiedCheckpointCallback(TrainerCallback):
@@ -45,20 +43,13 @@ class VerifiedCheckpointCallback(TrainerCallback):
         VerifiedCheckpointCallback.require_intact(checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
 
-    Process 0 writes it when all processes have saved their files, after these are on disk. Checkpoints of a
-    hyperparameter search get none.
+    Checkpoints of a hyperparameter search get no manifest. The Trainer removes old checkpoints before it calls this, so
+    a run that is killed in between has no intact one with `save_total_limit=1`.
     """
 
-    def __init__(self) -> None:
-        self.run = ""  # written to the manifests
-
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_hyper_param_search:
-            return
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        on_process_0(lambda: write_manifest(folder, self.run), DataError)
+        if not state.is_hyper_param_search:
+            complete(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     @staticmethod
     def require_intact(folder: str | Path, run: str = "") -> str:
@@ -75,6 +66,13 @@ class VerifiedCheckpointCallback(TrainerCallback):
             return _verified(folder)
         except DataError as error:
             raise DataError(f"{error}; {last_intact(folder, run)}") from error
+
+
+def complete(folder: Path, run: str = "") -> None:
+    """Write the manifest of a checkpoint when all processes have saved their files; all of them must call this."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+    on_process_0(lambda: write_manifest(folder, run), DataError)
 
 
 def last_intact(damaged: Path, run: str = "") -> str:
@@ -110,27 +108,29 @@ def write_manifest(folder: Path, run: str = "") -> None:
 
 def _verified(folder: Path) -> str:
     """The run in the manifest of an intact checkpoint."""
-    path = folder / MANIFEST
-    if not path.exists():
+    manifest = folder / MANIFEST
+    if not manifest.exists():
         raise DataError(f"checkpoint {folder}: has no {MANIFEST}, so it was not completely written")
     try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict) or content.pop(_DIGEST, None) != _digest(content):
-            raise DataError(f"checkpoint {folder}: damaged: {MANIFEST} does not have its own digest")
-        if {key: content.get(key) for key in _HEAD} != _HEAD:
-            raise DataError(f"checkpoint {folder}: {MANIFEST} is not of {_HEAD['format']} version 1")
+        content = json.loads(manifest.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"checkpoint {folder}: damaged: {MANIFEST} cannot be read: {one_line(error)}") from error
+    if not isinstance(content, dict) or content.pop(_DIGEST, None) != _digest(content):
+        raise DataError(f"checkpoint {folder}: damaged: {MANIFEST} does not have its own digest")
+    if {key: content.get(key) for key in _HEAD} != _HEAD:
+        raise DataError(f"checkpoint {folder}: {MANIFEST} is not of {_HEAD['format']} version 1")
+    try:
         expected, found = content["files"], _files(folder)
         for name in expected:
             if name not in found:
                 raise DataError(f"checkpoint {folder}: damaged: {name} is missing")
             if (entry := _entry(found[name])) != expected[name]:
-                raise DataError(f"checkpoint {folder}: damaged: {name} has {entry}, expected {expected[name]}")
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
+                was, should = (f"{e['size']} bytes of digest {e[_DIGEST]}" for e in (entry, expected[name]))
+                raise DataError(f"checkpoint {folder}: damaged: {name} has {was}, expected {should}")
+    except OSError as error:
         raise DataError(f"checkpoint {folder}: damaged: cannot be read: {one_line(error)}") from error
-    for name in found.keys() - expected.keys():
-        if name.endswith(_LOADED):
+    for name in _LOADED_FIRST:
+        if name in found and name not in expected:
             raise DataError(f"checkpoint {folder}: {name} is not in its {MANIFEST}: remove the file")
     run: str = content["run"]
     return run

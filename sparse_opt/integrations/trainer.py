@@ -11,13 +11,15 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ..errors import ConfigError, DataError
 from ..optim import SparseAdamW
@@ -25,7 +27,7 @@ from ..optim.options import SharedOptions
 from . import checks
 from .arguments import Mask, SparseArguments, as_mask
 from .callback import DeltaLogCallback, Weights, on_process_0
-from .checkpoints import VerifiedCheckpointCallback
+from .checkpoints import VerifiedCheckpointCallback, complete
 from .colocated_updates import ColocatedUpdates
 from .run_folder import RunFolder
 
@@ -210,6 +212,23 @@ class SparseTrainer(_Trainer):
 
     # Checkpoints
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Call the Trainer's method, but remove old checkpoints when the new one has its manifest, not before."""
+        args = self.args
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        folder = self._get_output_dir(trial=trial)
+        checkpoint = Path(folder, f"checkpoint-{self.state.global_step}")
+        saved_args = checkpoint / TRAINING_ARGS_NAME
+        if limit is not None and args.should_save and saved_args.exists():
+            torch.save(args, saved_args)  # with the limit
+        self._sparse_callback.complete(checkpoint)
+        if args.should_save:
+            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint, use_mtime=True)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Call the Trainer's method, and raise if the checkpoint has no optimizer or scheduler state.
 
@@ -265,21 +284,26 @@ class SparseDeltaLogCallback(DeltaLogCallback):
 
 
 class SparseCallback(TrainerCallback):
-    """Drops the gradients of an interrupted loop, writes the delta log of `SparseArguments`, verifies checkpoints."""
+    """Drops the gradients of an interrupted training loop, writes the delta log, and guards the folder of the run."""
 
     def __init__(self, trainer: SparseTrainer) -> None:
         self._trainer = trainer
         logs = trainer.sparse_arguments.delta_log_dir is not None
         self._log = SparseDeltaLogCallback(trainer) if logs else None
-        self._verified = VerifiedCheckpointCallback()
-        self._folder = RunFolder(trainer.args.output_dir)
+        self._folder, self._run = RunFolder(trainer.args.output_dir), ""
 
     def begin(self, checkpoint: str | None, newest: bool) -> None:
         """On process 0, verify the checkpoint, and lock the folder of a run that saves some."""
         if self._trainer.args.save_strategy != "no":
-            self._verified.run = self._folder.begin(checkpoint, newest=newest)
+            self._run = self._folder.begin(checkpoint, newest=newest)
         elif checkpoint is not None:
             VerifiedCheckpointCallback.require_intact(checkpoint)
+
+    def complete(self, checkpoint: Path) -> None:
+        """Write the steps of the delta log that precede a checkpoint, then its manifest."""
+        if self._log is not None:
+            self._log.on_save(self._trainer.args, self._trainer.state, self._trainer.control)
+        complete(checkpoint, self._run)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
@@ -297,11 +321,6 @@ class SparseCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._log is not None:
             self._log.on_epoch_end(args, state, control, **{**kwargs, "model": self._trainer.model})
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None:
-            self._log.on_save(args, state, control)
-        self._verified.on_save(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._log is not None:
