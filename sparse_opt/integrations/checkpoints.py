@@ -6,7 +6,7 @@ The manifest, `sparse_opt_manifest.json`, is written last:
      "format": "sparse-opt Trainer checkpoint",
      "format_version": 1,
      "run": "5f0c...",        the run that saved the checkpoint
-     "files": {"config.json": {"size": 652, "xxh3_128": "..."}, "model.safetensors": {...}, ...},
+     "files": {"config.json": {"size": 652, "xxh3_128": "..."}, ...},
      "xxh3_128": "..."        digest of the other keys, as compact JSON with sorted keys
     }
 """
@@ -30,7 +30,6 @@ from .callback import on_process_0
 MANIFEST = "sparse_opt_manifest.json"
 _HEAD = {"format": "sparse-opt Trainer checkpoint", "format_version": 1}
 _DIGEST = "xxh3_128"
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # A Trainer loads these in place of a model in several files. Other files may be added to a checkpoint.
 _LOADED_FIRST = ("model.safetensors", "pytorch_model.bin")
 
@@ -39,7 +38,6 @@ class VerifiedCheckpointCallback(TrainerCallback):
     """Completes each checkpoint of any transformers or TRL trainer by a manifest; `sparse_trainer` adds it itself.
 
         trainer.add_callback(VerifiedCheckpointCallback())
-        ...
         VerifiedCheckpointCallback.require_intact(checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
 
@@ -77,7 +75,7 @@ def complete(folder: Path, run: str = "") -> None:
 
 def last_intact(damaged: Path, run: str = "") -> str:
     """Name the last intact checkpoint of a run next to another checkpoint, as the end of an error message."""
-    matches = {path: _CHECKPOINT.fullmatch(path.name) for path in damaged.parent.glob("checkpoint-*")}
+    matches = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in damaged.parent.glob("checkpoint-*")}
     others = {path: int(match[1]) for path, match in matches.items() if match and path.name != damaged.name}
     for path in sorted(others, key=others.__getitem__, reverse=True):
         try:
@@ -112,14 +110,14 @@ def _verified(folder: Path) -> str:
     if not manifest.exists():
         raise DataError(f"checkpoint {folder}: has no {MANIFEST}, so it was not completely written")
     try:
-        content = json.loads(manifest.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"checkpoint {folder}: damaged: {MANIFEST} cannot be read: {one_line(error)}") from error
-    if not isinstance(content, dict) or content.pop(_DIGEST, None) != _digest(content):
-        raise DataError(f"checkpoint {folder}: damaged: {MANIFEST} does not have its own digest")
-    if {key: content.get(key) for key in _HEAD} != _HEAD:
-        raise DataError(f"checkpoint {folder}: {MANIFEST} is not of {_HEAD['format']} version 1")
-    try:
+        try:
+            content = json.loads(manifest.read_bytes())
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict) or content.pop(_DIGEST, None) != _digest(content):
+            raise DataError(f"checkpoint {folder}: damaged: {MANIFEST} does not have its own digest")
+        if {key: content.get(key) for key in _HEAD} != _HEAD:
+            raise DataError(f"checkpoint {folder}: {MANIFEST} is not of {_HEAD['format']} version 1")
         expected, found = content["files"], _files(folder)
         for name in expected:
             if name not in found:
@@ -129,11 +127,9 @@ def _verified(folder: Path) -> str:
                 raise DataError(f"checkpoint {folder}: damaged: {name} has {was}, expected {should}")
     except OSError as error:
         raise DataError(f"checkpoint {folder}: damaged: cannot be read: {one_line(error)}") from error
-    for name in _LOADED_FIRST:
-        if name in found and name not in expected:
-            raise DataError(f"checkpoint {folder}: {name} is not in its {MANIFEST}: remove the file")
-    run: str = content["run"]
-    return run
+    if added := [name for name in _LOADED_FIRST if name in found and name not in expected]:
+        raise DataError(f"checkpoint {folder}: {added[0]} is not in its {MANIFEST}: remove the file")
+    return str(content["run"])
 
 
 def _entry(path: Path) -> dict[str, Any]:

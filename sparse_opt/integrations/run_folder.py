@@ -48,14 +48,15 @@ class RunFolder:
                 raise ConfigError(f"output_dir: {self._folder} cannot be written: {one_line(error)}") from error
             warnings.warn(f"{self._folder}: its file system has no locks: let no other run save there", stacklevel=2)
             last = ""
-        run = secrets.token_hex(8)
+        run = ""
         if checkpoint is not None:
             run = VerifiedCheckpointCallback.require_intact(checkpoint, last)
-            if newest and last not in (run, ""):
+            if newest and run and last not in (run, ""):
                 raise DataError(
                     f"checkpoint {checkpoint}: is of an earlier run in its folder, not of the last one, {last}; "
                     f"{last_intact(Path(checkpoint), last)}"
                 )
+        run = run or secrets.token_hex(8)
         path.write_text(run, encoding="utf-8")
         return run
 

@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case("DPO", "float32", "element", True, {}, {}),
-    Case("DPO", "bfloat16", "element", False, MASTERS, {"gradient_accumulation_steps": 1, "disable_dropout": False}),
+    Case("DPO", "bfloat16", "element", False, MASTERS, {"disable_dropout": False, "dataloader_num_workers": 1}),
     Case("DPO", "bfloat16", "tile64", True, ROUNDED, {"disable_dropout": False}),
     Case("DPO", "float32", "tile64", False, {}, {"gradient_accumulation_steps": 1, **BEST}),
     Case("GRPO", "float32", "element", True, {}, {"beta": 0.3}),
@@ -168,6 +168,10 @@ class Attack:
     def start(self, function: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, Path]:
         return started(functools.partial(function, self.case, self.out, self.model, *args, **options), self.out)
 
+    def copy_reference(self) -> None:
+        for name in ("run", "log") if self.case.logs else ("run",):
+            shutil.copytree(self.reference / name, self.out / name)
+
     def newest(self) -> list[Path]:
         found = (self.out / "run").glob("checkpoint-*")
         return sorted(found, key=lambda p: int(p.name.partition("-")[2]), reverse=True)
@@ -236,9 +240,7 @@ class Attack:
             phases["first of the log"] = (callback.DeltaLogCallback, "_begin", 1)
         resumes = self.random.random() < 0.25
         if resumes:
-            shutil.copytree(self.reference / "run", self.out / "run")
-            if self.case.logs:
-                shutil.copytree(self.reference / "log", self.out / "log")
+            self.copy_reference()
             phases = {
                 "loading": (Trainer, "_load_from_checkpoint", 1),
                 "loading the optimizer": (Trainer, "_load_optimizer_and_scheduler", 1),
@@ -256,12 +258,9 @@ class Attack:
         self.what += "" if found["interrupted"] else ", not reached"
 
     def damage(self) -> None:
-        """Damage the newest checkpoint of a complete run."""
-        shutil.copytree(self.reference / "run", self.out / "run")
-        if self.case.logs:
-            shutil.copytree(self.reference / "log", self.out / "log")
+        """Damage the newest checkpoint of a run that ended before its last one, if it keeps several."""
+        self.copy_reference()
         checkpoint, rng = self.newest()[0], self.random
-        # The last checkpoint is that of the end: let the run have been killed before, so that steps remain.
         if len(self.newest()) > 1:
             shutil.rmtree(checkpoint)
             checkpoint = self.newest()[0]
@@ -270,19 +269,16 @@ class Attack:
         file = rng.choice(rng.choice([files, states, states]))
         how = rng.choice(["bit", "bit", "truncated", "deleted", "swapped", "foreign", "empty", "half", "zeros"])
         self.what = f"{how} {file.name}"
-        if how == "bit":
-            content = bytearray(file.read_bytes())
-            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-            file.write_bytes(content)
-        elif how == "truncated":
-            os.truncate(file, rng.randrange(file.stat().st_size))
-        elif how == "zeros":
-            size = file.stat().st_size
-            with file.open("r+b") as opened:
-                opened.seek(rng.randrange(size))
-                opened.write(bytes(min(4096, size - opened.tell())))
-        elif how == "deleted":
+        content = bytearray(file.read_bytes())
+        at = rng.randrange(len(content))
+        if how == "deleted":
             file.unlink()
+        elif how in ("bit", "zeros", "truncated"):
+            if how == "bit":
+                content[at] ^= 1 << rng.randrange(8)
+            else:
+                content[at:] = bytes(len(content) - at) if how == "zeros" else b""
+            file.write_bytes(content)
         elif how in ("swapped", "foreign"):
             other = self.newest()[-1]
             if how == "foreign" or other == checkpoint:
@@ -443,7 +439,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="number of the one trial to run; its files are kept")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="attack_trl_"))
     datasets.config.HF_DATASETS_CACHE = root / "datasets"
@@ -454,12 +449,10 @@ def main() -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ids)).save_pretrained(root / "model")
 
     kinds = ["kill"] * 3 + ["interrupt"] * 4 + ["damage"] * 3 + ["share"] * 2
-    numbers = range(options.trials) if options.only is None else [options.only]
-    attacks = {n: Attack(root, n, options.seed, kinds[n % len(kinds)]) for n in numbers}
-    work: list[tuple[Any, Callable[[], Any]]] = []
-    for i in sorted({attack.which for attack in attacks.values()}):
-        work.append((f"case {i}", functools.partial(undisturbed, CASES[i], root / f"case{i}", root / "model")))
-    in_pairs(work, root)
+    attacks = {n: Attack(root, n, options.seed, kinds[n % len(kinds)]) for n in range(options.trials)}
+    used = sorted({attack.which for attack in attacks.values()})
+    undisturbed_runs = {i: functools.partial(undisturbed, CASES[i], root / f"case{i}", root / "model") for i in used}
+    in_pairs(undisturbed_runs, root)
     counts: Counter[tuple[str, str]] = Counter()
 
     def report(number: Any, result: Any) -> None:
@@ -468,10 +461,10 @@ def main() -> None:
         counts[attack.kind, label] += 1
         case = f"{attack.case.kind} {attack.case.dtype} {attack.case.pattern}"
         print(f"{number:3} {attack.kind:9} {label:28} case {attack.which} ({case}): {what}", flush=True)
-        if label.islower() and options.only is None:
+        if label.islower():
             shutil.rmtree(attack.out, ignore_errors=True)
 
-    in_pairs([(n, functools.partial(tried, attack)) for n, attack in attacks.items()], root, report)
+    in_pairs({n: functools.partial(tried, attack) for n, attack in attacks.items()}, root, report)
     print(f"\nseed {options.seed}, {len(attacks)} trials; files of failed ones in {root}")
     for (kind, label), n in sorted(counts.items()):
         print(f"{kind:10} {label:40} {n:4}")
@@ -485,21 +478,20 @@ def tried(attack: Attack) -> tuple[str, str]:
         return str(failure), attack.what
 
 
-def in_pairs(work: list[tuple[Any, Callable[[], Any]]], root: Path, report: Callable[..., None] | None = None) -> None:
-    """Run the functions in forked processes, two at a time, and report each name with its result."""
-    running: dict[int, tuple[Any, Path]] = {}
-    while work or running:
-        while work and len(running) < 2:
-            name, function = work.pop(0)
+def in_pairs(work: dict[int, Callable[[], Any]], root: Path, report: Callable[..., None] | None = None) -> None:
+    """Run the functions in forked processes, two at a time, and report each number with its result."""
+    waiting, running = list(work.items()), {}
+    while waiting or running:
+        while waiting and len(running) < 2:
+            number, function = waiting.pop(0)
             pid, file = started(function, root / "results")
-            running[pid] = name, file
-        pid, _ = os.wait()
-        name, file = running.pop(pid)
+            running[pid] = number, file
+        number, file = running.pop(os.wait()[0])
         result = torch.load(file, weights_only=False) if file.exists() else {"error": "killed"}
         if report is not None:
-            report(name, result)
+            report(number, result)
         elif result is not None:
-            sys.exit(f"{name}: {result}; see {file.parent}")
+            sys.exit(f"case {number}: {result}; see {file.parent}")
 
 
 if __name__ == "__main__":

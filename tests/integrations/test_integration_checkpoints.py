@@ -40,7 +40,7 @@ def emptied(folder: Path) -> None:
 
 DAMAGES = {
     "a bit": (lambda c: flipped(c / "optimizer.pt", 3000), "optimizer.pt has .* expected"),
-    "the manifest": (lambda c: flipped(c / MANIFEST, 200), f"{MANIFEST} (cannot be read|does not have its own digest)"),
+    "the manifest": (lambda c: flipped(c / MANIFEST, 200), f"{MANIFEST} does not have its own digest"),
     "no manifest": (lambda c: (c / MANIFEST).unlink(), f"has no {MANIFEST}, so it was not completely written"),
     "truncated": (lambda c: (c / "trainer_state.json").write_text("{"), "trainer_state.json has 1 bytes"),
     "deleted": (lambda c: (c / "rng_state.pth").unlink(), "rng_state.pth is missing"),
