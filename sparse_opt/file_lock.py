@@ -94,7 +94,14 @@ class FileLock:
 # The locks that this process holds, and released ones. A forked process closes its copies: they would keep the file
 # locked after this process was killed.
 _locks: WeakSet[FileLock] = WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock._close() for lock in _locks])
+
+
+def _close_copies() -> None:
+    for lock in _locks:
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def _locked(path: Path) -> int:

@@ -135,7 +135,8 @@ def started(work: Callable[[], Any], folder: Path) -> tuple[int, Path]:
         except (Exception, KeyboardInterrupt) as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}
-        torch.save(result, file)
+        torch.save(result, file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").rename(file)  # it may be killed while it writes
     finally:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(0)
