@@ -303,7 +303,8 @@ class Attack:
         if how == "before":
             if ended(self.start(complete, seed=4, log=False)) is None:
                 raise Failure("FAILED before the attack")
-            mine = self.start(killed, self.random.randint(1, int((self.reference / "operations").read_text()) // 2), 0)
+            half = int((self.reference / "operations").read_text()) // 2
+            mine = self.start(killed, self.random.randint(3, half), 0)  # at 1 and 2 it has not written its name yet
             self.what = f"the other run before; mine {'finished' if ended(mine) else 'killed'}"
             return
         mine = self.start(slowed)
