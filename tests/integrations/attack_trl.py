@@ -304,7 +304,7 @@ class Attack:
             if ended(self.start(complete, seed=4, log=False)) is None:
                 raise Failure("FAILED before the attack")
             half = int((self.reference / "operations").read_text()) // 2
-            mine = self.start(killed, self.random.randint(3, half), 0)  # at 1 and 2 it has not written its name yet
+            mine = self.start(killed, self.random.randint(5, half), 0)  # before, it has not written its name
             self.what = f"the other run before; mine {'finished' if ended(mine) else 'killed'}"
             return
         mine = self.start(slowed)
