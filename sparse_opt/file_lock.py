@@ -7,19 +7,20 @@ import fcntl
 import os
 from pathlib import Path
 from typing import Self
+from weakref import WeakSet
 
 
 class FileLock:
     """An exclusive lock on a file, until `release()` or the end of the process, also of a killed one.
 
-    A process forked while it is held, such as a data loader's worker, keeps it locked until that process ends, too.
+    A process forked while it is held, such as a data loader's worker, does not hold it.
     """
 
     def __init__(self, path: Path, descriptor: int, made: list[Path]) -> None:
         self.path = path
         self._descriptor: int | None = descriptor
-        self._process = os.getpid()
         self._made = made
+        _locks.add(self)
 
     @classmethod
     def acquire(cls, path: Path, *, make: bool = False) -> Self:
@@ -65,10 +66,12 @@ class FileLock:
     def release(self) -> None:
         """Release the lock; the file stays. Further calls do nothing."""
         if self._descriptor is not None:
-            # A process forked since, such as a data loader, shares the lock: closing the file here would not release
-            # it, and the forked process itself must not release it.
-            if os.getpid() == self._process:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            # A process that C code has forked since shares the lock: closing the file here would not release it.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -79,13 +82,26 @@ class FileLock:
             remove_file: remove the file even if it existed before.
         """
         with contextlib.suppress(OSError):  # a file that cannot be examined is not removed
-            if self.held and self.loss() is None and os.getpid() == self._process:
+            if self.held and self.loss() is None:
                 if remove_file:
                     self.path.unlink()
                 for path in self._made:
                     with contextlib.suppress(OSError):  # it holds something by now
                         path.unlink(missing_ok=True) if path == self.path else path.rmdir()
         self.release()
+
+
+# The locks that this process holds, and released ones. A forked process closes its copies: they would keep the file
+# locked after this process was killed.
+_locks: WeakSet[FileLock] = WeakSet()
+
+
+def _close_copies() -> None:
+    for lock in _locks:
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def _locked(path: Path) -> int:

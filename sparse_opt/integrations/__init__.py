@@ -16,6 +16,7 @@ To keep a delta log of a run that is not sparse:
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .arguments import SparseArguments
@@ -23,14 +24,15 @@ from .factory import sparse_trainer
 
 if TYPE_CHECKING:
     from .callback import DeltaLogCallback
+    from .checkpoints import VerifiedCheckpointCallback
 
-__all__ = ["DeltaLogCallback", "SparseArguments", "sparse_trainer"]
+__all__ = ["DeltaLogCallback", "SparseArguments", "VerifiedCheckpointCallback", "sparse_trainer"]
+
+# These derive from a class of transformers, which is imported only when a name is accessed.
+_CALLBACKS = {"DeltaLogCallback": "callback", "VerifiedCheckpointCallback": "checkpoints"}
 
 
 def __getattr__(name: str) -> Any:
-    # DeltaLogCallback derives from a class of transformers, which is imported only when the name is accessed.
-    if name != "DeltaLogCallback":
+    if name not in _CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .callback import DeltaLogCallback
-
-    return DeltaLogCallback
+    return getattr(importlib.import_module(f".{_CALLBACKS[name]}", __name__), name)

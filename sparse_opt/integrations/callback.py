@@ -76,12 +76,16 @@ class DeltaLogCallback(TrainerCallback):
         with self._base_weights():
             weights = _gathered(model)
             name = getattr(getattr(model, "config", None), "name_or_path", "")
-            _on_process_0(lambda: self._begin(weights, name, state.global_step))
+            on_process_0(lambda: self._begin(weights, name, state.global_step))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step = state.global_step
         if self._running and self._schedule.due(step, None if step < state.max_steps else step):
             self._write(step, model)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Finish pending writes: a run that resumes from the checkpoint does not log the steps before it again."""
+        on_process_0(lambda: None if self._log is None else self._log.flush())
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """If another callback has stopped the run, log its last weights before the Trainer loads the best ones."""
@@ -90,7 +94,7 @@ class DeltaLogCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._running:
-            _on_process_0(self.close)
+            on_process_0(self.close)
         self._running = False
 
     def close(self) -> None:
@@ -101,7 +105,7 @@ class DeltaLogCallback(TrainerCallback):
 
     def _write(self, step: int, model: nn.Module) -> None:
         weights = _gathered(model)
-        _on_process_0(lambda: self._append(step, weights))
+        on_process_0(lambda: self._append(step, weights))
 
     # On process 0
 
@@ -160,11 +164,11 @@ def _gathered(model: nn.Module) -> Weights:
     return full_state(model)
 
 
-def _on_process_0(function: Callable[[], None]) -> None:
-    """Call `function` on process 0; all processes must call this, and all raise its error."""
+def on_process_0(function: Callable[[], object], error_type: type[Exception] = DeltaLogError) -> None:
+    """Call `function` on process 0; all processes must call this. All raise its error, the others as `error_type`."""
     if not (dist.is_available() and dist.is_initialized()):
         function()
         return
     from ..distributed.delta_log import on_rank_0
 
-    on_rank_0(function)
+    on_rank_0(function, error_type)

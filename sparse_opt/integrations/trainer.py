@@ -11,20 +11,25 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..optim import SparseAdamW
 from ..optim.options import SharedOptions
 from . import checks
 from .arguments import Mask, SparseArguments, as_mask
-from .callback import DeltaLogCallback, Weights
+from .callback import DeltaLogCallback, Weights, on_process_0
+from .checkpoints import VerifiedCheckpointCallback, complete
 from .colocated_updates import ColocatedUpdates
+from .run_folder import RunFolder
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -102,16 +107,32 @@ class SparseTrainer(_Trainer):
         if self._replicates:
             accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's method; afterwards, also after an exception, remove the hooks and unfreeze parameters."""
-        if self.sparse_optimizer is not None:
-            self.sparse_optimizer.attach()
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's method; afterwards, also after an exception, remove the hooks and unfreeze parameters.
+
+        Raises:
+            ConfigError: another run is saving checkpoints to `output_dir`.
+            DataError: the checkpoint is damaged or incomplete; or the newest one is of an earlier run in `output_dir`.
+        """
+        newest = resume_from_checkpoint is True
+        checkpoint = resume_from_checkpoint or None
+        if newest and os.path.isdir(self.args.output_dir):
+            checkpoint = get_last_checkpoint(self.args.output_dir) or True
         try:
-            return super().train(*args, **kwargs)
+            if checkpoint is not True:  # else the Trainer raises: there is none
+                on_process_0(lambda: self._sparse_callback.begin(checkpoint, newest), DataError)
+            if self.sparse_optimizer is not None:
+                self.sparse_optimizer.attach()
+            return super().train(checkpoint, *args, **kwargs)
         finally:
             if self.sparse_optimizer is not None:
                 self.sparse_optimizer.detach()
             self._sparse_callback.close()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Call the Trainer's method, except in a run that resumes after its last step: it would train one more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
 
     # The optimizer
 
@@ -191,6 +212,23 @@ class SparseTrainer(_Trainer):
 
     # Checkpoints
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Call the Trainer's method, but remove old checkpoints when the new one has its manifest, not before."""
+        args = self.args
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        folder = self._get_output_dir(trial=trial)
+        checkpoint = Path(folder, f"checkpoint-{self.state.global_step}")
+        saved_args = checkpoint / TRAINING_ARGS_NAME
+        if limit is not None and args.should_save and saved_args.exists():
+            torch.save(args, saved_args)  # with the limit
+        self._sparse_callback.complete(checkpoint)
+        if args.should_save:
+            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint, use_mtime=True)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Call the Trainer's method, and raise if the checkpoint has no optimizer or scheduler state.
 
@@ -209,7 +247,9 @@ class SparseTrainer(_Trainer):
         """Called before a run resumes after `state.global_step`; `batches` is its data loader."""
 
     def _load_best_model(self) -> None:
-        """Call the Trainer's method, then update the fp32 master weights from the weights it loaded."""
+        """Call the Trainer's method for an intact checkpoint, then update the fp32 master weights from its weights."""
+        best = self.state.best_model_checkpoint
+        on_process_0(lambda: VerifiedCheckpointCallback.require_intact(best), DataError)
         super()._load_best_model()
         assert self.sparse_optimizer is not None
         self.sparse_optimizer.refresh_master_weights()
@@ -244,12 +284,26 @@ class SparseDeltaLogCallback(DeltaLogCallback):
 
 
 class SparseCallback(TrainerCallback):
-    """Drops the gradients of an interrupted training loop, and writes the delta log of `SparseArguments`."""
+    """Drops the gradients of an interrupted training loop, writes the delta log, and guards the folder of the run."""
 
     def __init__(self, trainer: SparseTrainer) -> None:
         self._trainer = trainer
         logs = trainer.sparse_arguments.delta_log_dir is not None
         self._log = SparseDeltaLogCallback(trainer) if logs else None
+        self._folder, self._run = RunFolder(trainer.args.output_dir), ""
+
+    def begin(self, checkpoint: str | None, newest: bool) -> None:
+        """On process 0, verify the checkpoint, and lock the folder of a run that saves some."""
+        if self._trainer.args.save_strategy != "no":
+            self._run = self._folder.begin(checkpoint, newest=newest)
+        elif checkpoint is not None:
+            VerifiedCheckpointCallback.require_intact(checkpoint)
+
+    def complete(self, checkpoint: Path) -> None:
+        """Write the steps of the delta log that precede a checkpoint, then its manifest."""
+        if self._log is not None:
+            self._log.on_save(self._trainer.args, self._trainer.state, self._trainer.control)
+        complete(checkpoint, self._run)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
@@ -273,6 +327,9 @@ class SparseCallback(TrainerCallback):
             self._log.on_train_end(args, state, control)
 
     def close(self) -> None:
-        """Close the delta log, so that others can append to it."""
-        if self._log is not None:
-            self._log.close()
+        """Close the delta log, so that others can append to it, and release the folder."""
+        try:
+            if self._log is not None:
+                self._log.close()
+        finally:
+            self._folder.end()

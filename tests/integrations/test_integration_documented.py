@@ -22,7 +22,7 @@ BLOCKS = {
 
 def test_every_trainer_has_its_block():
     # The block of several GPUs runs in test_distributed_trainers.py.
-    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Several GPUs", "Delta log"]
+    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Several GPUs", "Checkpoints", "Delta log"]
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO", "GRPO"])
@@ -35,6 +35,7 @@ def test_its_integration_runs(lab, monkeypatch, tmp_path, kind):
     exec(BLOCKS[kind], names)
     assert names["trainer"].state.global_step == 10
     assert names["trainer"].sparse_optimizer.mask.nnz < 0.11 * lab.model().num_parameters()
+    exec(BLOCKS["Checkpoints"], names)
     if kind == "DPO":
         exec(BLOCKS["Delta log"], names)
         assert names["state"].keys() == dict(lab.model().state_dict()).keys()

@@ -1,0 +1,67 @@
+"""`RunFolder`: the `output_dir` of a Trainer, in which one run at a time saves checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import warnings
+from pathlib import Path
+
+from ..errors import ConfigError, DataError
+from ..file_lock import FileLock
+from ..files import one_line
+from .checkpoints import VerifiedCheckpointCallback, last_intact
+
+# Stays in the folder, and holds the name of the last run. `push_to_hub` leaves out names that begin like this.
+LOCK = "_run.lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class RunFolder:
+    """A folder that one run locks from `begin` to `end`, or to the end of its process. Used on process 0 alone."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._lock: FileLock | None = None
+
+    def begin(self, checkpoint: str | None, *, newest: bool) -> str:
+        """Lock the folder, verify the checkpoint from which a run resumes, and return the name of the run.
+
+        Args:
+            checkpoint: None begins a new run.
+            newest: it was chosen as the newest one, so it must be of the last run in this folder.
+
+        Raises:
+            ConfigError: another run holds the lock, or the folder cannot be written.
+            DataError: the checkpoint is damaged, or is of an earlier run.
+        """
+        path = self._folder / LOCK
+        try:
+            self._lock = FileLock.acquire(path, make=True)
+            last = path.read_text(encoding="utf-8")
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"output_dir: another run is saving checkpoints to {self._folder}: wait for its end, or choose another"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise ConfigError(f"output_dir: {self._folder} cannot be written: {one_line(error)}") from error
+            warnings.warn(f"{self._folder}: its file system has no locks: let no other run save there", stacklevel=2)
+            last = ""
+        run = ""
+        if checkpoint is not None:
+            run = VerifiedCheckpointCallback.require_intact(checkpoint, last)
+            if newest and run and last not in (run, ""):
+                raise DataError(
+                    f"checkpoint {checkpoint}: is of an earlier run in its folder, not of the last one, {last}; "
+                    f"{last_intact(Path(checkpoint), last)}"
+                )
+        run = run or secrets.token_hex(8)
+        path.write_text(run, encoding="utf-8")
+        return run
+
+    def end(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
