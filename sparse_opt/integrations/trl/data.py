@@ -23,8 +23,8 @@ from transformers import TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.data_utils import is_conversational
 
-from ...errors import ConfigError, DataError, listed
-from ...files import one_line
+from ...errors import ConfigError, DataError
+from ...files import is_text, one_line
 
 Algorithm = Literal["sft", "dpo", "grpo"]
 
@@ -86,7 +86,7 @@ def _local_rows(path: Path, config: str | None, split: str) -> Dataset:
     elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         saved = datasets.load_from_disk(str(path))
         saved = saved if isinstance(saved, DatasetDict) else {"train": saved}
-        files = dict.fromkeys(saved, [])
+        files = {name: [] for name in saved}
     else:
         try:
             found = datasets.load_dataset_builder(str(path), name=config).config.data_files
@@ -142,8 +142,8 @@ class _Float(float):
 def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, or of a JSON array.
 
-    This is not Arrow's parser: it turns dates into datetimes and large integers into floats, and crashes on text that is
-    nested too deeply.
+    Arrow's parser would make datetimes of dates and floats of large integers, and crashes on text that is nested too
+    deeply.
     """
     where = f"{file}"
     try:
@@ -199,7 +199,11 @@ def _column(name: str, values: list[Any]) -> tuple[list[Any], Any]:
         return values, Value("int64")
     if types == {_Float} and name not in _TEXT_COLUMNS and all(repr(value) == value.spelling for _, value in given):
         return values, Value("float64")
-    return [value if value is None else _spelled(value) for value in values], Value("string")
+    texts = [value if value is None else _spelled(value) for value in values]
+    for number, text in enumerate(texts, 1):
+        if text is not None and not is_text(text):
+            raise DataError(f"row {number}, column {name!r}: {_short(text)} has a lone surrogate and is not Unicode text")
+    return texts, Value("string")
 
 
 def _spelled(value: Any) -> str:
@@ -327,9 +331,9 @@ def check_tokenized(trainer: Any, rows: Any = None) -> None:
     """Raise a ConfigError if the tokens that TRL's SFT, DPO or GRPO trainer trains are not what the rows say.
 
     Every text of a completion (contents, reasoning, and names and arguments of tool calls of the assistant) must be in
-    the decoded labels, and every other message of the prompt and the name of every tool in the decoded row. Whitespace is
-    not compared. The trainer tokenizes the rows once more for this, without truncation and packing. If there are more
-    than 256 rows, 256 drawn with seed 0 are compared, or the first 256 of a stream.
+    the decoded labels, and every other message of the prompt and the name of every tool in the decoded row. Whitespace
+    is not compared. The trainer tokenizes the rows once more for this, without truncation and packing. If there are
+    more than 256 rows, 256 drawn with seed 0 are compared, or the first 256 of a stream.
 
     Args:
         trainer: an SFTTrainer, DPOTrainer or GRPOTrainer; others are not checked, nor are rows with images.
@@ -433,16 +437,25 @@ def _absent(tokenizer: Any, expected: Iterable[tuple[str, str]], where: str, ful
 
     A text may begin before the labels, because a template may write its first words, as `<think>`, into the prompt.
     """
-    full, trained = "".join(full.split()), "".join(trained.split())
+    full, trained = _squeezed(full), _squeezed(trained)
     for field, text in expected:
-        # As written; as in JSON; as the tokenizer normalizes it.
-        for form in (lambda: text, lambda: json.dumps(text)[1:-1], lambda: tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])):  # fmt: skip
-            sought = "".join(form().split())
-            begin = full.rfind(sought) if full.endswith(trained) else -1
-            if sought in trained or (begin >= 0 and begin + len(sought) > len(full) - len(trained)):
-                break
-        else:
+        if not any(_ends_in(full, trained, _squeezed(form)) for form in _forms(tokenizer, text)):
             yield f"{field} {_short(text)} is not in {where}"
+
+
+def _forms(tokenizer: Any, text: str) -> Iterator[str]:
+    yield text
+    yield json.dumps(text)[1:-1]  # in a tool call that is rendered as JSON
+    yield tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])  # in its normal form
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _ends_in(full: str, trained: str, text: str) -> bool:
+    begin = full.rfind(text) if full.endswith(trained) else -1
+    return text in trained or (begin >= 0 and begin + len(text) > len(full) - len(trained))
 
 
 def rows_digest(rows: Dataset | IterableDataset) -> str:
@@ -482,7 +495,7 @@ class LogWarnings(TrainerCallback):
 
     def __init__(self) -> None:
         self._conditions = {
-            "all rewards of each prompt are equal, so GRPO has no gradient: check the reward function and the completions": (
+            "all rewards of each prompt are equal, so GRPO has no gradient: check rewards and completions": (
                 lambda logs: logs.get("frac_reward_zero_std") == 1
             ),
             "all completions are empty: check the chat template and the EOS token of the prompts": (
