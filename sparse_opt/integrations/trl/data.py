@@ -23,17 +23,18 @@ from transformers import TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.data_utils import is_conversational
 
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError, DataError, listed
 from ...files import is_text, one_line
 
 Algorithm = Literal["sft", "dpo", "grpo"]
 
 N_CHECKED = 256  # rows that `check_tokenized` compares, drawn with seed 0
+N_LEVELS = 32  # of lists and objects in a row of JSON; Arrow and `datasets` fail at about 50
 N_DIGESTED = 1000  # rows of a stream that `rows_digest` reads
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
+_CONVERSATIONS = ("messages", "conversations")
 _COMPLETIONS = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": ()}
-_REQUIRED = {"sft": (), "dpo": ("chosen", "rejected"), "grpo": ("prompt",)}
 # Fields of a message that chat templates render; others, such as an id or a date, are not expected in the tokens.
 _RENDERED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
 _NOT_RENDERED = ("id", "type", "index")  # inside of a content part or a tool call
@@ -47,8 +48,8 @@ def load_rows(script_arguments: Any, algorithm: Algorithm) -> Dataset | Iterable
     `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]".
 
     Raises:
-        ConfigError: no such file, folder, dataset or split.
-        DataError: a file cannot be read or has no rows, or TRL would train a row otherwise than as written.
+        ConfigError: no such file or folder, or no such split of it.
+        DataError: a file or dataset cannot be read or has no rows, or TRL would not train a row as written.
     """
     name, split = script_arguments.dataset_name, script_arguments.dataset_train_split
     if not name:
@@ -116,7 +117,7 @@ def _read(files: Sequence[Path]) -> Dataset:
                 raise DataError(f"{file} has no rows")
     names, kind = [str(file) for file in files], _READERS[files[0].suffix]
     if kind == "json":
-        return _dataset([row for file in files for row in _json_rows(file)])
+        return _dataset([row for file in files for row in _json_rows(file)], listed(names))
     if kind == "parquet":
         return _load("parquet", data_files=names, split="train")
     try:
@@ -157,7 +158,7 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
                 if line.strip():
                     rows.append(json.loads(line, parse_float=_Float))
     except RecursionError as error:
-        raise DataError(f"{where}: lists and objects are nested too deeply to be read") from error
+        raise DataError(f"{where}: lists and objects are nested more than {N_LEVELS} deep") from error
     except ValueError as error:
         raise DataError(
             f"{where}: {one_line(error)}; expected one JSON object a line, or an array of objects"
@@ -165,15 +166,27 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number}: found {_short(row)}, expected a JSON object")
+        if _is_too_deep(row):
+            raise DataError(f"{file}, row {number}: lists and objects are nested more than {N_LEVELS} deep")
         yield row
 
 
-def _dataset(rows: list[dict[str, Any]]) -> Dataset:
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(N_LEVELS + 1):
+        level = [v for v in level if isinstance(v, (list, dict))]
+        level = [item for v in level for item in (v.values() if isinstance(v, dict) else v)]
+    return bool(level)
+
+
+def _dataset(rows: list[dict[str, Any]], files: str) -> Dataset:
     """The rows as a Dataset in which each value is the file's."""
-    names = dict.fromkeys(name for row in rows for name in row)
     columns, features = {}, {}
-    for name in names:
-        columns[name], features[name] = _column(name, [row.get(name) for row in rows])
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name], features[name] = _column(name, [row.get(name) for row in rows])
+        except DataError as error:
+            raise DataError(f"{files}, column {name!r}: {error}") from error
     return Dataset.from_dict(columns, features=Features(features))
 
 
@@ -188,10 +201,10 @@ def _column(name: str, values: list[Any]) -> tuple[list[Any], Any]:
     if nested and len(nested) < len(given):
         other = next(number for number, value in given if not isinstance(value, (list, dict)))
         raise DataError(
-            f"column {name!r} has a list or an object in row {nested[0]} and none in row {other}: write all rows alike"
+            f"has a list or an object in row {nested[0]}, and text or a number in row {other}: write all rows alike"
         )
     if nested:
-        return values, _nested_feature(name, values)
+        return values, _nested_feature(values)
     types = {type(value) for _, value in given}
     if types == {bool} and name not in _TEXT_COLUMNS:
         return values, Value("bool")
@@ -202,7 +215,7 @@ def _column(name: str, values: list[Any]) -> tuple[list[Any], Any]:
     texts = [value if value is None else _spelled(value) for value in values]
     for number, text in enumerate(texts, 1):
         if text is not None and not is_text(text):
-            raise DataError(f"row {number}, column {name!r}: {_short(text)} has a lone surrogate and is not Unicode text")
+            raise DataError(f"row {number} has a lone surrogate, expected Unicode text")
     return texts, Value("string")
 
 
@@ -212,7 +225,7 @@ def _spelled(value: Any) -> str:
     return value.spelling if isinstance(value, _Float) else json.dumps(value)
 
 
-def _nested_feature(name: str, values: list[Any]) -> Any:
+def _nested_feature(values: list[Any]) -> Any:
     """The Arrow type of lists or objects if it keeps them, else `Json`.
 
     Arrow gives all objects of a column the same keys, with null for what a row does not have, and all numbers one type.
@@ -221,7 +234,7 @@ def _nested_feature(name: str, values: list[Any]) -> Any:
     try:
         array = pa.array(values)
         if [json.dumps(value) for value in array.to_pylist()] == exact:
-            return Features.from_arrow_schema(pa.schema([(name, array.type)]))[name]
+            return Features.from_arrow_schema(pa.schema([("", array.type)]))[""]
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         pass  # values of several types
     feature = Json()
@@ -232,8 +245,8 @@ def _nested_feature(name: str, values: list[Any]) -> Any:
             kept = False
         if not kept:
             raise DataError(
-                f"row {number}, column {name!r}: `datasets` changes the numbers or the text of {_short(value)}: "
-                "write numbers of more than 10 digits inside of lists and objects as strings"
+                f"`datasets` would change {_short(value)} in row {number}: write numbers of more than 10 digits inside "
+                "of lists and objects as strings"
             )
     return feature
 
@@ -241,10 +254,8 @@ def _nested_feature(name: str, values: list[Any]) -> Any:
 def _checked(rows: Any, name: str, algorithm: Algorithm) -> Any:
     """The rows, as messages that TRL renders once. Raises DataError for columns and rows that it would not train."""
     columns = list(rows.features or next(iter(rows)))
-    missing = [column for column in _REQUIRED[algorithm] if column not in columns]
-    if algorithm == "sft" and "prompt" in columns and "completion" not in columns:
-        missing = ["completion"]
-    if missing:
+    needed = () if algorithm == "sft" and "prompt" not in columns else _COMPLETIONS[algorithm] or ("prompt",)
+    if missing := [column for column in needed if column not in columns]:
         raise DataError(f"{name}: {algorithm} needs the column {missing[0]!r}, found {', '.join(columns)}")
     if ignored := {"tools", "chat_template_kwargs"}.intersection(columns if algorithm == "grpo" else ()):
         raise DataError(f"{name}: TRL's GRPOTrainer does not render the column {min(ignored)!r}: remove or rename it")
@@ -252,7 +263,7 @@ def _checked(rows: Any, name: str, algorithm: Algorithm) -> Any:
     if not isinstance(rows, Dataset):
         return rows.map(_corrections, with_indices=True, fn_kwargs=where)
     corrected, equal = False, []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows.select_columns([c for c in (*_TEXT_COLUMNS, *_CONVERSATIONS) if c in columns])):
         corrected = bool(_corrections(row, index, **where)) or corrected
         if algorithm == "dpo" and row["chosen"] == row["rejected"]:
             equal.append(index + 1)
@@ -288,18 +299,17 @@ def _corrections(row: Mapping[str, Any], index: int, name: str, algorithm: Algor
                 raise DataError(f"{where}: chosen and rejected begin with different messages: add a column 'prompt'")
             continue
         if isinstance(value, str) != isinstance(prompt, str):
-            raise DataError(
-                f"{where}: 'prompt' is {_kind(prompt)} and {column!r} is {_kind(value)}: write both as text or messages"
-            )
+            raise DataError(f"{where}: of 'prompt' and {column!r}, one is text and one is messages: write both alike")
         if isinstance(value, str):
             continue
         if value[: len(prompt)] == prompt:  # TRL would render the prompt twice, and train it
             changes |= {"prompt": prompt, column: value[len(prompt) :]}
         answer = changes.get(column, value)
-        if not answer or answer[0]["role"] in ("user", "system"):
+        if not answer:
+            raise DataError(f"{where}: {column!r} is the prompt alone, expected an answer of the assistant")
+        if (role := answer[0]["role"]) in ("user", "system"):
             raise DataError(
-                f"{where}: {column!r} begins with a message of the {answer[0]['role'] if answer else 'prompt only'}, "
-                "which would be trained: move it to the end of 'prompt'"
+                f"{where}: {column!r} begins with the {role}'s message, which would be trained: move it to 'prompt'"
             )
     return changes
 
@@ -316,10 +326,6 @@ def _messages(value: Any, where: str) -> Any:
                 f"{where}: message {number} is {_short(message)}, expected an object with 'role' and 'content'"
             )
     return [{key: field for key, field in message.items() if field is not None} for message in value]
-
-
-def _kind(value: Any) -> str:
-    return "text" if isinstance(value, str) else "a list of messages"
 
 
 def _short(value: Any) -> str:
@@ -351,7 +357,7 @@ def check_tokenized(trainer: Any, rows: Any = None) -> None:
         sample = Dataset.from_list(list(rows.take(N_CHECKED)), features=rows.features)
         numbers, total = range(len(sample)), f"the first {len(sample)}"
     sample = sample.remove_columns([name for name in _TOKENIZED if name in sample.column_names])
-    if not sample.column_names:
+    if not {*_TEXT_COLUMNS, *_CONVERSATIONS, getattr(trainer.args, "dataset_text_field", "")} & {*sample.column_names}:
         warnings.warn("packed or tokenized rows are not compared with their text; pass `rows`", stacklevel=2)
         return
     wrong = []
@@ -445,7 +451,7 @@ def _absent(tokenizer: Any, expected: Iterable[tuple[str, str]], where: str, ful
 
 def _forms(tokenizer: Any, text: str) -> Iterator[str]:
     yield text
-    yield json.dumps(text)[1:-1]  # in a tool call that is rendered as JSON
+    yield json.dumps(text, ensure_ascii=False)[1:-1]  # in a tool call that is rendered as JSON
     yield tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])  # in its normal form
 
 
@@ -494,20 +500,21 @@ class LogWarnings(TrainerCallback):
     """Warns once of each kind of logged metrics that look like training and are none."""
 
     def __init__(self) -> None:
-        self._conditions = {
-            "all rewards of each prompt are equal, so GRPO has no gradient: check rewards and completions": (
-                lambda logs: logs.get("frac_reward_zero_std") == 1
-            ),
-            "all completions are empty: check the chat template and the EOS token of the prompts": (
-                lambda logs: logs.get("completions/max_length", 2) <= 1
-            ),
-            "rewards/accuracies is 0 because all margins are 0, as in the first step: TRL counts ties as wrong": (
-                lambda logs: logs.get("rewards/accuracies") == 0 == logs.get("rewards/margins")
-            ),
-        }
+        self._warned: set[str] = set()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        for text in [text for text, condition in self._conditions.items() if condition(logs)]:
-            del self._conditions[text]
+        found = {
+            "the rewards of each prompt are all equal, so GRPO has no gradient: check rewards and completions": (
+                logs.get("frac_reward_zero_std") == 1
+            ),
+            "all completions are empty: check the chat template and the EOS token": (
+                logs.get("completions/max_length", 2) <= 1 < args.max_completion_length
+            ),
+            "rewards/accuracies is 0 because all margins are 0, as in the first step: TRL counts ties as wrong": (
+                logs.get("rewards/accuracies") == 0 == logs.get("rewards/margins")
+            ),
+        }
+        for text in [text for text, holds in found.items() if holds and text not in self._warned]:
+            self._warned.add(text)
             if state.is_world_process_zero:
                 warnings.warn(f"step {state.global_step}: {text}", stacklevel=2)
