@@ -175,6 +175,24 @@ def test_splits_and_slices_of_local_files(load, tmp_path):
             load_rows(ScriptArguments(**options), "grpo")
 
 
+def test_datasets_of_the_hub_are_loaded_by_name(monkeypatch):
+    asked = []
+
+    def load_dataset(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        rows = Dataset.from_list([{"prompt": "a"}])
+        return rows.to_iterable_dataset() if options["streaming"] else rows
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    options = {"dataset_name": "org/questions", "dataset_config": "easy", "dataset_train_split": "test[:5]"}
+    assert load_rows(ScriptArguments(**options), "grpo")[0] == {"prompt": "a"}
+    assert asked == [("org/questions", {"name": "easy", "split": "test[:5]", "streaming": False})]
+    assert list(load_rows(ScriptArguments(**options, dataset_streaming=True), "grpo")) == [{"prompt": "a"}]
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="dataset org/questions cannot be read: .*org/questions"):
+        load_rows(ScriptArguments(dataset_name="org/questions"), "grpo")
+
+
 def test_conversations_that_repeat_the_prompt_are_rendered_once(load, trainer, characters):
     for prompt in ([ASK], ASK["content"]):
         rows = load("dpo", [{"prompt": prompt, "chosen": [ASK, ANSWER], "rejected": [ASK, WRONG]}])

@@ -70,12 +70,12 @@ def load_rows(script_arguments: Any, algorithm: Algorithm) -> Dataset | Iterable
     return _checked(rows, name, algorithm)
 
 
-def _load(name: str, **options: Any) -> Any:
+def _load(source: str, /, **options: Any) -> Any:
     """`datasets.load_dataset` with errors of one line."""
     try:
-        return datasets.load_dataset(name, **options)
+        return datasets.load_dataset(source, **options)
     except (OSError, ValueError, RuntimeError, TypeError, LookupError, datasets.exceptions.DatasetsError) as error:
-        where = options.get("data_files", name)
+        where = options.get("data_files", source)
         raise DataError(f"dataset {where} cannot be read: {one_line(error.__cause__ or error)}") from error
 
 
@@ -171,12 +171,12 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _is_too_deep(value: Any) -> bool:
-    level = [value]
+def _is_too_deep(row: dict[str, Any]) -> bool:
+    level: list[Any] = [row]
     for _ in range(N_LEVELS + 1):
-        level = [v for v in level if isinstance(v, (list, dict))]
-        level = [item for v in level for item in (v.values() if isinstance(v, dict) else v)]
-    return bool(level)
+        nested = [value for value in level if isinstance(value, (list, dict))]
+        level = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
+    return any(isinstance(value, (list, dict)) for value in level)
 
 
 def _dataset(rows: list[dict[str, Any]], files: str) -> Dataset:
@@ -259,7 +259,7 @@ def _checked(rows: Any, name: str, algorithm: Algorithm) -> Any:
         raise DataError(f"{name}: {algorithm} needs the column {missing[0]!r}, found {', '.join(columns)}")
     if ignored := {"tools", "chat_template_kwargs"}.intersection(columns if algorithm == "grpo" else ()):
         raise DataError(f"{name}: TRL's GRPOTrainer does not render the column {min(ignored)!r}: remove or rename it")
-    where = {"name": name, "algorithm": algorithm}
+    where: dict[str, Any] = {"name": name, "algorithm": algorithm}
     if not isinstance(rows, Dataset):
         return rows.map(_corrections, with_indices=True, fn_kwargs=where)
     corrected, equal = False, []
@@ -349,7 +349,7 @@ def check_tokenized(trainer: Any, rows: Any = None) -> None:
     if not isinstance(trainer, (SFTTrainer, DPOTrainer, GRPOTrainer)) or getattr(trainer, "_is_vision_dataset", False):
         return
     if isinstance(rows, Dataset):
-        numbers = range(len(rows))
+        numbers: Sequence[int] = range(len(rows))
         if len(rows) > N_CHECKED:
             numbers = sorted(random.Random(0).sample(numbers, N_CHECKED))
         sample, total = rows.select(numbers), f"{len(numbers)} of {len(rows)}"
@@ -382,10 +382,10 @@ def _tokenized(trainer: Any, sample: Dataset) -> Iterable[dict[str, Any]]:
     return sample
 
 
-def _differences(trainer: Any, row: Mapping[str, Any]) -> Iterator[str]:
+def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
     """What the row says and its tokens do not, in words."""
     tokenizer = trainer.processing_class
-    if isinstance(trainer, GRPOTrainer):
+    if not isinstance(trainer, (SFTTrainer, DPOTrainer)):
         if not is_conversational(row):
             return
         rendered = tokenizer.apply_chat_template(
