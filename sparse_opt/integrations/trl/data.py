@@ -29,7 +29,8 @@ from ...files import is_text, one_line
 Algorithm = Literal["sft", "dpo", "grpo"]
 
 N_CHECKED = 256  # rows that `check_tokenized` compares, drawn with seed 0
-N_LEVELS = 32  # of lists and objects in a row of JSON; Arrow and `datasets` fail at about 50
+N_LEVELS = 32  # of lists and objects in a column of JSON; Arrow and `datasets` fail at about 50
+N_ARROW_LEVELS = 8  # of those that have an Arrow type: `datasets` takes time exponential in the levels
 N_DIGESTED = 1000  # rows of a stream that `rows_digest` reads
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
@@ -166,14 +167,15 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number}: found {_short(row)}, expected a JSON object")
-        if _is_too_deep(row):
+        if _is_deeper(row, N_LEVELS + 1):
             raise DataError(f"{file}, row {number}: lists and objects are nested more than {N_LEVELS} deep")
         yield row
 
 
-def _is_too_deep(row: dict[str, Any]) -> bool:
-    level: list[Any] = [row]
-    for _ in range(N_LEVELS + 1):
+def _is_deeper(value: Any, n_levels: int) -> bool:
+    """Whether lists and objects are nested in more than this number of levels."""
+    level = [value]
+    for _ in range(n_levels):
         nested = [value for value in level if isinstance(value, (list, dict))]
         level = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
     return any(isinstance(value, (list, dict)) for value in level)
@@ -232,7 +234,7 @@ def _nested_feature(values: list[Any]) -> Any:
     """
     exact = [json.dumps(value) for value in values]
     try:
-        array = pa.array(values)
+        array = pa.nulls(0) if any(_is_deeper(value, N_ARROW_LEVELS) for value in values) else pa.array(values)
         if [json.dumps(value) for value in array.to_pylist()] == exact:
             return Features.from_arrow_schema(pa.schema([("", array.type)]))[""]
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
