@@ -178,8 +178,8 @@ def test_splits_and_slices_of_local_files(load, tmp_path):
 def test_datasets_of_the_hub_are_loaded_by_name(monkeypatch):
     asked = []
 
-    def load_dataset(name: str, **options: Any) -> Any:
-        asked.append((name, options))
+    def load_dataset(path: str, **options: Any) -> Any:
+        asked.append((path, options))
         rows = Dataset.from_list([{"prompt": "a"}])
         return rows.to_iterable_dataset() if options["streaming"] else rows
 
