@@ -387,9 +387,14 @@ def _tokenized(trainer: Any, sample: Dataset) -> Iterable[dict[str, Any]]:
 def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
     """What the row says and its tokens do not, in words."""
     tokenizer = trainer.processing_class
-    if not isinstance(trainer, (SFTTrainer, DPOTrainer)):
-        if not is_conversational(row):
-            return
+    if isinstance(trainer, SFTTrainer):
+        column = next((c for c in ("completion", "messages") if c in row), trainer.args.dataset_text_field)
+        labels = [token for token in row["labels"] if token != -100]
+        sequences = {column: (tokenizer.decode(row["input_ids"]), tokenizer.decode(labels))}
+    elif isinstance(trainer, DPOTrainer):
+        ids = {column: row[f"{column}_ids"] for column in ("chosen", "rejected")}
+        sequences = {c: (tokenizer.decode(row["prompt_ids"] + ids[c]), tokenizer.decode(ids[c])) for c in ids}
+    elif is_conversational(row):
         rendered = tokenizer.apply_chat_template(
             row["prompt"],
             tools=trainer.tools or None,
@@ -398,33 +403,35 @@ def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
             tokenize=False,
             **trainer.chat_template_kwargs,
         )
-        yield from _absent(tokenizer, _expected(row["prompt"], trained=False), "the prompt", rendered, rendered)
-        return
-    if isinstance(trainer, DPOTrainer):
-        sequences = {c: (row["prompt_ids"] + row[f"{c}_ids"], row[f"{c}_ids"]) for c in ("chosen", "rejected")}
+        sequences = {"prompt": (rendered, rendered)}
     else:
-        column = next((c for c in ("completion", "messages") if c in row), trainer.args.dataset_text_field)
-        labels = [token for token in row["labels"] if token != -100]
-        sequences = {column: (row["input_ids"], labels)}
-    tools = row.get("tools") or []
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    for column, (ids, labels) in sequences.items():
-        full, trained = tokenizer.decode(ids), tokenizer.decode(labels)
-        yield from _absent(tokenizer, _expected(row[column], trained=True), f"the labels of {column!r}", full, trained)
-        context = [*_expected(row.get("prompt", row[column]), trained=False)]
-        context += [("tools", (tool.get("function") or tool).get("name", "")) for tool in tools]
-        yield from _absent(tokenizer, context, "the tokens", full, full)
-
-
-def _expected(value: Any, *, trained: bool) -> Iterator[tuple[str, str]]:
-    """(field, text) of what the assistant's messages say, if `trained`, else of the other messages."""
-    if isinstance(value, str):
-        yield from [("text", value)] if trained else ()
         return
-    for message in value:
-        if (message["role"] == "assistant") == trained:
+    tools = row.get("tools") or []
+    for column, decoded in sequences.items():
+        full, trained = map(_squeezed, decoded)
+        for tool in json.loads(tools) if isinstance(tools, str) else tools:
+            name = (tool.get("function") or tool).get("name", "")
+            if _squeezed(name) not in full:
+                yield f"the tool {_short(name)} is not in its tokens"
+        answer, position = row[column], 0
+        if isinstance(answer, str):
+            turns = [({"role": "assistant", "content": answer}, True)]
+        else:  # in a prompt, templates leave out the reasoning of the assistant's turns
+            turns = [(message, False) for message in row.get("prompt", ()) if message["role"] != "assistant"]
+            if column != "prompt":
+                turns += [(message, message["role"] == "assistant") for message in answer]
+        for message, is_trained in turns:
+            is_system = message["role"] == "system"  # templates may render it later
+            ends = [position]
             for field in _RENDERED:
-                yield from ((field, text) for text in _leaves(message.get(field)))
+                for text in _leaves(message.get(field)):
+                    end = _end(tokenizer, text, full, trained if is_trained else full, 0 if is_system else position)
+                    if end is None:
+                        where = f"the labels of {column!r}" if is_trained else "its tokens"
+                        yield f"{field} {_short(text)} of the {message['role']} is not in {where}"
+                    else:
+                        ends.append(end)
+            position = position if is_system else max(ends)
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -440,30 +447,27 @@ def _leaves(value: Any) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def _absent(tokenizer: Any, expected: Iterable[tuple[str, str]], where: str, full: str, trained: str) -> Iterator[str]:
-    """The expected texts that do not end in `trained`, the part of `full` with labels.
+def _end(tokenizer: Any, text: str, full: str, trained: str, start: int) -> int | None:
+    """Where the text ends in `full`, from `start` on, if it also ends in `trained`, the part of `full` with labels.
 
-    A text may begin before the labels, because a template may write its first words, as `<think>`, into the prompt.
+    It may begin before the labels, because a template may write its first words, as `<think>`, into the prompt.
     """
-    full, trained = _squeezed(full), _squeezed(trained)
-    for field, text in expected:
-        if not any(_ends_in(full, trained, _squeezed(form)) for form in _forms(tokenizer, text)):
-            yield f"{field} {_short(text)} is not in {where}"
+    for form in _forms(tokenizer, text):
+        begin, last = full.find(form, start), full.rfind(form)
+        ends_in_tail = full.endswith(trained) and last + len(form) > len(full) - len(trained)
+        if begin >= 0 and (form in trained or ends_in_tail):
+            return begin + len(form)
+    return None
 
 
 def _forms(tokenizer: Any, text: str) -> Iterator[str]:
-    yield text
-    yield json.dumps(text, ensure_ascii=False)[1:-1]  # in a tool call that is rendered as JSON
-    yield tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])  # in its normal form
+    yield _squeezed(text)
+    yield _squeezed(json.dumps(text, ensure_ascii=False)[1:-1])  # in a tool call that is rendered as JSON
+    yield _squeezed(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))  # in its normal form
 
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _ends_in(full: str, trained: str, text: str) -> bool:
-    begin = full.rfind(text) if full.endswith(trained) else -1
-    return text in trained or (begin >= 0 and begin + len(text) > len(full) - len(trained))
 
 
 def rows_digest(rows: Dataset | IterableDataset) -> str:
