@@ -421,17 +421,15 @@ def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
             if column != "prompt":
                 turns += [(message, message["role"] == "assistant") for message in answer]
         for message, is_trained in turns:
-            is_system = message["role"] == "system"  # templates may render it later
-            ends = [position]
+            start = 0 if message["role"] == "system" else position  # templates may move it to a later turn
             for field in _RENDERED:
                 for text in _leaves(message.get(field)):
-                    end = _end(tokenizer, text, full, trained if is_trained else full, 0 if is_system else position)
+                    end = _end(tokenizer, text, full, trained if is_trained else full, start)
                     if end is None:
                         where = f"the labels of {column!r}" if is_trained else "its tokens"
                         yield f"{field} {_short(text)} of the {message['role']} is not in {where}"
-                    else:
-                        ends.append(end)
-            position = position if is_system else max(ends)
+                    elif message["role"] == "user":  # between them, templates may change the order
+                        position = max(position, end)
 
 
 def _leaves(value: Any) -> Iterator[str]:
