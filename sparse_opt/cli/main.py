@@ -98,8 +98,8 @@ def _exit_code(words: list[str]) -> int:
         if not is_out_of_memory(error):
             raise
         return _fail(f"error: out of memory: {error or type(error).__name__}", 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        return _fail(str(interrupt) or "interrupted", 130)
 
 
 def _dispatch(words: list[str]) -> int:

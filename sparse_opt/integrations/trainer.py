@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from ..errors import ConfigError
 from ..optim import SparseAdamW
 from ..optim.options import SharedOptions
-from . import checks
+from . import checks, rates
 from .arguments import Mask, SparseArguments, as_mask
 from .callback import DeltaLogCallback, Weights
 from .colocated_updates import ColocatedUpdates
@@ -55,6 +55,7 @@ class SparseTrainer(_Trainer):
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
+        rates.warn_of_settings(self.args, self.sparse_arguments, self.sparse_mask, self.model)
         if self.sparse_arguments.vllm_weight_sync == "sparse":
             self._send_changes_to_vllm()
         self._sparse_callback = SparseCallback(self)
