@@ -123,12 +123,17 @@ def parse(algorithm: str, argv: Sequence[str]) -> Options:
     words, given = _words(of, argv)
     namespace, rest = of.parse_known_args(words)
     if rest:
+        if _WORD.match(rest[0]):
+            _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
         of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
     values = vars(namespace)
     try:
         script, training, model, mask = of.parse_dict(dict(values))
     except (ValueError, ImportError) as error:  # of TRL's checks
-        raise ConfigError(str(error)) from error
+        hint = (
+            " (set --per_device_train_batch_size to a multiple of --num_generations, or --gradient_accumulation_steps)"
+        )
+        raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
     if model.model_name_or_path is None:
         raise ConfigError("--model_name_or_path is missing: the name or folder of a model")
     if mask.is_sparse and model.use_peft:
@@ -188,7 +193,7 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
         if isinstance(value, bool):
             words = {True: "yes", False: "no"} if "no" in (action.choices or ()) else {True: "true", False: "false"}
             value = words[value]  # YAML reads `save_strategy: no` as false
-        if isinstance(value, list) and action.nargs == "+":
+        if isinstance(value, list) and value and action.nargs == "+":
             flags += [f"--{action.dest}", *map(str, value)]
         elif value is None or isinstance(value, list | dict):
             of.set_defaults(**{action.dest: value})

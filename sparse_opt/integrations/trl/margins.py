@@ -9,7 +9,6 @@ A margin is beta * h, the implicit reward of the chosen completion minus that of
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import TrainerCallback
 
 from ...errors import SparseOptError
 from ...files import written_aside
+from .row_file import RowFile
 
 MARGINS_FOLDER = Path("logs", "margins")
 MARGINS_FILE = "margins_log.jsonl"
@@ -51,11 +51,7 @@ class MarginsCallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = self._folder(args)
             remove_from(folder, state.global_step + 1)
-            rows = (folder / MARGINS_FILE).read_text().splitlines() if (folder / MARGINS_FILE).exists() else []
-            kept = [row for row in rows if json.loads(row)["step"] <= state.global_step]
-            folder.mkdir(parents=True, exist_ok=True)
-            with written_aside(folder / MARGINS_FILE) as aside:
-                aside.write_text("".join(f"{row}\n" for row in kept))
+            RowFile(folder / MARGINS_FILE).cut(state.global_step)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logged = self._trainer._metrics["train"]["rewards/margins"][-1]
@@ -74,9 +70,7 @@ class MarginsCallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = self._folder(args)
             epoch = max(math.ceil(round(state.epoch, 6)) - 1, 0)  # `state.epoch` counts this step
-            row = write_margins(folder, epoch, state.global_step, values)
-            with (folder / MARGINS_FILE).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            RowFile(folder / MARGINS_FILE).write(write_margins(folder, epoch, state.global_step, values))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.accelerator.gather = self._gather

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ class MaskArguments:
     keep_base_weights: bool | None = field(
         default=None,
         metadata={
-            "help": "keep the initial active weights, which are the reference of DPO and GRPO; false for SFT without a log"
+            "help": "keep the initial active weights, the reference of DPO and GRPO; false for SFT without a log"
         },
     )
     offload_base_weights: bool = field(default=False, metadata={"help": "keep them in host memory"})
@@ -88,6 +89,8 @@ class MaskArguments:
             raise ConfigError(f"--mask_density is {self.mask_density}, expected a share above 0, and at most 1")
         if self.statistics_steps is not None and self.statistics_steps < 1:
             raise ConfigError(f"--statistics_steps is {self.statistics_steps}, expected 1 or more")
+        if isinstance(self.vllm_options, str):
+            self.vllm_options = json.loads(self.vllm_options)
         Schedule.parse(self.delta_log_steps)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import resource
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from .row_file import RowFile
 
 FILE = "memory.jsonl"
 
@@ -21,13 +22,16 @@ class MemoryCallback(TrainerCallback):
     The statistics are those of `process_statistics`, one dictionary for each process, in order of rank.
     """
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            RowFile(Path(args.output_dir, FILE)).cut(state.global_step)
+
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from accelerate.utils import gather_object  # not needed for `process_statistics`
 
         ranks = gather_object([process_statistics(args.device)])
         if state.is_world_process_zero:
-            with Path(args.output_dir, FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, "ranks": ranks}) + "\n")
+            RowFile(Path(args.output_dir, FILE)).write({"step": state.global_step, "ranks": ranks})
 
 
 def process_statistics(device: torch.device) -> dict[str, int]:

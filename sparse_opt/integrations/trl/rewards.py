@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from ...errors import ConfigError, DataError
 from ...option_values import nearest
@@ -159,20 +158,3 @@ def _shown(value: Any) -> str:
     except ValueError:  # an integer of more than 4300 digits
         text = type(value).__name__
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-class RewardWarnings(TrainerCallback):
-    """Says once on stderr that a GRPO step trained nothing: empty completions, or equal rewards in each group."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        found = logs or {}
-        for what, due in (
-            ("all completions are empty", found.get("completions/mean_length") == 0),
-            ("the completions of each prompt have equal rewards", found.get("frac_reward_zero_std") == 1.0),
-        ):
-            if due and what not in self._said and state.is_world_process_zero:
-                self._said.add(what)
-                print(f"step {state.global_step}: {what}, so that this step trained nothing", file=sys.stderr)

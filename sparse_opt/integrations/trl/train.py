@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import warnings
@@ -13,9 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
 from ...errors import ConfigError
@@ -26,10 +23,11 @@ from ..callback import DeltaLogCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
 from .command_line import Options, parse
+from .data import LogWarnings, RowsDigest, check_tokenized, load_rows
 from .margins import MarginsCallback
 from .memory import MemoryCallback
 from .progress import ProgressLines
-from .rewards import RewardWarnings, load_rewards
+from .rewards import load_rewards
 from .update_statistics import UpdateStatisticsCallback
 
 TRAINERS = {"sft": SFTTrainer, "dpo": DPOTrainer, "grpo": GRPOTrainer}
@@ -44,26 +42,23 @@ def run(algorithm: str, argv: Sequence[str]) -> int:
         ConfigError: an option is invalid, or two contradict each other.
         KeyboardInterrupt: Ctrl-C; the message says what was kept, and how to go on.
     """
-    # TRL's default of `gradient_checkpointing` is a name that transformers will rename.
-    warnings.filterwarnings("ignore", category=FutureWarning, message="`gradient_checkpointing")
+    # TRL uses names that transformers will rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     options = parse(algorithm, argv)
     args = options.training
     checkpoint = _checkpoint(args)
     rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
     mask, first_line = _mask_and_rate(algorithm, options)
-    from .data import check_tokenized, load_rows, rows_digest
-
     is_main = args.process_index == 0
     if is_main:
         print(first_line, flush=True)
     if not is_main or not sys.stderr.isatty():
         _hide_progress_bars(args)
     rows = load_rows(options.script, algorithm)
-    digest = rows_digest(rows)
-    _require_same_rows(checkpoint, digest)
     trainer = _trainer(algorithm, options, rows, mask, rewards)
-    check_tokenized(trainer)
-    trainer.add_callback(RowsDigest(digest))
+    check_tokenized(trainer, rows)
+    trainer.add_callback(RowsDigest(rows))
+    trainer.add_callback(LogWarnings())
     log = _add_callbacks(algorithm, trainer, options)
     if is_main:
         _write_options(options, mask)
@@ -126,8 +121,6 @@ def _random_mask(options: Options) -> MaskSet:
 
 
 def _trainer(algorithm: str, options: Options, rows: Any, mask: MaskSet | None, rewards: list[Any]) -> Any:
-    from .data import load_rows
-
     script, args, model = options.script, options.training, options.model
     args.model_init_kwargs = {
         "revision": model.model_revision,
@@ -170,8 +163,6 @@ def _add_callbacks(algorithm: str, trainer: Any, options: Options) -> DeltaLogCa
     trainer.add_callback(MemoryCallback())
     if not sys.stderr.isatty():
         trainer.add_callback(ProgressLines())
-    if algorithm == "grpo":
-        trainer.add_callback(RewardWarnings())
     if mask.log_margins:
         trainer.add_callback(MarginsCallback(trainer))
     if mask.statistics_steps is not None:
@@ -193,29 +184,6 @@ def _add_callbacks(algorithm: str, trainer: Any, options: Options) -> DeltaLogCa
     return log
 
 
-class RowsDigest(TrainerCallback, ExportableState):
-    """Keeps the digest of the training rows in each checkpoint, in its `trainer_state.json`."""
-
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-
-    def state(self) -> dict[str, Any]:
-        """What the Trainer saves."""
-        return {"args": {"digest": self.digest}, "attributes": {}}
-
-
-def _require_same_rows(checkpoint: str | None, digest: str) -> None:
-    if checkpoint is None:
-        return
-    state = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))
-    saved = state["stateful_callbacks"].get(RowsDigest.__name__)
-    if saved is not None and saved["args"]["digest"] != digest:
-        raise ConfigError(
-            f"{checkpoint} was saved on other rows: their digest is {saved['args']['digest']}, that of the rows now "
-            f"{digest}: restore the data, or start a new run from the checkpoint's weights"
-        )
-
-
 def _checkpoint(args: Any) -> str | None:
     """The folder of `--resume_from_checkpoint`, of which `true` means the last one in the output folder."""
     given = args.resume_from_checkpoint
@@ -225,18 +193,24 @@ def _checkpoint(args: Any) -> str | None:
         if not Path(given, "trainer_state.json").is_file():
             raise ConfigError(f"--resume_from_checkpoint {given}: expected a checkpoint's folder, or true")
         return str(given)
-    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    last = _last_checkpoint(args.output_dir)
     if last is None:
-        raise ConfigError(f"--resume_from_checkpoint true: {args.output_dir} has no checkpoint")
+        raise ConfigError(f"--resume_from_checkpoint true: {args.output_dir} has no complete checkpoint")
     return last
+
+
+def _last_checkpoint(folder: str) -> str | None:
+    """The newest checkpoint that has `trainer_state.json`, which the Trainer writes last."""
+    steps = [int(path.parent.name.rpartition("-")[2]) for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
+    return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None
 
 
 def _interrupted(trainer: Any) -> str:
     args, step = trainer.args, trainer.state.global_step
     line = f"interrupted after step {step} of {trainer.state.max_steps}"
-    last = get_last_checkpoint(args.output_dir)
+    last = _last_checkpoint(args.output_dir)
     if last is None:
-        return f"{line}; no checkpoint was saved: --save_steps {args.save_steps:g} saves the first one later"
+        return f"{line}; no checkpoint was saved: a lower --save_steps than {args.save_steps:g} saves the first earlier"
     return f"{line}; {last} is kept: repeat the command with --resume_from_checkpoint {last}"
 
 

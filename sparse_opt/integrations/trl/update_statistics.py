@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ...analysis.spectrum import Method
 from ...analysis.update_statistics import Masters, UpdateStatistics
 from ...errors import ConfigError
 from ...optim.sparse_optimizer import SparseOptimizer
+from .row_file import RowFile
 
 FILE = "update_statistics.jsonl"
 # Statistics of a row that are also logged, as `update_...`.
@@ -54,6 +54,7 @@ class UpdateStatisticsCallback(TrainerCallback):
             raise ConfigError("statistics_steps measures whole weights, and the model is sharded: leave the option out")
         if not state.is_world_process_zero:
             return
+        RowFile(Path(args.output_dir, FILE)).cut(state.global_step)
         self._statistics = UpdateStatistics(model, **self._options)
         sparse = _sparse(optimizer)
         if sparse is not None and sparse.keep_base_weights and state.global_step > 0:
@@ -67,8 +68,7 @@ class UpdateStatisticsCallback(TrainerCallback):
         if self._statistics is None or (step % self._every and step < state.max_steps):
             return
         row = self._statistics.measure(model, _masters(optimizer))
-        with Path(args.output_dir, FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **row}) + "\n")
+        RowFile(Path(args.output_dir, FILE)).write({"step": step, **row})
         self._logs = {f"update_{name}": row[name] for name in _LOGGED}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
