@@ -1,1 +1,1 @@
-"""TRL's trainers under a mask: `sparse-opt train sft | dpo | grpo`, and callbacks for any transformers Trainer."""
+"""TRL's SFT, DPO and GRPO trainers under a mask: their data, and the command line."""

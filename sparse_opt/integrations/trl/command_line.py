@@ -7,6 +7,7 @@ line; later ones win. An unknown option names the nearest one, before a model or
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -127,12 +128,13 @@ def parse(algorithm: str, argv: Sequence[str]) -> Options:
             _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
         of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
     values = vars(namespace)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name} is {value}, expected a finite number")
     try:
         script, training, model, mask = of.parse_dict(dict(values))
     except (ValueError, ImportError) as error:  # of TRL's checks
-        hint = (
-            " (set --per_device_train_batch_size to a multiple of --num_generations, or --gradient_accumulation_steps)"
-        )
+        hint = " Set --per_device_train_batch_size times --gradient_accumulation_steps to such a multiple."
         raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
     if model.model_name_or_path is None:
         raise ConfigError("--model_name_or_path is missing: the name or folder of a model")
@@ -196,11 +198,17 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
         if isinstance(value, list) and value and action.nargs == "+":
             flags += [f"--{action.dest}", *map(str, value)]
         elif value is None or isinstance(value, list | dict):
+            if value is not None and action.type in (int, float):
+                raise ConfigError(f"config file {file}: '{key}' is a {type(value).__name__}, expected a number")
             of.set_defaults(**{action.dest: value})
         elif action.nargs == "+":
             flags += [f"--{action.dest}", str(value)]
         else:
             flags.append(f"--{action.dest}={value}")
+    try:
+        of.parse_known_args(flags)
+    except ConfigError as error:
+        raise ConfigError(f"config file {file}: {error}") from error
     return flags
 
 

@@ -76,8 +76,8 @@ def _load(name: str) -> RewardFunction:
         # The values of TRL's script.
         made = name == "get_soft_overlong_punishment"
         return function(max_completion_len=1280, soft_punish_cache=256) if made else function
-    module_name, dot, function_name = name.rpartition(".")
-    if not dot:
+    module_name, _, function_name = name.rpartition(".")
+    if not module_name:
         raise ConfigError(
             f"unknown reward function '{name}'{nearest(name, ('exact_match', *_TRL))}; or write module.function"
         )

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
-from ...errors import ConfigError
+from ...errors import ConfigError, SparseOptError
 from ...files import written_aside
 from ...masks.mask_set import MaskSet
 from ...option_values import FALSE, TRUE
@@ -152,8 +153,10 @@ def _trainer(algorithm: str, options: Options, rows: Any, mask: MaskSet | None, 
         keywords |= {"mask": mask, "sparse": sparse}
     try:
         return trainer_class(**keywords)
-    except ValueError as error:  # of TRL's checks, such as a column that is missing
-        raise ConfigError(str(error)) from error
+    except SparseOptError:
+        raise
+    except (ValueError, SafetensorError) as error:  # of TRL's checks, and of damaged files of a model
+        raise ConfigError(f"{model.model_name_or_path}: {error}") from error
 
 
 def _add_callbacks(algorithm: str, trainer: Any, options: Options) -> DeltaLogCallback | None:
