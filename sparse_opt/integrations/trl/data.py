@@ -1,0 +1,520 @@
+"""The rows of a TRL run: load them, check that they are trained as written, and recognize them when a run is resumed.
+
+`datasets` and TRL read, render and tokenize. This file refuses what they would change without an error; "Data" in
+docs/integrations.md lists it. The first row of a dataset is row 1 in messages.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import pyarrow as pa
+import xxhash
+from datasets import Dataset, DatasetDict, Features, IterableDataset, Json, ReadInstruction, Value
+from transformers import TrainerCallback
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl.data_utils import is_conversational
+
+from ...errors import ConfigError, DataError, listed
+from ...files import is_text, one_line
+
+Algorithm = Literal["sft", "dpo", "grpo"]
+
+N_CHECKED = 256  # rows that `check_tokenized` compares, drawn with seed 0
+N_LEVELS = 32  # of lists and objects in a row of JSON; Arrow and `datasets` fail at about 50
+N_DIGESTED = 1000  # rows of a stream that `rows_digest` reads
+_READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
+_CONVERSATIONS = ("messages", "conversations")
+_COMPLETIONS = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": ()}
+# Fields of a message that chat templates render; others, such as an id or a date, are not expected in the tokens.
+_RENDERED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
+_NOT_RENDERED = ("id", "type", "index")  # inside of a content part or a tool call
+_TOKENIZED = ("input_ids", "labels", "prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def load_rows(script_arguments: Any, algorithm: Algorithm) -> Dataset | IterableDataset:
+    """Load the training rows that TRL's ScriptArguments name, and check each of them for the algorithm.
+
+    `dataset_name` is a .json, .jsonl, .csv or .parquet file, a folder of such files, a folder written by
+    `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]".
+
+    Raises:
+        ConfigError: no such file or folder, or no such split of it.
+        DataError: a file or dataset cannot be read or has no rows, or TRL would not train a row as written.
+    """
+    name, split = script_arguments.dataset_name, script_arguments.dataset_train_split
+    if not name:
+        raise ConfigError("--dataset_name is missing: give a file, a folder or a dataset of the hub")
+    path = Path(name).expanduser()
+    if not path.exists():
+        if path.suffix in _READERS or path.is_absolute() or name.startswith(("~", ".")):
+            raise ConfigError(f"--dataset_name {name}: no such file or folder")
+        rows = _load(
+            name, name=script_arguments.dataset_config, split=split, streaming=script_arguments.dataset_streaming
+        )
+    elif script_arguments.dataset_streaming:
+        raise ConfigError(f"--dataset_streaming is for datasets of the hub; {name} is local: leave the option out")
+    else:
+        rows = _local_rows(path, script_arguments.dataset_config, split)
+    if isinstance(rows, Dataset) and len(rows) == 0:
+        raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
+    return _checked(rows, name, algorithm)
+
+
+def _load(source: str, /, **options: Any) -> Any:
+    """`datasets.load_dataset` with errors of one line."""
+    try:
+        return datasets.load_dataset(source, **options)
+    except (OSError, ValueError, RuntimeError, TypeError, LookupError, datasets.exceptions.DatasetsError) as error:
+        where = options.get("data_files", source)
+        raise DataError(f"dataset {where} cannot be read: {one_line(error.__cause__ or error)}") from error
+
+
+def _local_rows(path: Path, config: str | None, split: str) -> Dataset:
+    """The rows of a local file or folder in `split`, which has the syntax of `datasets`."""
+    saved: Any = {}
+    if path.is_file():
+        files = {"train": [path]}
+    elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        saved = datasets.load_from_disk(str(path))
+        saved = saved if isinstance(saved, DatasetDict) else {"train": saved}
+        files = {name: [] for name in saved}
+    else:
+        try:
+            found = datasets.load_dataset_builder(str(path), name=config).config.data_files
+        except (ValueError, OSError) as error:  # no data files, or no such configuration
+            raise ConfigError(f"--dataset_name {path}: {one_line(error)}") from error
+        files = {str(name): [Path(file) for file in names] for name, names in found.items()}
+    wanted = [part.partition("[")[0].strip() for part in split.split("+")]
+    if missing := [name for name in wanted if name not in files]:
+        raise ConfigError(f"--dataset_train_split {split}: {path} has no split {missing[0]!r}, only {', '.join(files)}")
+    splits = {name: saved[name] if saved else _read(files[name]) for name in dict.fromkeys(wanted)}
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"--dataset_train_split {split}: {one_line(error)}") from error
+    return datasets.concatenate_datasets(
+        [splits[part.splitname].select(range(part.from_, max(part.from_, part.to))) for part in parts]
+    )
+
+
+def _read(files: Sequence[Path]) -> Dataset:
+    """The rows of files of one type. No reader infers a type from text."""
+    for file in files:
+        if file.suffix not in _READERS:
+            raise ConfigError(f"{file}: unknown file type {file.suffix!r}, expected {', '.join(_READERS)}")
+        with file.open("rb") as lines:
+            if not any(line.strip() for line in lines):
+                raise DataError(f"{file} has no rows")
+    names, kind = [str(file) for file in files], _READERS[files[0].suffix]
+    if kind == "json":
+        return _dataset([row for file in files for row in _json_rows(file)], listed(names))
+    if kind == "parquet":
+        return _load("parquet", data_files=names, split="train")
+    try:
+        with files[0].open(encoding="utf-8-sig", newline="") as lines:
+            header = next(csv.reader(lines))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{files[0]} cannot be read: {one_line(error)}") from error
+    text = Features({column: Value("string") for column in header})
+    return _load("csv", data_files=names, split="train", features=text, keep_default_na=False)
+
+
+class _Float(float):
+    """A number of a JSON file that also has its spelling."""
+
+    spelling: str
+
+    def __new__(cls, spelling: str) -> _Float:
+        number = super().__new__(cls, spelling)
+        number.spelling = spelling
+        return number
+
+
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, or of a JSON array.
+
+    Arrow's parser would make datetimes of dates and floats of large integers, and crashes on text that is nested too
+    deeply.
+    """
+    where = f"{file}"
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        if text.lstrip().startswith("["):
+            rows = json.loads(text, parse_float=_Float)
+        else:
+            rows = []
+            for number, line in enumerate(text.split("\n"), 1):
+                where = f"{file}, line {number}"
+                if line.strip():
+                    rows.append(json.loads(line, parse_float=_Float))
+    except RecursionError as error:
+        raise DataError(f"{where}: lists and objects are nested more than {N_LEVELS} deep") from error
+    except ValueError as error:
+        raise DataError(
+            f"{where}: {one_line(error)}; expected one JSON object a line, or an array of objects"
+        ) from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise DataError(f"{file}, row {number}: found {_short(row)}, expected a JSON object")
+        if _is_too_deep(row):
+            raise DataError(f"{file}, row {number}: lists and objects are nested more than {N_LEVELS} deep")
+        yield row
+
+
+def _is_too_deep(row: dict[str, Any]) -> bool:
+    level: list[Any] = [row]
+    for _ in range(N_LEVELS + 1):
+        nested = [value for value in level if isinstance(value, (list, dict))]
+        level = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
+    return any(isinstance(value, (list, dict)) for value in level)
+
+
+def _dataset(rows: list[dict[str, Any]], files: str) -> Dataset:
+    """The rows as a Dataset in which each value is the file's."""
+    columns, features = {}, {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name], features[name] = _column(name, [row.get(name) for row in rows])
+        except DataError as error:
+            raise DataError(f"{files}, column {name!r}: {error}") from error
+    return Dataset.from_dict(columns, features=Features(features))
+
+
+def _column(name: str, values: list[Any]) -> tuple[list[Any], Any]:
+    """The values and the feature of a column.
+
+    A column whose scalars are not of one type, or would be spelled otherwise, is text as spelled in the file. So are
+    numbers in a column that TRL trains.
+    """
+    given = [(number, value) for number, value in enumerate(values, 1) if value is not None]
+    nested = [number for number, value in given if isinstance(value, (list, dict))]
+    if nested and len(nested) < len(given):
+        other = next(number for number, value in given if not isinstance(value, (list, dict)))
+        raise DataError(
+            f"has a list or an object in row {nested[0]}, and text or a number in row {other}: write all rows alike"
+        )
+    if nested:
+        return values, _nested_feature(values)
+    types = {type(value) for _, value in given}
+    if types == {bool} and name not in _TEXT_COLUMNS:
+        return values, Value("bool")
+    if types == {int} and name not in _TEXT_COLUMNS and all(-(2**63) <= value < 2**63 for _, value in given):
+        return values, Value("int64")
+    if types == {_Float} and name not in _TEXT_COLUMNS and all(repr(value) == value.spelling for _, value in given):
+        return values, Value("float64")
+    texts = [value if value is None else _spelled(value) for value in values]
+    for number, text in enumerate(texts, 1):
+        if text is not None and not is_text(text):
+            raise DataError(f"row {number} has a lone surrogate, expected Unicode text")
+    return texts, Value("string")
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return value.spelling if isinstance(value, _Float) else json.dumps(value)
+
+
+def _nested_feature(values: list[Any]) -> Any:
+    """The Arrow type of lists or objects if it keeps them, else `Json`.
+
+    Arrow gives all objects of a column the same keys, with null for what a row does not have, and all numbers one type.
+    """
+    exact = [json.dumps(value) for value in values]
+    try:
+        array = pa.array(values)
+        if [json.dumps(value) for value in array.to_pylist()] == exact:
+            return Features.from_arrow_schema(pa.schema([("", array.type)]))[""]
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+        pass  # values of several types
+    feature = Json()
+    for number, (value, text) in enumerate(zip(values, exact, strict=True), 1):
+        try:
+            kept = value is None or json.dumps(feature.decode_example(feature.encode_example(value))) == text
+        except (ValueError, OverflowError):  # integers beyond 64 bits, lone surrogates
+            kept = False
+        if not kept:
+            raise DataError(
+                f"`datasets` would change {_short(value)} in row {number}: write numbers of more than 10 digits inside "
+                "of lists and objects as strings"
+            )
+    return feature
+
+
+def _checked(rows: Any, name: str, algorithm: Algorithm) -> Any:
+    """The rows, as messages that TRL renders once. Raises DataError for columns and rows that it would not train."""
+    columns = list(rows.features or next(iter(rows)))
+    needed = () if algorithm == "sft" and "prompt" not in columns else _COMPLETIONS[algorithm] or ("prompt",)
+    if missing := [column for column in needed if column not in columns]:
+        raise DataError(f"{name}: {algorithm} needs the column {missing[0]!r}, found {', '.join(columns)}")
+    if ignored := {"tools", "chat_template_kwargs"}.intersection(columns if algorithm == "grpo" else ()):
+        raise DataError(f"{name}: TRL's GRPOTrainer does not render the column {min(ignored)!r}: remove or rename it")
+    where: dict[str, Any] = {"name": name, "algorithm": algorithm}
+    if not isinstance(rows, Dataset):
+        return rows.map(_corrections, with_indices=True, fn_kwargs=where)
+    corrected, equal = False, []
+    for index, row in enumerate(rows.select_columns([c for c in (*_TEXT_COLUMNS, *_CONVERSATIONS) if c in columns])):
+        corrected = bool(_corrections(row, index, **where)) or corrected
+        if algorithm == "dpo" and row["chosen"] == row["rejected"]:
+            equal.append(index + 1)
+    if equal:
+        text = f"{name}: chosen equals rejected in {len(equal)} of {len(rows)} rows, the first is row {equal[0]}"
+        if len(equal) == len(rows):
+            raise DataError(f"{text}: DPO learns nothing from them")
+        warnings.warn(f"{text}; DPO learns nothing from these rows", stacklevel=3)
+    if corrected:
+        rows = rows.map(_corrections, with_indices=True, fn_kwargs=where, load_from_cache_file=False)
+    return rows
+
+
+def _corrections(row: Mapping[str, Any], index: int, name: str, algorithm: Algorithm) -> dict[str, Any]:
+    """The columns of a row that TRL must get in another form. Raises DataError if there is no right form."""
+    where = f"{name}, row {index + 1}"
+    given = {
+        column: _messages(row[column], f"{where}, column {column!r}")
+        for column in ("prompt", *_COMPLETIONS[algorithm], *(("messages",) if algorithm == "sft" else ()))
+        if column in row
+    }
+    prompt, completions = given.get("prompt"), {c: given[c] for c in _COMPLETIONS[algorithm] if c in given}
+    if (
+        isinstance(prompt, str)
+        and completions
+        and all(isinstance(value, list) and value[0].get("content") == prompt for value in completions.values())
+    ):
+        prompt = next(iter(completions.values()))[:1]  # the conversations begin with the prompt
+    changes: dict[str, Any] = {}
+    for column, value in completions.items():
+        if prompt is None:  # TRL takes the messages that both begin with
+            if isinstance(value, list) and value[0] != given["chosen"][0]:
+                raise DataError(f"{where}: chosen and rejected begin with different messages: add a column 'prompt'")
+            continue
+        if isinstance(value, str) != isinstance(prompt, str):
+            raise DataError(f"{where}: of 'prompt' and {column!r}, one is text and one is messages: write both alike")
+        if isinstance(value, str):
+            continue
+        if value[: len(prompt)] == prompt:  # TRL would render the prompt twice, and train it
+            changes |= {"prompt": prompt, column: value[len(prompt) :]}
+        answer = changes.get(column, value)
+        if not answer:
+            raise DataError(f"{where}: {column!r} is the prompt alone, expected an answer of the assistant")
+        if (role := answer[0]["role"]) in ("user", "system"):
+            raise DataError(
+                f"{where}: {column!r} begins with the {role}'s message, which would be trained: move it to 'prompt'"
+            )
+    return changes
+
+
+def _messages(value: Any, where: str) -> Any:
+    """Text, or messages without the null fields that Arrow adds."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: found {_short(value)}, expected text or a list of messages")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{where}: message {number} is {_short(message)}, expected an object with 'role' and 'content'"
+            )
+    return [{key: field for key, field in message.items() if field is not None} for message in value]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_tokenized(trainer: Any, rows: Any = None) -> None:
+    """Raise a ConfigError if the tokens that TRL's SFT, DPO or GRPO trainer trains are not what the rows say.
+
+    Every text of a completion (contents, reasoning, and names and arguments of tool calls of the assistant) must be in
+    the decoded labels, and every other message of the prompt and the name of every tool in the decoded row. Whitespace
+    is not compared. The trainer tokenizes the rows once more for this, without truncation and packing. If there are
+    more than 256 rows, 256 drawn with seed 0 are compared, or the first 256 of a stream.
+
+    Args:
+        trainer: an SFTTrainer, DPOTrainer or GRPOTrainer; others are not checked, nor are rows with images.
+        rows: what the trainer was given as `train_dataset`; needed if it packs rows.
+    """
+    rows = trainer.train_dataset if rows is None else rows
+    if not isinstance(trainer, (SFTTrainer, DPOTrainer, GRPOTrainer)) or getattr(trainer, "_is_vision_dataset", False):
+        return
+    if isinstance(rows, Dataset):
+        numbers: Sequence[int] = range(len(rows))
+        if len(rows) > N_CHECKED:
+            numbers = sorted(random.Random(0).sample(numbers, N_CHECKED))
+        sample, total = rows.select(numbers), f"{len(numbers)} of {len(rows)}"
+    else:
+        sample = Dataset.from_list(list(rows.take(N_CHECKED)), features=rows.features)
+        numbers, total = range(len(sample)), f"the first {len(sample)}"
+    sample = sample.remove_columns([name for name in _TOKENIZED if name in sample.column_names])
+    if not {*_TEXT_COLUMNS, *_CONVERSATIONS, getattr(trainer.args, "dataset_text_field", "")} & {*sample.column_names}:
+        warnings.warn("packed or tokenized rows are not compared with their text; pass `rows`", stacklevel=2)
+        return
+    wrong = []
+    for number, row in zip(numbers, _tokenized(trainer, sample), strict=True):
+        if (problem := next(_differences(trainer, row), None)) is not None:
+            wrong.append(f"row {number + 1}: {problem}")
+    if wrong:
+        raise ConfigError(
+            f"{len(wrong)} of the rows are not trained as written ({total} compared); {wrong[0]}. "
+            "Use a chat template that renders it, or remove it from the rows"
+        )
+
+
+def _tokenized(trainer: Any, sample: Dataset) -> Iterable[dict[str, Any]]:
+    """The rows as the trainer prepares them, in their order and at full length."""
+    args = copy.copy(trainer.args)
+    args.max_length, args.dataset_num_proc, args.shuffle_dataset = None, None, False
+    if isinstance(trainer, SFTTrainer):
+        return trainer._prepare_dataset(sample, trainer.processing_class, args, False, None, "compared")
+    if isinstance(trainer, DPOTrainer):
+        return trainer._prepare_dataset(sample, trainer.processing_class, args, "compared")
+    return sample
+
+
+def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
+    """What the row says and its tokens do not, in words."""
+    tokenizer = trainer.processing_class
+    if not isinstance(trainer, (SFTTrainer, DPOTrainer)):
+        if not is_conversational(row):
+            return
+        rendered = tokenizer.apply_chat_template(
+            row["prompt"],
+            tools=trainer.tools or None,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **trainer.chat_template_kwargs,
+        )
+        yield from _absent(tokenizer, _expected(row["prompt"], trained=False), "the prompt", rendered, rendered)
+        return
+    if isinstance(trainer, DPOTrainer):
+        sequences = {c: (row["prompt_ids"] + row[f"{c}_ids"], row[f"{c}_ids"]) for c in ("chosen", "rejected")}
+    else:
+        column = next((c for c in ("completion", "messages") if c in row), trainer.args.dataset_text_field)
+        labels = [token for token in row["labels"] if token != -100]
+        sequences = {column: (row["input_ids"], labels)}
+    tools = row.get("tools") or []
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    for column, (ids, labels) in sequences.items():
+        full, trained = tokenizer.decode(ids), tokenizer.decode(labels)
+        yield from _absent(tokenizer, _expected(row[column], trained=True), f"the labels of {column!r}", full, trained)
+        context = [*_expected(row.get("prompt", row[column]), trained=False)]
+        context += [("tools", (tool.get("function") or tool).get("name", "")) for tool in tools]
+        yield from _absent(tokenizer, context, "the tokens", full, full)
+
+
+def _expected(value: Any, *, trained: bool) -> Iterator[tuple[str, str]]:
+    """(field, text) of what the assistant's messages say, if `trained`, else of the other messages."""
+    if isinstance(value, str):
+        yield from [("text", value)] if trained else ()
+        return
+    for message in value:
+        if (message["role"] == "assistant") == trained:
+            for field in _RENDERED:
+                yield from ((field, text) for text in _leaves(message.get(field)))
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from () if key in _NOT_RENDERED else _leaves(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _leaves(item)
+    elif value is not None and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _absent(tokenizer: Any, expected: Iterable[tuple[str, str]], where: str, full: str, trained: str) -> Iterator[str]:
+    """The expected texts that do not end in `trained`, the part of `full` with labels.
+
+    A text may begin before the labels, because a template may write its first words, as `<think>`, into the prompt.
+    """
+    full, trained = _squeezed(full), _squeezed(trained)
+    for field, text in expected:
+        if not any(_ends_in(full, trained, _squeezed(form)) for form in _forms(tokenizer, text)):
+            yield f"{field} {_short(text)} is not in {where}"
+
+
+def _forms(tokenizer: Any, text: str) -> Iterator[str]:
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]  # in a tool call that is rendered as JSON
+    yield tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])  # in its normal form
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _ends_in(full: str, trained: str, text: str) -> bool:
+    begin = full.rfind(text) if full.endswith(trained) else -1
+    return text in trained or (begin >= 0 and begin + len(text) > len(full) - len(trained))
+
+
+def rows_digest(rows: Dataset | IterableDataset) -> str:
+    """A digest of the rows and their order; of a stream, of its first 1,000 rows."""
+    digest = xxhash.xxh3_128()
+    if not isinstance(rows, Dataset):
+        rows = rows.take(N_DIGESTED)
+    for table in rows.with_format("arrow").iter(batch_size=1000):
+        for row in table.to_pylist():
+            digest.update(json.dumps(row, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+class RowsDigest(TrainerCallback):
+    """Stores the digest of the rows in each checkpoint's `trainer_state.json`.
+
+    Resuming from a checkpoint of other rows raises a DataError before the first step.
+    """
+
+    def __init__(self, rows: Dataset | IterableDataset) -> None:
+        self.digest = rows_digest(rows)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get("rows_digest")
+        if state.global_step and saved is None:
+            warnings.warn("the checkpoint has no digest of its rows, which are not compared", stacklevel=2)
+        elif saved is not None and saved != self.digest:
+            raise DataError(
+                f"the rows of the dataset are not those of the checkpoint of step {state.global_step} "
+                f"(digest {self.digest}, expected {saved}): restore them, or start a new run"
+            )
+        state.stateful_callbacks["rows_digest"] = self.digest
+
+
+class LogWarnings(TrainerCallback):
+    """Warns once of each kind of logged metrics that look like training and are none."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        found = {
+            "the rewards of each prompt are all equal, so GRPO has no gradient: check rewards and completions": (
+                logs.get("frac_reward_zero_std") == 1
+            ),
+            "all completions are empty: check the chat template and the EOS token": (
+                logs.get("completions/max_length", 2) <= 1 < args.max_completion_length
+            ),
+            "rewards/accuracies is 0 because all margins are 0, as in the first step: TRL counts ties as wrong": (
+                logs.get("rewards/accuracies") == 0 == logs.get("rewards/margins")
+            ),
+        }
+        for text in [text for text, holds in found.items() if holds and text not in self._warned]:
+            self._warned.add(text)
+            if state.is_world_process_zero:
+                warnings.warn(f"step {state.global_step}: {text}", stacklevel=2)
