@@ -27,7 +27,7 @@ from typing import Any, Literal
 from sparse_opt.config import option, require_number_ranges, run_module
 from sparse_opt.errors import ConfigError
 from sparse_opt.files import new_folder
-from sparse_opt.trainers.data.records import Text
+from sparse_opt.integrations.trl.records import Text
 from sparse_opt.trainers.rewards.functions import completion_text
 from sparse_opt.trainers.run.outputs import check_new_folder, writing
 
