@@ -192,6 +192,9 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
     for key, value in content.items():
         action = _find(of, f"--{key}", f"config file {file}")
         given.add(action.dest)
+        if isinstance(value, bool) and action.type is str and not action.choices:
+            of.set_defaults(**{action.dest: value})  # `fsdp: true`
+            continue
         if isinstance(value, bool):
             words = {True: "yes", False: "no"} if "no" in (action.choices or ()) else {True: "true", False: "false"}
             value = words[value]  # YAML reads `save_strategy: no` as false

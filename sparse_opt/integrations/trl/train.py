@@ -190,9 +190,9 @@ def _add_callbacks(algorithm: str, trainer: Any, options: Options) -> DeltaLogCa
 def _checkpoint(args: Any) -> str | None:
     """The folder of `--resume_from_checkpoint`, of which `true` means the last one in the output folder."""
     given = args.resume_from_checkpoint
-    if given is None or given.lower() in FALSE:
+    if given is None or str(given).lower() in FALSE:
         return None
-    if given.lower() not in TRUE:
+    if str(given).lower() not in TRUE:
         if not Path(given, "trainer_state.json").is_file():
             raise ConfigError(f"--resume_from_checkpoint {given}: expected a checkpoint's folder, or true")
         return str(given)
