@@ -105,7 +105,7 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run_trl(algorithm: str, argv: Sequence[str]) -> int:
+def _run_trl(algorithm: Any, argv: Sequence[str]) -> int:
     from ..integrations.factory import require
 
     for package in ("transformers", "trl"):

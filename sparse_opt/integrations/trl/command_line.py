@@ -70,7 +70,7 @@ class Options:
         given: names of the options in files and words.
     """
 
-    script: ScriptArguments
+    script: Any
     training: Any
     model: ModelConfig
     mask: MaskArguments
@@ -93,8 +93,9 @@ class _Parser(TrlParser):
 def parser(algorithm: str) -> TrlParser:
     """The parser of `sparse-opt train ALGORITHM`."""
     script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
+    classes: Any = (script, CONFIGS[algorithm], ModelConfig, MaskArguments)
     made = _Parser(
-        (script, CONFIGS[algorithm], ModelConfig, MaskArguments),
+        classes,
         prog=f"sparse-opt train {algorithm}",
         usage=f"sparse-opt train {algorithm} [--config FILE] [--key value ...] [key=value ...]",
         description=f"Train with TRL's {algorithm.upper()}Trainer: all weights, those of a mask, or adapters.",

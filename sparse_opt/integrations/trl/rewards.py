@@ -84,14 +84,15 @@ def _load(name: str) -> RewardFunction:
     folder = str(Path.cwd())  # not on the path of a console script; last, so that it hides no installed package
     sys.path.append(folder)
     try:
-        function = getattr(importlib.import_module(module_name), function_name, None)
+        found = getattr(importlib.import_module(module_name), function_name, None)
     except ImportError as error:
         raise ConfigError(f"reward function '{name}': cannot import {module_name}: {error}") from error
     finally:
         sys.path.remove(folder)
-    if not callable(function):
+    if not callable(found):
         raise ConfigError(f"reward function '{name}': {module_name} has no function {function_name}")
-    return function
+    loaded: RewardFunction = found
+    return loaded
 
 
 def checked(function: RewardFunction) -> RewardFunction:

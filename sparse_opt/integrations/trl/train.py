@@ -24,7 +24,7 @@ from ..callback import DeltaLogCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
 from .command_line import Options, parse
-from .data import LogWarnings, RowsDigest, check_tokenized, load_rows
+from .data import Algorithm, LogWarnings, RowsDigest, check_tokenized, load_rows
 from .margins import MarginsCallback
 from .memory import MemoryCallback
 from .progress import ProgressLines
@@ -36,7 +36,7 @@ OPTIONS_FILE = "options.yaml"
 MASK_FILE = "mask.safetensors"
 
 
-def run(algorithm: str, argv: Sequence[str]) -> int:
+def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
     """Train as the words after `sparse-opt train ALGORITHM` say, and return 0.
 
     Raises:
@@ -82,7 +82,7 @@ def run(algorithm: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _mask_and_rate(algorithm: str, options: Options) -> tuple[MaskSet | None, str]:
+def _mask_and_rate(algorithm: Algorithm, options: Options) -> tuple[MaskSet | None, str]:
     """The mask, with the learning rate set for it, and the line that says what will be trained."""
     args, name = options.training, options.model.model_name_or_path
     line = f"{algorithm}: {name}, "
@@ -121,7 +121,7 @@ def _random_mask(options: Options) -> MaskSet:
     return MaskSet.random(model, density=mask.mask_density, pattern=mask.mask_pattern, seed=mask.mask_seed)
 
 
-def _trainer(algorithm: str, options: Options, rows: Any, mask: MaskSet | None, rewards: list[Any]) -> Any:
+def _trainer(algorithm: Algorithm, options: Options, rows: Any, mask: MaskSet | None, rewards: list[Any]) -> Any:
     script, args, model = options.script, options.training, options.model
     args.model_init_kwargs = {
         "revision": model.model_revision,
@@ -159,7 +159,7 @@ def _trainer(algorithm: str, options: Options, rows: Any, mask: MaskSet | None, 
         raise ConfigError(f"{model.model_name_or_path}: {error}") from error
 
 
-def _add_callbacks(algorithm: str, trainer: Any, options: Options) -> DeltaLogCallback | None:
+def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> DeltaLogCallback | None:
     """Add the callbacks of the options; returns the delta log of a dense run, which must be closed."""
     mask = options.mask
     trainer.remove_callback(PrinterCallback)
