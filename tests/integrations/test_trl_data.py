@@ -178,8 +178,8 @@ def test_splits_and_slices_of_local_files(load, tmp_path):
 def test_datasets_of_the_hub_are_loaded_by_name(monkeypatch):
     asked = []
 
-    def load_dataset(name: str, **options: Any) -> Any:
-        asked.append((name, options))
+    def load_dataset(path: str, **options: Any) -> Any:
+        asked.append((path, options))
         rows = Dataset.from_list([{"prompt": "a"}])
         return rows.to_iterable_dataset() if options["streaming"] else rows
 
@@ -268,14 +268,16 @@ def test_truncation_and_packing_do_not_count(load, trainer, options):
 @pytest.mark.parametrize(
     ("answer", "missing"),
     [
-        (message("assistant", "", tool_calls=[CALL]), "tool_calls \"add\" is not in the labels of 'messages'"),
+        (
+            message("assistant", "", tool_calls=[CALL]),
+            "tool_calls \"add\" of the assistant is not in the labels of 'messages'",
+        ),
         (message("assistant", "4", reasoning_content="two and two"), 'reasoning_content "two and two"'),
-        (message("assistant", "4"), 'tools "add" is not in the tokens'),
+        (message("assistant", "4"), 'the tool "add" is not in its tokens'),
     ],
 )
 def test_fields_that_the_template_drops_are_named(load, trainer, answer, missing):
-    row = {"messages": [ASK, answer], "tools": [ADD]} if missing.startswith("tools") else {"messages": [ASK, answer]}
-    rows = load("sft", [row])
+    rows = load("sft", [{"messages": [ASK, answer], "tools": [ADD] if "tool " in missing else []}])
     with pytest.raises(ConfigError, match=missing):
         check_tokenized(trainer("sft", rows, PLAIN), rows)
     check_tokenized(trainer("sft", rows, TOOLS), rows)
@@ -291,11 +293,18 @@ def test_arguments_of_tools_keep_their_keys_and_numbers(load, trainer, character
         assert json.dumps([{"function": call}]) in characters.decode(row["input_ids"])
 
 
+def test_a_text_of_another_turn_is_not_the_answer(load, trainer):
+    drops = TURNS.replace("CONTENT", "m.content if m.role == 'user'")
+    rows = load("sft", [{"messages": [ASK, message("assistant", "2"), message("user", "and 4?")]}])
+    with pytest.raises(ConfigError, match=r'row 1: content "2" of the assistant is not'):
+        check_tokenized(trainer("sft", rows, drops), rows)
+
+
 def test_prompts_of_grpo_are_compared(load, trainer):
     lines = [{"prompt": [message("system", "be brief"), ASK]}]
     rows = load("grpo", lines)
     check_tokenized(trainer("grpo", rows))
-    with pytest.raises(ConfigError, match='row 1: content "be brief" is not in the prompt'):
+    with pytest.raises(ConfigError, match='row 1: content "be brief" of the system is not in its'):
         check_tokenized(trainer("grpo", rows, PLAIN.replace("in messages", "in messages if m.role != 'system'")))
 
 

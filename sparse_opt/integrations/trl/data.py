@@ -30,7 +30,8 @@ from .records import as_trl_rows
 Algorithm = Literal["sft", "dpo", "grpo"]
 
 N_CHECKED = 256  # rows that `check_tokenized` compares, drawn with seed 0
-N_LEVELS = 32  # of lists and objects in a row of JSON; Arrow and `datasets` fail at about 50
+N_LEVELS = 32  # of lists and objects in a column of JSON; Arrow and `datasets` fail at about 50
+N_ARROW_LEVELS = 8  # of those that have an Arrow type: `datasets` takes time exponential in the levels
 N_DIGESTED = 1000  # rows of a stream that `rows_digest` reads
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
@@ -167,14 +168,15 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number}: found {_short(row)}, expected a JSON object")
-        if _is_too_deep(row):
+        if _is_deeper(row, N_LEVELS + 1):
             raise DataError(f"{file}, row {number}: lists and objects are nested more than {N_LEVELS} deep")
         yield row
 
 
-def _is_too_deep(row: dict[str, Any]) -> bool:
-    level: list[Any] = [row]
-    for _ in range(N_LEVELS + 1):
+def _is_deeper(value: Any, n_levels: int) -> bool:
+    """Whether lists and objects are nested in more than this number of levels."""
+    level = [value]
+    for _ in range(n_levels):
         nested = [value for value in level if isinstance(value, (list, dict))]
         level = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
     return any(isinstance(value, (list, dict)) for value in level)
@@ -233,7 +235,7 @@ def _nested_feature(values: list[Any]) -> Any:
     """
     exact = [json.dumps(value) for value in values]
     try:
-        array = pa.array(values)
+        array = pa.nulls(0) if any(_is_deeper(value, N_ARROW_LEVELS) for value in values) else pa.array(values)
         if [json.dumps(value) for value in array.to_pylist()] == exact:
             return Features.from_arrow_schema(pa.schema([("", array.type)]))[""]
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
@@ -386,9 +388,14 @@ def _tokenized(trainer: Any, sample: Dataset) -> Iterable[dict[str, Any]]:
 def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
     """What the row says and its tokens do not, in words."""
     tokenizer = trainer.processing_class
-    if not isinstance(trainer, (SFTTrainer, DPOTrainer)):
-        if not is_conversational(row):
-            return
+    if isinstance(trainer, SFTTrainer):
+        column = next((c for c in ("completion", "messages") if c in row), trainer.args.dataset_text_field)
+        labels = [token for token in row["labels"] if token != -100]
+        sequences = {column: (tokenizer.decode(row["input_ids"]), tokenizer.decode(labels))}
+    elif isinstance(trainer, DPOTrainer):
+        ids = {column: row[f"{column}_ids"] for column in ("chosen", "rejected")}
+        sequences = {c: (tokenizer.decode(row["prompt_ids"] + ids[c]), tokenizer.decode(ids[c])) for c in ids}
+    elif is_conversational(row):
         rendered = tokenizer.apply_chat_template(
             row["prompt"],
             tools=trainer.tools or None,
@@ -397,33 +404,33 @@ def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
             tokenize=False,
             **trainer.chat_template_kwargs,
         )
-        yield from _absent(tokenizer, _expected(row["prompt"], trained=False), "the prompt", rendered, rendered)
-        return
-    if isinstance(trainer, DPOTrainer):
-        sequences = {c: (row["prompt_ids"] + row[f"{c}_ids"], row[f"{c}_ids"]) for c in ("chosen", "rejected")}
+        sequences = {"prompt": (rendered, rendered)}
     else:
-        column = next((c for c in ("completion", "messages") if c in row), trainer.args.dataset_text_field)
-        labels = [token for token in row["labels"] if token != -100]
-        sequences = {column: (row["input_ids"], labels)}
-    tools = row.get("tools") or []
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    for column, (ids, labels) in sequences.items():
-        full, trained = tokenizer.decode(ids), tokenizer.decode(labels)
-        yield from _absent(tokenizer, _expected(row[column], trained=True), f"the labels of {column!r}", full, trained)
-        context = [*_expected(row.get("prompt", row[column]), trained=False)]
-        context += [("tools", (tool.get("function") or tool).get("name", "")) for tool in tools]
-        yield from _absent(tokenizer, context, "the tokens", full, full)
-
-
-def _expected(value: Any, *, trained: bool) -> Iterator[tuple[str, str]]:
-    """(field, text) of what the assistant's messages say, if `trained`, else of the other messages."""
-    if isinstance(value, str):
-        yield from [("text", value)] if trained else ()
         return
-    for message in value:
-        if (message["role"] == "assistant") == trained:
+    tools = row.get("tools") or []
+    for column, decoded in sequences.items():
+        full, trained = map(_squeezed, decoded)
+        for tool in json.loads(tools) if isinstance(tools, str) else tools:
+            name = (tool.get("function") or tool).get("name", "")
+            if _squeezed(name) not in full:
+                yield f"the tool {_short(name)} is not in its tokens"
+        answer, position = row[column], 0
+        if isinstance(answer, str):
+            turns = [({"role": "assistant", "content": answer}, True)]
+        else:  # in a prompt, templates leave out the reasoning of the assistant's turns
+            turns = [(message, False) for message in row.get("prompt", ()) if message["role"] != "assistant"]
+            if column != "prompt":
+                turns += [(message, message["role"] == "assistant") for message in answer]
+        for message, is_trained in turns:
+            start = 0 if message["role"] == "system" else position  # templates may move it to a later turn
             for field in _RENDERED:
-                yield from ((field, text) for text in _leaves(message.get(field)))
+                for text in _leaves(message.get(field)):
+                    end = _end(tokenizer, text, full, trained if is_trained else full, start)
+                    if end is None:
+                        where = f"the labels of {column!r}" if is_trained else "its tokens"
+                        yield f"{field} {_short(text)} of the {message['role']} is not in {where}"
+                    elif message["role"] == "user":  # between them, templates may change the order
+                        position = max(position, end)
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -439,30 +446,27 @@ def _leaves(value: Any) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def _absent(tokenizer: Any, expected: Iterable[tuple[str, str]], where: str, full: str, trained: str) -> Iterator[str]:
-    """The expected texts that do not end in `trained`, the part of `full` with labels.
+def _end(tokenizer: Any, text: str, full: str, trained: str, start: int) -> int | None:
+    """Where the text ends in `full`, from `start` on, if it also ends in `trained`, the part of `full` with labels.
 
-    A text may begin before the labels, because a template may write its first words, as `<think>`, into the prompt.
+    It may begin before the labels, because a template may write its first words, as `<think>`, into the prompt.
     """
-    full, trained = _squeezed(full), _squeezed(trained)
-    for field, text in expected:
-        if not any(_ends_in(full, trained, _squeezed(form)) for form in _forms(tokenizer, text)):
-            yield f"{field} {_short(text)} is not in {where}"
+    for form in _forms(tokenizer, text):
+        begin, last = full.find(form, start), full.rfind(form)
+        ends_in_tail = full.endswith(trained) and last + len(form) > len(full) - len(trained)
+        if begin >= 0 and (form in trained or ends_in_tail):
+            return begin + len(form)
+    return None
 
 
 def _forms(tokenizer: Any, text: str) -> Iterator[str]:
-    yield text
-    yield json.dumps(text, ensure_ascii=False)[1:-1]  # in a tool call that is rendered as JSON
-    yield tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])  # in its normal form
+    yield _squeezed(text)
+    yield _squeezed(json.dumps(text, ensure_ascii=False)[1:-1])  # in a tool call that is rendered as JSON
+    yield _squeezed(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))  # in its normal form
 
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _ends_in(full: str, trained: str, text: str) -> bool:
-    begin = full.rfind(text) if full.endswith(trained) else -1
-    return text in trained or (begin >= 0 and begin + len(text) > len(full) - len(trained))
 
 
 def rows_digest(rows: Dataset | IterableDataset) -> str:
