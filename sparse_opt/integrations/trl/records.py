@@ -212,7 +212,7 @@ def as_trl_rows(rows: Any, name: str, algorithm: str) -> Any:
     Raises:
         DataError: a row does not fit its format.
     """
-    columns = set(rows.column_names or ())
+    columns = set(rows.column_names or next(iter(rows)))  # a stream may not know its columns
     of_trl = {"prompt", "messages", "text"} if algorithm == "sft" else {"prompt"}
     if columns & of_trl or not columns & {"question", "conversations", "problem"}:
         return rows
@@ -226,4 +226,4 @@ def as_trl_rows(rows: Any, name: str, algorithm: str) -> Any:
         example = read(row)
         return {"prompt": example.prompt, **dict(zip(names, example.completions, strict=True))}
 
-    return rows.map(converted, remove_columns=rows.column_names)
+    return rows.map(converted, remove_columns=sorted(columns))
