@@ -277,7 +277,7 @@ def _make(config: ArithmeticConfig) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
-    from .run.reporting.progress import hide_progress_bars
+    from sparse_opt.progress import hide_progress_bars
 
     hide_progress_bars()
     return run_module(ArithmeticConfig, _make, argv, prog="python -m sparse_opt.trainers.arithmetic")

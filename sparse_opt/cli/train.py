@@ -134,7 +134,7 @@ def _algorithm_parser(algorithm: str, module: Any) -> CommandParser:
 
 
 def _train(algorithm: str, work: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
+    from ..progress import hide_progress_bars
 
     hide_progress_bars(always=os.environ.get("RANK", "0") != "0")
     return _with_memory_advice(algorithm, lambda: work(config))

@@ -20,6 +20,7 @@ from ...errors import ConfigError, SparseOptError
 from ...files import written_aside
 from ...masks.mask_set import MaskSet
 from ...option_values import FALSE, TRUE
+from ...progress import hide_progress_bars
 from ..callback import DeltaLogCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
@@ -53,8 +54,8 @@ def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
     is_main = args.process_index == 0
     if is_main:
         print(first_line, flush=True)
-    if not is_main or not sys.stderr.isatty():
-        _hide_progress_bars(args)
+    args.disable_tqdm = args.disable_tqdm or not (is_main and sys.stderr.isatty())
+    hide_progress_bars(always=not is_main)
     rows = load_rows(options.script, algorithm)
     trainer = _trainer(algorithm, options, rows, mask, rewards)
     check_tokenized(trainer, rows)
@@ -224,12 +225,3 @@ def _write_options(options: Options, mask: MaskSet | None) -> None:
         aside.write_text(options.to_yaml(), encoding="utf-8")
     if mask is not None and options.mask.mask is None:
         mask.save(folder / MASK_FILE)
-
-
-def _hide_progress_bars(args: Any) -> None:
-    import datasets
-    from transformers.utils import logging
-
-    args.disable_tqdm = True
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()
