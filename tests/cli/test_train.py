@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from launch import run_command
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sparse_opt import DeltaLog, MaskSet
@@ -205,6 +207,20 @@ def test_margins_of_all_micro_batches(train, tmp_path):
     for row in rows:
         values = np.load(tmp_path / f"out/logs/margins/epoch_000/step_{row['step']:05d}.npy")
         assert values.dtype == np.float32 and values.mean() == pytest.approx(row["mean"], rel=1e-5, abs=1e-9)
+
+
+def test_two_processes(files, rows, tmp_path):
+    words = f"--model_name_or_path {files.model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_steps 2"
+    words += " --per_device_train_batch_size 2 --report_to none --mask_density 0.1 --log_margins --statistics_steps 1"
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "datasets"), "OMP_NUM_THREADS": "1"}
+    ended = run_command(2, ["train", "dpo", *words.split(), "--use_cpu"], environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("dpo: ") == ended.stdout.count("trained to step 2") == 1
+    margins = [json.loads(line) for line in (tmp_path / "out/logs/margins/margins_log.jsonl").open()]
+    assert [row["n"] for row in margins] == [4, 4]
+    assert len((tmp_path / "out" / "update_statistics.jsonl").read_text().splitlines()) == 2
+    (memory,) = [json.loads(line) for line in (tmp_path / "out" / "memory.jsonl").open()]
+    assert len(memory["ranks"]) == 2
 
 
 def test_a_mask_for_another_model(train, files, tmp_path):

@@ -77,8 +77,9 @@ class MarginsCallback(TrainerCallback):
 
     def _record(self, tensor: Any) -> Any:
         gathered = self._gather(tensor)
-        if isinstance(gathered, Tensor) and gathered.dim() == 1 and self._trainer.model.training:
-            self._gathered.append(gathered.detach())
+        if self._trainer.model.training and isinstance(gathered, Tensor) and gathered.is_floating_point():
+            if gathered.dim() == 1:
+                self._gathered.append(gathered.detach())
         return gathered
 
     def _folder(self, args: Any) -> Path:
