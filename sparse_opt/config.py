@@ -4,7 +4,7 @@
     class Options:
         learning_rate: float = option(1e-6, "peak learning rate", at_least=0)
 
-    options = parse_config(Options, ["--config", "run.yaml", "--learning_rate", "5e-7"], prog="sparse-opt train dpo")
+    options = parse_config(Options, ["--config", "run.yaml", "--learning_rate", "5e-7"], prog="sparse-opt train ppo")
 
 `option_parser` describes what a command line may contain.
 """

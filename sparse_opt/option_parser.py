@@ -285,12 +285,35 @@ def read_yaml(file: Path, what: str) -> Any:
     import yaml  # not before a file is read, so that --help does without it
 
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), f"{what} {file}")
+        return yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"cannot read {what} {file}: {error.strerror or error}") from error
     # PyYAML does not catch the errors of int() and date() on a value, and recurses once per level of the file.
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{what} {file} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _refuse_repeated_keys(root: Any, where: str) -> None:
+    """Raise a ConfigError if a mapping of the YAML file has a key twice, of which PyYAML takes the last."""
+    nodes, seen = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+            continue
+        seen.add(id(node))  # an alias may be a cycle, or exponentially long
+        lines: dict[str, int] = {}
+        for item in node.value:
+            key, value = item if isinstance(item, tuple) else (None, item)
+            nodes.append(value)
+            if key is not None and isinstance(key.value, str) and key.value != "<<":
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise ConfigError(
+                        f"{where}: '{key.value}' is in line {lines[key.value]} and again in line {line}: give it once"
+                    )
+                lines[key.value] = line
 
 
 def _name(action: argparse.Action) -> str:

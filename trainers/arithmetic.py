@@ -17,8 +17,8 @@ writes, without downloads and the same for the same seed:
 SFT on the demonstrations teaches the form of an answer and part of the skill: a sampled answer is then right about as
 often as the demonstrations are, or less, so that reinforcement learning can improve it:
 
-    sparse-opt train sft --policy_name arithmetic/model --dataset arithmetic/data/demonstrations.jsonl --dtype fp32 \\
-        --n_steps 800 --batch_size 64 --learning_rate 3e-3 --warmup_steps 20 --max_length 64 --output_dir start
+    sparse-opt train sft --model_name_or_path arithmetic/model --dataset_name arithmetic/data/demonstrations.jsonl \\
+        --max_steps 800 --per_device_train_batch_size 64 --learning_rate 3e-3 --warmup_steps 20 --output_dir start
 
 A near miss is the right answer to a similar question, in which one operand differs by 1 or 10; a wrong explanation
 explains that question.
@@ -277,7 +277,7 @@ def _make(config: ArithmeticConfig) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
-    from .run.reporting.progress import hide_progress_bars
+    from sparse_opt.progress import hide_progress_bars
 
     hide_progress_bars()
     return run_module(ArithmeticConfig, _make, argv, prog="python -m sparse_opt.trainers.arithmetic")

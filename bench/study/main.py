@@ -178,8 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.results or args.output_dir / RESULTS_FILE
     if problem := _problem(args, settings) or why_unwritable(path):
         parser.error(problem)
+    from sparse_opt.progress import hide_progress_bars
     from sparse_opt.trainers.policy.models import resolve_device
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
 
     hide_progress_bars(always=True)
     device = resolve_device(args.device)

@@ -141,7 +141,7 @@ def _make(config: ModelConfig) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folders. Returns 0, 1 if the work failed, or 2 if the call was wrong or a package is missing."""
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
+    from sparse_opt.progress import hide_progress_bars
 
     # Nothing is downloaded. transformers would ask the hub for the file of a folder without config.json.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -131,7 +131,7 @@ def _call(
     import torch
 
     from sparse_opt.errors import SparseOptError
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
+    from sparse_opt.progress import hide_progress_bars
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; this process is ended by its parent
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -3,10 +3,10 @@
     python -m sparse_opt.bench.study.tasks --output_dir products --task products
 
 writes train.jsonl, tune.jsonl and test.jsonl: prompt (chat messages), answer, and entry, which the reward function
-`sparse_opt.bench.study.tasks:score` passes to the package's scorer:
+`sparse_opt.bench.study.tasks.score` passes to the package's scorer:
 
-    sparse-opt train grpo --policy_name smollm2/fp32 --dataset products/train.jsonl \\
-        --reward_functions sparse_opt.bench.study.tasks:score --max_completion_length 16
+    sparse-opt train grpo --model_name_or_path smollm2/fp32 --dataset_name products/train.jsonl \\
+        --reward_funcs sparse_opt.bench.study.tasks.score --max_completion_length 16
 
 No question is in two of the files, or twice in one: tune.jsonl is for choosing options such as the learning rate, and
 test.jsonl for the result alone. With the same seed and n_test, test.jsonl is the same whatever the other numbers are.
@@ -27,7 +27,7 @@ from typing import Any, Literal
 from sparse_opt.config import option, require_number_ranges, run_module
 from sparse_opt.errors import ConfigError
 from sparse_opt.files import new_folder
-from sparse_opt.trainers.data.records import Text
+from sparse_opt.integrations.trl.records import Text
 from sparse_opt.trainers.rewards.functions import completion_text
 from sparse_opt.trainers.run.outputs import check_new_folder, writing
 

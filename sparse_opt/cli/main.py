@@ -22,7 +22,7 @@ from .output import is_out_of_memory
 
 COMMANDS = {
     "quickstart": "a complete experiment on a tiny model, in minutes: dense DPO, a mask, sparse DPO under the mask",
-    "train": "train a model: sft, dpo, grpo, ppo, rft, rlt",
+    "train": "train a model: sft, dpo and grpo by TRL, all weights or those of a mask; ppo, rft, rlt",
     "mask": "find masks, or draw them at random; describe, compare, combine and convert them",
     "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
     "analyze": "measure what training changed: sparsity, coverage, ranks, in tables, plots and one page",
@@ -55,9 +55,9 @@ a first run:
   sparse-opt quickstart    # a complete experiment on a tiny model, no downloads
 
 dense -> mask -> sparse on a model of your own:
-  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --delta_log_dir log --output_dir dense
+  sparse-opt train dpo --model_name_or_path M --dataset_name pairs.jsonl --delta_log_dir log --output_dir dense
   sparse-opt mask find --delta_log_dir log --sparsity_percent 90 --output masks/
-  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --mode sparse --mask masks/FILE --output_dir sparse
+  sparse-opt train dpo --model_name_or_path M --dataset_name pairs.jsonl --mask masks/FILE --output_dir sparse
 
 options come from flags, key=value words, and YAML files (--config FILE); later ones win, and files are read first:
   sparse-opt train dpo --config runs/dense/options.yaml output_dir=runs/dense_2 --seed 2
@@ -98,8 +98,8 @@ def _exit_code(words: list[str]) -> int:
         if not is_out_of_memory(error):
             raise
         return _fail(f"error: out of memory: {error or type(error).__name__}", 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        return _fail(str(interrupt) or "interrupted", 130)
 
 
 def _dispatch(words: list[str]) -> int:

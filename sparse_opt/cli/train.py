@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import add_options
 from ..errors import SparseOptError
@@ -13,53 +13,58 @@ from ..tables import format_bytes
 from .output import is_out_of_memory, print_json
 from .parser import CommandParser, add_json_flag
 
+T = TypeVar("T")
+# Trained by TRL, with its arguments.
+TRL_ALGORITHMS = ("sft", "dpo", "grpo")
 # Algorithm -> the name of its config class in sparse_opt.trainers.<algorithm>; for rft, of its table of stages.
 ALGORITHMS = {
-    "sft": "SFTConfig",
-    "dpo": "DPOConfig",
-    "grpo": "GRPOConfig",
+    "minimal_dpo": "DPOConfig",
     "ppo": "PPOConfig",
     "rft": "STAGES",
     "rlt": "RLTConfig",
 }
 # Options to lower if memory runs out, in addition to mode sparse and --gradient_checkpointing.
 _MEMORY_OPTIONS = {
-    "sft": "--batch_size or --max_length",
-    "dpo": "--batch_size or --max_length",
-    "grpo": "--batch_size, --max_completion_length or --vllm_gpu_memory_utilization",
+    "sft": "--per_device_train_batch_size or --max_length",
+    "dpo": "--per_device_train_batch_size or --max_length",
+    "grpo": "--per_device_train_batch_size, --max_completion_length or --vllm_gpu_memory_utilization",
+    "minimal_dpo": "--batch_size or --max_length",
     "ppo": "--batch_size, --max_completion_length or --vllm_gpu_memory_utilization",
     "rft": "--batch_size, --max_length or --max_completion_length",
     "rlt": "--batch_size, --max_completion_length or --vllm_gpu_memory_utilization, or set --offload_untrained_models",
 }
 
-_EPILOG = """'sparse-opt train dpo --help' lists the options of an algorithm. They come from YAML files, flags and
-key=value words; later ones win, and a misspelled one is an error.
+_EPILOG = """sft, dpo and grpo are TRL's trainers and take TRL's arguments, in addition to those of a mask.
+'sparse-opt train dpo --help' lists the options of an algorithm. They come from YAML files, flags and key=value words;
+later ones win, and a misspelled one is an error.
 
-dense training, with a delta log to find a mask in:
-  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --learning_rate 5e-7 --n_steps 200 \\
+all weights, with a delta log to find a mask in:
+  sparse-opt train dpo --model_name_or_path M --dataset_name pairs.jsonl --learning_rate 5e-7 --max_steps 200 \\
       --delta_log_dir delta_logs_M --delta_log_steps every:10,last --output_dir runs/dense
 
-sparse training from the same weights:
-  sparse-opt train dpo --policy_name M --dataset pairs.jsonl --mask masks/FILE.safetensors \\
-      --learning_rate 5e-7 --n_steps 200 --output_dir runs/sparse
+under a mask, from the same weights; without --learning_rate, the dense default times density^-0.75:
+  sparse-opt train dpo --model_name_or_path M --dataset_name pairs.jsonl --mask masks/FILE.safetensors \\
+      --max_steps 200 --output_dir runs/sparse
 
 the options of an earlier run, with one of them changed:
   sparse-opt train dpo --config runs/dense/options.yaml output_dir=runs/dense_2 seed=2
 
 with checkpoints, and resumed after an interruption:
   sparse-opt train grpo --config grpo.yaml --save_steps 50
-  sparse-opt train grpo --config grpo.yaml --save_steps 50 --resume
+  sparse-opt train grpo --config grpo.yaml --save_steps 50 --resume_from_checkpoint true
 
-on the GPUs of one machine, which share the examples of each step:
+on the GPUs of one machine:
   torchrun --nproc_per_node=4 -m sparse_opt train dpo --config dpo.yaml
 
 rft has three stages, 'sparse-opt train rft datagen|train|test', and 'sparse-opt train rft show_optimizations' prints
-what --profile conservative|balanced|aggressive sets.
+what --profile conservative|balanced|aggressive sets. minimal_dpo is a DPO loop of this project with a YAML of sections.
 """
 
 
 def run(argv: Sequence[str]) -> int:
     """Train, then print a summary, or with --json all results; under torchrun, as one of its processes."""
+    if argv and argv[0] in TRL_ALGORITHMS:
+        return _run_trl(argv[0], argv[1:])
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _run(argv)
     from sparse_opt.trainers.ranks import joined
@@ -78,12 +83,12 @@ def _run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "algorithm",
         metavar="ALGORITHM",
-        choices=ALGORITHMS,
+        choices=(*TRL_ALGORITHMS, *ALGORITHMS),
         help="sft: prompts with completions; dpo: preference pairs; grpo, ppo: rewarded completions; rft: samples that "
         "a verifier accepted; rlt: a teacher, rewarded by its student",
     )
     algorithm = parser.parse_words(argv[:1]).algorithm
-    module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
+    module = importlib.import_module(f"sparse_opt.trainers.{algorithm.removeprefix('minimal_')}")
     values = vars(_algorithm_parser(algorithm, module).parse_words(argv[1:]))
     as_json = values.pop("json")
     if algorithm == "rft":
@@ -98,6 +103,16 @@ def _run(argv: Sequence[str]) -> int:
     else:
         print(summary.get("text") or _text(summary))
     return 0
+
+
+def _run_trl(algorithm: Any, argv: Sequence[str]) -> int:
+    from ..integrations.factory import require
+
+    for package in ("transformers", "trl"):
+        require(package)
+    from ..integrations.trl.train import run as train
+
+    return _with_memory_advice(algorithm, lambda: train(algorithm, argv))
 
 
 def _algorithm_parser(algorithm: str, module: Any) -> CommandParser:
@@ -119,17 +134,22 @@ def _algorithm_parser(algorithm: str, module: Any) -> CommandParser:
 
 
 def _train(algorithm: str, work: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
+    from ..progress import hide_progress_bars
 
     hide_progress_bars(always=os.environ.get("RANK", "0") != "0")
+    return _with_memory_advice(algorithm, lambda: work(config))
+
+
+def _with_memory_advice(algorithm: str, work: Callable[[], T]) -> T:
+    """The result of `work`; if memory runs out, the error names the options to lower."""
     try:
-        return work(config)
+        return work()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise SparseOptError(
-            f"out of memory; lower {_MEMORY_OPTIONS[algorithm]}, add --gradient_checkpointing, or train --mode sparse "
-            f"or lora: {' '.join(str(error).split()) or type(error).__name__}"
+            f"out of memory; lower {_MEMORY_OPTIONS[algorithm]}, or train under a mask, with adapters, or with "
+            f"--gradient_checkpointing: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error
 
 

@@ -24,6 +24,8 @@ class SparseArguments:
     """Options of `SparseAdamW` and of the delta log, for `sparse_trainer`.
 
     Learning rate, betas, epsilon, weight decay, gradient norm and schedule are set by the trainer's own arguments.
+    Their default rate is one for all weights, with which a mask hardly learns: a start for tuning is this rate times
+    density^-0.75 (5.6 at 10 %, 16 at 2.5 %, 32 at 1 %). A trainer whose rate is the default or below warns.
 
     Args:
         grads, state_dtype, grad_dtype, master_weights, stochastic_rounding, freeze_inactive, keep_base_weights,

@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from ..errors import ConfigError, DataError
 from ..optim import SparseAdamW
 from ..optim.options import SharedOptions
-from . import checks
+from . import checks, rates
 from .arguments import Mask, SparseArguments, as_mask
 from .callback import DeltaLogCallback, Weights, on_process_0
 from .checkpoints import VerifiedCheckpointCallback, complete
@@ -60,6 +60,7 @@ class SparseTrainer(_Trainer):
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
+        rates.warn_of_settings(self.args, self.sparse_arguments, self.sparse_mask, self.model)
         if self.sparse_arguments.vllm_weight_sync == "sparse":
             self._send_changes_to_vllm()
         self._sparse_callback = SparseCallback(self)

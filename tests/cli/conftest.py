@@ -35,6 +35,13 @@ class Outcome:
         assert self.code == 0, self.err
         return self.out
 
+    def error_line(self, code: int) -> str:
+        """The error line, the last of stderr, after a check that there is no traceback."""
+        assert self.code == code, (self.code, self.out, self.err)
+        assert "Traceback" not in self.err
+        assert self.err.splitlines()[-1].startswith("sparse-opt: error: ")
+        return self.err.splitlines()[-1]
+
     def failed_in_one_line(self, code: int) -> str:
         """The error line, after a check that there is nothing else: no output, no usage text, no traceback."""
         assert self.code == code, (self.code, self.out, self.err)

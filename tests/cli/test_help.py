@@ -12,7 +12,7 @@ import pytest
 
 from sparse_opt.cli.bench import BENCHMARKS
 from sparse_opt.cli.main import COMMANDS
-from sparse_opt.cli.train import ALGORITHMS
+from sparse_opt.cli.train import ALGORITHMS, TRL_ALGORITHMS
 from sparse_opt.config import parse_config
 
 ACTIONS = [
@@ -50,6 +50,12 @@ def test_examples_are_calls_that_are_understood(sparse_opt, words):
 
 
 def understood_by_train(algorithm, *words):
+    if algorithm in TRL_ALGORITHMS:
+        from sparse_opt.integrations.trl.command_line import parse
+
+        if "--config" not in words:  # whose file is not there to be read
+            parse(algorithm, words)
+        return
     module = importlib.import_module(f"sparse_opt.trainers.{algorithm}")
     if algorithm == "rft":
         stage, *words = words
@@ -62,9 +68,7 @@ def understood_by_train(algorithm, *words):
 
 # An algorithm, or a stage of one, and an option that it has and some others have not.
 OWN_OPTIONS = {
-    ("sft",): "packing",
-    ("dpo",): "label_smoothing",
-    ("grpo",): "scale_rewards",
+    ("minimal_dpo",): "label_smoothing",
     ("ppo",): "gae_lambda",
     ("rft", "datagen"): "deduplicate",
     ("rft", "train"): "mask_density",
@@ -80,7 +84,17 @@ def test_an_algorithm_lists_its_options(sparse_opt, words):
     options = set(re.findall(r"^  --(\w+)", text.replace("[no-]", ""), re.MULTILINE))
     assert OWN_OPTIONS[words] in options
     assert ("delta_log_steps" in options) == (words[-1] not in ("datagen", "test"))
-    assert ("label_smoothing" in options) == (words == ("dpo",))
+    assert ("label_smoothing" in options) == (words == ("minimal_dpo",))
+
+
+@pytest.mark.parametrize("algorithm", TRL_ALGORITHMS)
+def test_trls_options_are_listed_with_those_of_a_mask(sparse_opt, algorithm):
+    text = sparse_opt("train", algorithm, "--help").done()
+    assert text.startswith(f"usage: sparse-opt train {algorithm} ")
+    options = set(re.findall(r"^  --(\w+)", text, re.MULTILINE))
+    assert options >= {"model_name_or_path", "dataset_name", "max_steps", "use_peft", "mask", "mask_density"}
+    assert ("num_generations" in options) == ("reward_funcs" in options) == (algorithm == "grpo")
+    assert "density^-0.75" in text
 
 
 def test_every_algorithm_is_asked_for_its_options():

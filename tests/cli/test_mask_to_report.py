@@ -23,9 +23,9 @@ def run(sparse_opt, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     rows = quickstart_data.preferences(40, random.Random(0))
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("--policy_name", tmp_path / "model", "--dataset", tmp_path / "pairs.jsonl", "--dtype", "fp32")
-    words += ("--n_steps", 4, "--learning_rate", 1e-3, "--delta_log_dir", tmp_path / "log", "--delta_log_steps", "1-4")
-    sparse_opt("train", "dpo", *words, "--output_dir", tmp_path / "dense", "--device", "cpu").done()
+    words = ("--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "pairs.jsonl", "--max_steps", 4)
+    words += ("--learning_rate", 1e-3, "--delta_log_dir", tmp_path / "log", "--delta_log_steps", "1-4")
+    sparse_opt("train", "dpo", *words, "--output_dir", tmp_path / "dense", "--report_to", "none").done()
     return tmp_path
 
 
@@ -82,6 +82,6 @@ def test_masks_of_every_method_are_found_compared_and_reported(sparse_opt, run):
         assert f'<section id="{section}">' in page
     assert all(name in page for name in log.layout.names)
 
-    words = ("--policy_name", run / "model", "--dataset", run / "pairs.jsonl", "--mode", "sparse", "--n_steps", 1)
+    words = ("--model_name_or_path", run / "model", "--dataset_name", run / "pairs.jsonl", "--max_steps", 1)
     fisher = next(file for file in files if "fisher_step4" in file.name)
-    sparse_opt("train", "dpo", *words, "--mask", fisher, "--output_dir", run / "sparse", "--device", "cpu").done()
+    sparse_opt("train", "dpo", *words, "--mask", fisher, "--output_dir", run / "sparse", "--report_to", "none").done()

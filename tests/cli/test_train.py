@@ -1,175 +1,241 @@
+"""`sparse-opt train sft | dpo | grpo`: TRL's trainers, dense, under a mask and with adapters, as a user starts them."""
+
 from __future__ import annotations
 
 import json
-import math
+import os
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import yaml
+from launch import run_command
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from sparse_opt import MaskSet
+from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.trainers import profiles
 
-TINY = ("--n_steps", 2, "--batch_size", 2, "--dtype", "fp32", "--device", "cpu", "--delta_log_dir", "none")
+DENSE_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 
 
 @pytest.fixture
-def dpo(sparse_opt, files, tmp_path):
-    """`dpo(*words)` is a run of two steps on the tiny model into tmp_path/out."""
+def rows(files, tmp_path_factory):
+    """Rows with the columns of all three trainers."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    pairs = [json.loads(line) for line in files.pairs.read_text().splitlines()]
+    for row in pairs:
+        row |= {"completion": row["chosen"], "answer": row["chosen"]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return file
 
-    def call(*words: object, dataset=files.pairs, output_dir=tmp_path / "out"):
-        where = ("--policy_name", files.model, "--dataset", dataset, "--output_dir", output_dir)
-        return sparse_opt("train", "dpo", *where, *TINY, *words)
+
+@pytest.fixture
+def train(sparse_opt, files, rows, tmp_path):
+    """`train("dpo", *words)` is a run of two steps on the tiny model into tmp_path/out."""
+
+    def call(algorithm: str, *words: object):
+        where = ("--model_name_or_path", files.model, "--dataset_name", rows, "--output_dir", tmp_path / "out")
+        shape = ("--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none")
+        rollout = ("--num_generations", 2, "--max_completion_length", 4, "--reward_funcs", "exact_match")
+        return sparse_opt("train", algorithm, *where, *shape, *(rollout if algorithm == "grpo" else ()), *words)
 
     return call
 
 
-def test_trains_and_prints_json(dpo, tmp_path):
-    summary = json.loads(dpo("--json").done())
-    assert summary["first"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert summary["checkpoint"] == str(tmp_path / "out" / "final")
-    AutoModelForCausalLM.from_pretrained(summary["checkpoint"])
+def changed(before, after) -> dict[str, torch.Tensor]:
+    """name -> bool tensor of the elements whose bits differ."""
+    before, after = (AutoModelForCausalLM.from_pretrained(model).state_dict() for model in (before, after))
+    return {name: before[name] != after[name] for name in before}
 
 
-def test_text_says_where_the_files_are(dpo, tmp_path):
-    text = dpo("--delta_log_dir", tmp_path / "log").done()
-    assert text.startswith("dpo dense: 2 steps\n")  # no batch is compared with another
-    for name in ("out/final", "out/metrics.jsonl", "log"):
-        assert str(tmp_path / name) in text
+@pytest.mark.parametrize("algorithm", DENSE_RATES)
+def test_all_weights_or_those_of_a_mask(train, files, tmp_path, algorithm):
+    more = ("--learning_rate", 1e-3, "--delta_log_dir", tmp_path / "log", "--beta", 0.1)
+    text = train(algorithm, *(more[:-2] if algorithm == "sft" else more)).done()
+    assert text.splitlines()[0] == f"{algorithm}: {files.model}, all weights, learning rate 0.001"
+    assert DeltaLog.open(tmp_path / "log").steps == (0, 1, 2)
+    dense = sum(int(elements.sum()) for elements in changed(files.model, tmp_path / "out").values())
+    shutil.rmtree(tmp_path / "out")
+
+    first = train(algorithm, "--mask_density", 0.1, "--mask_pattern", "run16", "--mask_seed", 3).done().splitlines()[0]
+    mask = MaskSet.load(tmp_path / "out" / "mask.safetensors")
+    assert (mask.pattern, mask.density) == ("run16", pytest.approx(0.1, rel=0.1))
+    rate = DENSE_RATES[algorithm] * mask.density**-0.75
+    assert f"random mask (run16, seed 3) of {mask.nnz:,} elements" in first
+    assert f"learning rate {rate:.3g}: {DENSE_RATES[algorithm]:g}, the dense default, x " in first
+    assert yaml.safe_load((tmp_path / "out" / "options.yaml").read_text())["learning_rate"] == pytest.approx(rate)
+    found = changed(files.model, tmp_path / "out")
+    if algorithm != "grpo":  # whose completions are all wrong
+        assert 0 < sum(int(elements.sum()) for elements in found.values()) < 0.5 * dense
+    for name in mask.names:
+        assert set(found[name].flatten().nonzero().flatten().tolist()) <= set(mask[name].tolist()), name
 
 
-def test_sft_and_options_from_a_file(sparse_opt, files, tmp_path):
-    config = tmp_path / "sft.yaml"
-    config.write_text(f"policy_name: {files.model}\ndataset: {files.pairs}\nn_steps: 9\ndtype: fp32\nbatch_size: 2\n")
-    words = ("--config", config, "--n_steps", 1, f"output_dir={tmp_path / 'out'}", "device=cpu", "--json")
-    assert json.loads(sparse_opt("train", "sft", *words).done())["n_steps"] == 1
+def test_a_given_rate_is_taken_and_the_factor_named(train, files, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(files.model)
+    mask = MaskSet.random(model, density=0.025).save(tmp_path / "mask.safetensors")
+    outcome = train("dpo", "--mask", mask, "--learning_rate", 1e-6, "--dtype", "bfloat16", "--master_weights", "false")
+    assert outcome.done().splitlines()[0].endswith("learning rate 1e-06")
+    rate, rounding = [line for line in outcome.err.splitlines() if "dense default" in line or "bfloat16" in line]
+    assert "learning_rate is 1e-06, and the dense default 1e-06: under a mask of density 0.0" in rate
+    assert "density^-0.75" in rate
+    assert "torch.bfloat16, and master_weights and stochastic_rounding are False" in rounding
+    quiet = train("dpo", "--mask", mask, "--dtype", "bfloat16", "--learning_rate", 1e-5).err
+    assert "dense default" not in quiet and "bfloat16" not in quiet
 
 
-def test_a_typo_names_the_nearest_key(dpo, sparse_opt, files, tmp_path):
-    assert "the nearest is 'learning_rate'" in dpo("--learning_rat", 1e-3).failed_in_one_line(2)
-    assert "the nearest is 'beta'" in dpo("bta=0.2").failed_in_one_line(2)
+def test_adapters(train, tmp_path):
+    assert "LoRA of rank 4" in train("sft", "--use_peft", "--lora_r", 4, "--statistics_steps", 1).done()
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    last = json.loads((tmp_path / "out" / "update_statistics.jsonl").read_text().splitlines()[-1])
+    assert 0 < max(matrix["effective_rank"] for matrix in last["matrices"].values()) < 4.5
+    for words in (("--mask_density", 0.1), ("--delta_log_dir", tmp_path / "log")):
+        assert "--use_peft" in train("sft", "--use_peft", *words).failed_in_one_line(2)
+
+
+def test_options_come_from_files_flags_and_words(train, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("env: {SPARSE_OPT_TEST: 1}\nmax_steps: 9\nsave_strategy: no\nlearning_rate: 5e-5\nseed: 3\n")
+    train("sft", "--config", config, "max_steps=1", "--seed", 4, "seed=5").done()
+    options = yaml.safe_load((tmp_path / "out" / "options.yaml").read_text())
+    found = [options[name] for name in ("max_steps", "save_strategy", "learning_rate", "seed", "bf16", "use_cpu")]
+    assert found == [1, "no", 5e-5, 5, *((None, False) if torch.accelerator.is_available() else (False, True))]
+    words = ("--config", tmp_path / "out" / "options.yaml", "--output_dir", tmp_path / "again")
+    train("sft", *words).done()
+    again = yaml.safe_load((tmp_path / "again" / "options.yaml").read_text())
+    assert {**again, "max_steps": 1, "output_dir": None} == {**options, "output_dir": None}
+
+
+def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("gradient_acumulation_steps: 2\n")
-    line = dpo("--config", config).failed_in_one_line(2)
-    assert "the nearest is 'gradient_accumulation_steps'" in line
-    assert str(config) in line
+    line = train("dpo", "--config", config).failed_in_one_line(2)
+    assert str(config) in line and "the nearest is 'gradient_accumulation_steps'" in line
+    config.write_text("seed: 1\nmodel_init_kwargs:\n  a: 1\n  a: 2\n")
+    line = train("dpo", "--config", config).failed_in_one_line(2)
+    assert "'a' is in line 3 and again in line 4: give it once" in line and str(config) in line
+    config.write_text("seed: 1\nbeta: 0.1\nseed: 2\n")
+    assert "'seed' is in line 1 and again in line 3" in train("dpo", "--config", config).failed_in_one_line(2)
+    for words, said in (
+        (("--max_step", 3), "unknown option 'max_step'"),
+        (("max_step=3",), "the nearest is 'max_steps'"),
+        (("max_steps=x",), "invalid int value: 'x'"),
+        (("--mask", "a", "--mask_density", 0.1), "exclude each other"),
+        (("--mask_density", 2), "--mask_density is 2.0"),
+        (("--resume_from_checkpoint", "true"), "has no complete checkpoint"),
+        (("--resume_from_checkpoint", tmp_path), "expected a checkpoint's folder"),
+        (("stray",), "cannot read 'stray'"),
+    ):
+        assert said in train("dpo", *words).failed_in_one_line(2)
+    assert "--log_margins is an option of dpo" in train("sft", "--log_margins").failed_in_one_line(2)
+    line = train("grpo", "--per_device_train_batch_size", 1).failed_in_one_line(2)
+    assert "Set --per_device_train_batch_size times --gradient_accumulation_steps" in line
+    assert "--model_name_or_path is missing" in sparse_opt("train", "sft").failed_in_one_line(2)
+    assert "needs --reward_funcs" in sparse_opt("train", "grpo", "--model_name_or_path", "m").failed_in_one_line(2)
     assert "ALGORITHM" in sparse_opt("train", "pdo").failed_in_one_line(2)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
-def test_a_mask_for_another_model(dpo, files, tmp_path):
-    wider_model = AutoModelForCausalLM.from_pretrained(files.wider_model)
-    mask = MaskSet.random(wider_model, density=0.1).save(tmp_path / "mask.safetensors")
-    line = dpo("--mode", "sparse", "--mask", mask).failed_in_one_line(1)
-    assert str(mask) in line
-    assert "model.layers.0.mlp.down_proj.weight is [32, 32] in the mask, [16, 32] in the model" in line
-    assert line.count(" in the mask, ") == 3
-    assert line.endswith("; and 17 more")
-    assert [path.name for path in tmp_path.iterdir()] == ["mask.safetensors"]
+class Interrupt(TrainerCallback):
+    """Ctrl-C after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
-def test_a_truncated_mask_file(dpo, files, tmp_path):
-    mask = MaskSet({"w": torch.tensor([0, 5])}, {"w": (2, 4)}).save(tmp_path / "mask.safetensors")
-    mask.write_bytes(mask.read_bytes()[:-5])
-    assert str(mask) in dpo("--mode", "sparse", "--mask", mask).failed_in_one_line(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["mask.safetensors"]
+@pytest.fixture
+def interrupted(train, monkeypatch):
+    """`interrupted(3, "dpo", *words)` is a run that Ctrl-C ends after its third step."""
+
+    def call(step: int, *words: object):
+        from sparse_opt.integrations.trl import train as module
+
+        add = module._add_callbacks
+
+        def with_interrupt(algorithm, trainer, options):
+            trainer.add_callback(Interrupt(step))
+            return add(algorithm, trainer, options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_add_callbacks", with_interrupt)
+            return train(*words)
+
+    return call
 
 
-def test_truncated_model_weights(dpo, files, tmp_path):
-    checkpoint = shutil.copytree(files.model, tmp_path / "model")
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    line = dpo("--checkpoint", checkpoint).failed_in_one_line(1)
-    assert f"cannot load a causal language model from {checkpoint}: " in line
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_damaged_checkpoint_is_not_resumed(dpo, tmp_path):
-    dpo("--save_steps", 1).done()
-    run = tmp_path / "out"
-    (run / "summary.json").unlink()  # as if it had been killed before its end
-    shutil.rmtree(run / "final")
-    weights = run / "checkpoints" / "step_00000001" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    line = dpo("--save_steps", 1, "--resume").failed_in_one_line(1)
-    assert f"checkpoint {weights.parent}: damaged: model.safetensors has digest " in line
-    dpo("--save_steps", 1, "--resume", "--resume_step", 0).done()
-
-
-def test_a_backend_that_cannot_run(dpo, tmp_path, monkeypatch):
-    mask = MaskSet({"model.norm.weight": torch.tensor([0])}, {"model.norm.weight": (16,)}).save(
-        tmp_path / "mask.safetensors"
+def test_an_interrupted_run_goes_on_to_the_same_weights(train, interrupted, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_opt.integrations.trl.progress.SECONDS_BETWEEN_LINES", 0.0)
+    words = ("--max_steps", 4, "--save_steps", 2, "--mask_density", 0.2, "--logging_steps", 1, "--statistics_steps", 1)
+    words += ("--log_margins", "--learning_rate", 1e-3)
+    whole = train("dpo", *words, "--output_dir", tmp_path / "whole")
+    whole.done()
+    assert "step 2 of 4, loss 0.6" in whole.err and " s left" in whole.err
+    stopped = interrupted(3, "dpo", *words)
+    assert stopped.code == 130
+    kept = tmp_path / "out" / "checkpoint-2"
+    assert (
+        f"interrupted after step 3 of 4; {kept} is kept: repeat the command with --resume_from_checkpoint {kept}"
+        in (stopped.err)
     )
-    sparse = ("--mode", "sparse", "--mask", mask, "--delta_log_dir", tmp_path / "log")
-    assert "backend 'cuda' (argument backend)" in dpo(*sparse, "--backend", "cuda").failed_in_one_line(1)
-    monkeypatch.setenv("SPARSE_OPT_BACKEND", "fastest")
-    assert "'fastest' (SPARSE_OPT_BACKEND)" in dpo(*sparse).failed_in_one_line(1)
-    # The delta log goes by the variable also where the optimizer does not.
-    assert "'fastest' (SPARSE_OPT_BACKEND)" in dpo(*sparse, "--backend", "reference").failed_in_one_line(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["mask.safetensors"]
+    (tmp_path / "out" / "checkpoint-3").mkdir()  # as a run that is killed while it saves leaves it
+    train("dpo", *words, "--resume_from_checkpoint", "true").done()
+    assert not any(elements.any() for elements in changed(tmp_path / "whole", tmp_path / "out").values())
+    for name in ("update_statistics.jsonl", "logs/margins/margins_log.jsonl"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    assert [json.loads(line)["step"] for line in (tmp_path / "out" / "memory.jsonl").open()] == [1, 2, 3, 4, 4]
 
 
-def test_a_subset_larger_than_the_data_is_said_in_one_line(dpo, files):
-    outcome = dpo("--subset_size", 25)
-    outcome.done()
-    assert outcome.err == f"sparse-opt: warning: dataset {files.pairs}: has 24 rows, not subset_size 25\n"
+def test_an_interrupted_run_without_a_checkpoint(interrupted):
+    outcome = interrupted(1, "sft")
+    assert outcome.code == 130
+    assert "interrupted after step 1 of 2; no checkpoint was saved: a lower --save_steps than 500" in outcome.err
 
 
-def test_a_missing_dataset_column(dpo, files, tmp_path):
-    data = tmp_path / "pairs.jsonl"
-    data.write_text(json.dumps({"prompt": "a", "chosen": "b"}) + "\n")
-    line = dpo(dataset=data).failed_in_one_line(1)
-    assert str(data) in line
-    assert "rejected" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
+def test_margins_of_all_micro_batches(train, tmp_path):
+    words = ("--log_margins", "--gradient_accumulation_steps", 2, "--logging_steps", 1, "--learning_rate", 1e-3)
+    train("dpo", *words).done()
+    rows = [json.loads(line) for line in (tmp_path / "out/logs/margins/margins_log.jsonl").open()]
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    logged = [row["rewards/margins"] for row in state["log_history"] if "rewards/margins" in row]
+    assert [row["n"] for row in rows] == [4, 4]
+    assert [row["mean"] for row in rows] == pytest.approx(logged, rel=1e-5, abs=1e-9)
+    for row in rows:
+        values = np.load(tmp_path / f"out/logs/margins/epoch_000/step_{row['step']:05d}.npy")
+        assert values.dtype == np.float32 and values.mean() == pytest.approx(row["mean"], rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("option", ["output_dir", "delta_log_dir"])
-def test_an_output_folder_that_cannot_be_made(dpo, tmp_path, option):
-    (tmp_path / "file").write_text("in the way")
-    folder = tmp_path / "file" / "out"
-    words = {"output_dir": folder} if option == "output_dir" else {}
-    flags = ("--delta_log_dir", folder) if option == "delta_log_dir" else ()
-    line = dpo(*flags, **words).failed_in_one_line(2)
-    assert f"'{option}'" in line
-    assert str(folder) in line
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+def test_two_processes(files, rows, tmp_path):
+    words = f"--model_name_or_path {files.model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_steps 2"
+    words += " --per_device_train_batch_size 2 --report_to none --mask_density 0.1 --log_margins --statistics_steps 1"
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "datasets"), "OMP_NUM_THREADS": "1"}
+    ended = run_command(2, ["train", "dpo", *words.split(), "--use_cpu"], environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("dpo: ") == ended.stdout.count("trained to step 2") == 1
+    margins = [json.loads(line) for line in (tmp_path / "out/logs/margins/margins_log.jsonl").open()]
+    assert [row["n"] for row in margins] == [4, 4]
+    assert len((tmp_path / "out" / "update_statistics.jsonl").read_text().splitlines()) == 2
+    (memory,) = [json.loads(line) for line in (tmp_path / "out" / "memory.jsonl").open()]
+    assert len(memory["ranks"]) == 2
 
 
-def test_a_read_only_output_folder(dpo, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    # As root every folder can be written: let it be refused as another user would see it.
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    assert "Permission denied" in dpo().failed_in_one_line(2)
-    assert list(tmp_path.iterdir()) == []
+def test_a_mask_for_another_model(train, files, tmp_path):
+    mask = MaskSet.random(AutoModelForCausalLM.from_pretrained(files.wider_model), density=0.1)
+    line = train("dpo", "--mask", mask.save(tmp_path / "mask.safetensors")).error_line(1)
+    assert "model.layers.0.mlp.down_proj.weight is [32, 32] in the mask, [16, 32] in the model" in line
 
 
-def test_a_failed_last_write_leaves_no_checkpoint(dpo, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", refuse)
-    assert "No space left on device" in dpo().failed_in_one_line(1)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "metrics.jsonl",
-        "options.yaml",
-        "samples.jsonl",
-    ]
-
-
-def test_out_of_gpu_memory_says_what_to_lower(dpo, monkeypatch):
-    def exhaust(config):
+def test_out_of_gpu_memory_says_what_to_lower(train, monkeypatch):
+    def exhaust(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation.")
 
-    monkeypatch.setattr("sparse_opt.trainers.dpo.train", exhaust)
-    line = dpo().failed_in_one_line(1)
-    assert "lower --batch_size" in line
-    assert "Tried to allocate 2.00 GiB" in line
+    monkeypatch.setattr("sparse_opt.integrations.trl.train.run", exhaust)
+    line = train("dpo").failed_in_one_line(1)
+    assert "lower --per_device_train_batch_size" in line and "Tried to allocate 2.00 GiB" in line
 
 
 def test_show_optimizations_of_the_profiles_is_their_files_and_memory(sparse_opt):

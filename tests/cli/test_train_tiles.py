@@ -49,10 +49,13 @@ def run_files(tmp_path_factory):
 
 
 OWN = {
-    "dpo": ("pairs.jsonl", ("--batch_size", 2)),
+    "dpo": ("pairs.jsonl", ("--per_device_train_batch_size", 2)),
     "grpo": (
         "prompts.jsonl",
-        ("--batch_size", 4, "--n_generations", 4, "--max_completion_length", 6, "reward_functions=tile_rewards:even"),
+        (
+            *("--per_device_train_batch_size", 4, "--num_generations", 4, "--max_completion_length", 6),
+            *("--reward_funcs", "tile_rewards.even"),
+        ),
     ),
 }
 
@@ -73,11 +76,11 @@ def test_train_under_a_tile_mask(sparse_opt, run_files, tmp_path, monkeypatch, a
         if name == "dense":
             monkeypatch.setattr(tile_layers, "MAX_TILED_DENSITY", {64: 0.0, 128: 0.0})
             monkeypatch.setattr(tile_layers, "MAX_TILED_EMBEDDING_DENSITY", 0.0)
-        where = ("--policy_name", run_files / "model", "--dataset", run_files / dataset)
-        mask = ("--mode", "sparse", "--mask", run_files / "mask.safetensors", "--output_dir", tmp_path / name)
-        options = "--n_steps 2 --dtype fp32 --device cpu --lr_schedule constant --warmup_steps 0".split()
-        summary = json.loads(sparse_opt("train", algorithm, *where, *mask, *options, *own, "--json").done())
-        ends.append(AutoModelForCausalLM.from_pretrained(summary["checkpoint"], dtype=torch.float32))
+        where = ("--model_name_or_path", run_files / "model", "--dataset_name", run_files / dataset)
+        mask = ("--mask", run_files / "mask.safetensors", "--output_dir", tmp_path / name)
+        options = "--max_steps 2 --lr_scheduler_type constant --gradient_checkpointing false --report_to none".split()
+        sparse_opt("train", algorithm, *where, *mask, *options, *own).done()
+        ends.append(AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32))
     assert sorted(taken[0]) == sorted(TILED) and taken[0] == taken[1] and taken[2] == taken[3] == ()
     start = AutoModelForCausalLM.from_pretrained(run_files / "model", dtype=torch.float32)
     for name in TILED:

@@ -132,7 +132,7 @@ def test_columns_that_are_trained_are_text(load):
         ('{"prompt": "a"}\n{"prompt": [{}]}', "rows.jsonl, column 'prompt': has a list or an object in row 2, and"),
         ('{"prompt": "a", "x": [{"y": 3.141592653589793}, "z"]}', "column 'x': `datasets` would change .* in row 1"),
         ('{"prompt": "\\ud800"}', "column 'prompt': row 1 has a lone surrogate"),
-        ('{"question": "a"}', "grpo needs the column 'prompt', found question"),
+        ('{"query": "a"}', "grpo needs the column 'prompt', found query"),
         ('{"prompt": null}', "row 1, column 'prompt': found null"),
         ('{"prompt": [{"from": "human", "value": "a"}]}', "row 1, column 'prompt': message 1 .* with 'role'"),
         ('{"prompt": "a", "tools": []}', "GRPOTrainer does not render the column 'tools': remove or rename"),
@@ -366,3 +366,18 @@ def test_a_run_without_a_signal_warns_once(load, trainer):
     dpo.add_callback(LogWarnings())
     with pytest.warns(UserWarning, match="step 1: rewards/accuracies is 0 because all margins are 0"):
         dpo.train()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "read"),
+    [
+        ("dpo", {"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, ["s", "q", "a", "b"]),
+        ("dpo", {"conversations": [{"from": "human", "value": "q"}], "chosen": "a", "rejected": "b"}, ["q", "a", "b"]),
+        ("sft", {"problem": "q", "solution": "a"}, ["q", "a"]),
+        ("grpo", {"problem": "q", "solution": "a", "messages": []}, ["q"]),
+    ],
+)
+def test_rows_of_known_datasets_are_read_as_messages(load, algorithm, row, read):
+    (found,) = load(algorithm, [row])
+    columns = ("prompt", "chosen", "rejected", "completion")
+    assert [m["content"] for name in columns if name in found for m in found[name]] == read

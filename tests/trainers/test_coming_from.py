@@ -21,13 +21,13 @@ from sparse_opt.bench.training.profiles.main import ProfilesOptions
 from sparse_opt.cli import analyze, delta, doctor, mask, train
 from sparse_opt.cli.main import main
 from sparse_opt.config import add_options, parse_config
+from sparse_opt.integrations.trl import command_line
 from sparse_opt.option_parser import CommandParser
 from sparse_opt.trainers import rft
 from sparse_opt.trainers.data import question_pairs, teacher_data
 from sparse_opt.trainers.dpo import DPOConfig
 from sparse_opt.trainers.ppo import PPOConfig
 from sparse_opt.trainers.rlt import RLTConfig
-from sparse_opt.trainers.sft import SFTConfig
 
 CHECKOUT = Path(__file__).parents[2]
 CONFIGS = CHECKOUT / "examples" / "configs"
@@ -60,7 +60,10 @@ def parsed(words: list[str]) -> None:
         parse_config(converters[name.rpartition(".")[2]], rest)
     elif name == "train":
         algorithm, *rest = rest
-        module = __import__(f"sparse_opt.trainers.{algorithm}", fromlist=["train"])
+        if algorithm in train.TRL_ALGORITHMS:
+            command_line.parse(algorithm, rest)
+            return
+        module = __import__(f"sparse_opt.trainers.{algorithm.removeprefix('minimal_')}", fromlist=["train"])
         values = vars(train._algorithm_parser(algorithm, module).parse_words(rest))
         values.pop("json")
         config_class = module.STAGES[values.pop("stage")][0] if algorithm == "rft" else None
@@ -84,11 +87,12 @@ def test_each_command_is_understood(source, monkeypatch):
 
 
 def test_options_that_the_page_names_exist():
-    classes = [SFTConfig, DPOConfig, PPOConfig, RLTConfig, *(config_class for config_class, _ in rft.STAGES.values())]
+    classes = [DPOConfig, PPOConfig, RLTConfig, *(config_class for config_class, _ in rft.STAGES.values())]
     classes += [question_pairs.QuestionPairsConfig, teacher_data.TeacherDataConfig, ProfilesOptions]
     parsers = [add_options(CommandParser(), config_class) for config_class in classes]
     for group in (mask._parser(), analyze._parser(), delta._parser()):
         parsers += next(action for action in group._actions if action.dest == "action").choices.values()
+    parsers += [command_line.parser(algorithm) for algorithm in train.TRL_ALGORITHMS]
     known = {flag for parser in parsers for flag in parser._option_string_actions}
     # The second column of the tables is what this project has.
     ours = [line.split(" | ")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.count(" | ") >= 2]
@@ -105,7 +109,7 @@ def test_the_page_names_each_config():
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capfd):
-    """`run("train", "dpo", config="minimal_dpo/config_dpo", n_steps=2)` in the test's folder; returns its output."""
+    """`run("train", "sft", config="rlt/teacher_sft", max_steps=2)` in the test's folder; returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def call(*words: str, config: str, **options: object) -> str:
@@ -160,13 +164,14 @@ def data(tmp_path_factory):
 
 
 TINY = {"device": "cpu", "dtype": "fp32", "n_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 1}
+TRL_TINY = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "report_to": "none"}
 
 
 def test_reinforcement_casino(run, chat_folder, data, tmp_path):
-    tiny = {**TINY, "policy_name": chat_folder, "max_length": 64}
+    tiny = {**TRL_TINY, "model_name_or_path": chat_folder, "max_length": 64, "dtype": "float32"}
     pairs, prompts = data / "light_r1.jsonl", data / "openr1.jsonl"
     log = {"delta_log_dir": "log", "delta_log_steps": "1-2"}
-    run("train", "dpo", config="reinforcement_casino/dpo_train", dataset=pairs, output_dir="dense", **log, **tiny)
+    run("train", "dpo", config="reinforcement_casino/dpo_train", dataset_name=pairs, output_dir="dense", **log, **tiny)
     found = run("mask", "find", config="reinforcement_casino/mask_find", delta_log_dir="log")
     (file,) = (tmp_path / "masks" / "log").glob("sparsity_90.0pct_magnitude_step2.safetensors")
     assert "accard" in found and str(file.name) in found
@@ -176,17 +181,17 @@ def test_reinforcement_casino(run, chat_folder, data, tmp_path):
     assert "snip" in run("mask", "find", config="reinforcement_casino/cold_start", **of_data)
     run("mask", "compare", str(file), str(other), config="reinforcement_casino/mask_compare", png="none")
     assert (tmp_path / "overlap.csv").read_text().count("\n") > 3
-    run("train", "dpo", config="reinforcement_casino/sparse_dpo", dataset=pairs, mask=file, output_dir="sparse", **tiny)
-    for name in ("efficiency", "bsr"):
-        sparse = {"config": f"reinforcement_casino/sparse_dpo_{name}", "output_dir": name, "mask": file}
-        run("train", "dpo", dataset=pairs, **sparse, **tiny)
+    for name in ("sparse_dpo", "sparse_dpo_efficiency", "sparse_dpo_bsr"):
+        sparse = {"config": f"reinforcement_casino/{name}", "output_dir": name, "mask": file}
+        assert f"mask {file} of" in run("train", "dpo", dataset_name=pairs, **sparse, **tiny)
     rebuild = {"delta_log_dir": "log", "step": 1, "model_name": chat_folder, "output_dir": "rebuilt"}
     run("delta", "reconstruct", config="reinforcement_casino/reconstruct", **rebuild)
     assert (tmp_path / "rebuilt" / "config.json").is_file()
-    of_grpo = {**tiny, "dataset": prompts, "reward_functions": "number", "n_generations": 2, "max_completion_length": 4}
+    del tiny["max_length"]
+    tiny |= {"dataset_name": prompts, "num_generations": 2, "max_completion_length": 4, "reward_funcs": "exact_match"}
     log = {"delta_log_dir": "grpo_log", "delta_log_steps": "1-2"}
-    run("train", "grpo", config="reinforcement_casino/grpo_train", output_dir="grpo", **log, **of_grpo)
-    run("train", "grpo", config="reinforcement_casino/sparse_grpo", output_dir="sparse_grpo", mask=file, **of_grpo)
+    run("train", "grpo", config="reinforcement_casino/grpo_train", output_dir="grpo", **log, **tiny)
+    run("train", "grpo", config="reinforcement_casino/sparse_grpo", output_dir="sparse_grpo", mask=file, **tiny)
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
@@ -224,8 +229,9 @@ def test_sparsellm_rl(run, tokenizer, data, tmp_path):
 def test_rlt(run, chat_folder, data):
     words = ["--dataset", data / "stratos.jsonl", "--tokenizer", chat_folder, "--output", "teacher.jsonl"]
     assert teacher_data.main(list(map(str, words))) == 0
+    sft = {**TRL_TINY, "model_name_or_path": chat_folder, "max_length": 1024}
+    run("train", "sft", config="rlt/teacher_sft", **sft)
     tiny = {**TINY, "policy_name": chat_folder, "max_length": 1024}
-    run("train", "sft", config="rlt/teacher_sft", **tiny)  # n_steps in place of the config's n_epochs
     tiny |= {"dataset": data / "stratos.jsonl", "rollout_engine": "generate", "n_generations": 2}
     tiny |= {"max_completion_length": 4, "vllm_gpu_memory_utilization": 0.3}
     tiny |= {"generation_aggregation_steps": "none", "vllm_enable_prefix_caching": "none"}
@@ -249,7 +255,7 @@ def test_unit_conversion_rft(run, chat_folder, data, tmp_path, monkeypatch):
     convert(data / "train.json", "data/valid.jsonl")
     tiny |= {"max_length": 64, "n_epochs": 1, "lora_rank": 2}
     del tiny["max_completion_length"]
-    run("train", "sft", config="unit_conversion_rft/sft", batch_size=2, gradient_accumulation_steps=1, **tiny)
+    run("train", "rft", "train", config="unit_conversion_rft/sft", batch_size=2, gradient_accumulation_steps=1, **tiny)
     run("train", "rft", "train", config="unit_conversion_rft/train_fast", output_dir="fast", **tiny)
     run("train", "rft", "train", config="unit_conversion_rft/train", batch_size=2, **tiny)
     tested = run("train", "rft", "test", config="unit_conversion_rft/test", device="cpu", subset_size=2)
@@ -283,7 +289,7 @@ def test_minimal_dpo(run, chat_folder, data, tmp_path, monkeypatch, whose):
     config = "minimal_dpo/config_dpo" if whose == "ours" else tmp_path / "theirs"
     tiny = {"policy_name": chat_folder, "ref_name": chat_folder, "dataset": data / "orca.jsonl", "device": "cpu"}
     tiny |= {"precision": "fp32", "dataset_split": "train", "max_len": 64, "batch_size": 4, "eval_steps": 3}
-    run("train", "dpo", config=config, **tiny)
+    run("train", "minimal_dpo", config=config, **tiny)
     folder = tmp_path / "mounts" / "output"
     summary = json.loads(next(folder.rglob("summary.json")).read_text())
     assert summary["n_steps"] == 3  # 12 rows, less the tenth that is held out, by 4

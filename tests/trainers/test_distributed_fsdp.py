@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from stopping import StoppedError, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparse_opt.analysis.update_statistics import UpdateStatistics
 from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.policy.sharding import shard
-from sparse_opt.trainers.policy.update_statistics import UpdateStatistics
 from sparse_opt.trainers.policy.whole_model import Outline
 from sparse_opt.trainers.rft import datagen
 from sparse_opt.trainers.rollouts import Sampling, make_engine

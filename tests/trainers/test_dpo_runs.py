@@ -12,10 +12,10 @@ import torch
 from stopping import assert_same_run, stop_and_resume
 from transformers import AutoModelForCausalLM
 
+from sparse_opt.integrations.trl.margins import step_file
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.data.encoding import collate, load_examples
 from sparse_opt.trainers.policy.logprobs import completion_logprobs
-from sparse_opt.trainers.run.reporting.margins import step_file
 
 MODES = ["dense", "sparse", "lora"]
 

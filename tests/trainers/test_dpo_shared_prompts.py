@@ -157,10 +157,8 @@ def test_a_resumed_run_is_the_run(options_of, monkeypatch, mode):
 
 
 def test_through_the_command_line(tmp_path, model_folder, pairs_file, mask_file, capsys):
-    words = (
-        f"train dpo --policy_name {model_folder} --dataset {pairs_file} --mask {mask_file} --dtype fp32 --device cpu"
-    )
-    words += " --n_steps 2 --max_length 64 --learning_rate 1e-3 --delta_log_dir none --sample_steps none"
+    words = f"train minimal_dpo --policy_name {model_folder} --dataset {pairs_file} --mask {mask_file} --dtype fp32"
+    words += " --device cpu --n_steps 2 --max_length 64 --learning_rate 1e-3 --delta_log_dir none --sample_steps none"
     for flag in ("true", "false"):
         assert main([*words.split(), "--share_prompts", flag, "--output_dir", str(tmp_path / flag)]) == 0
         options = yaml.safe_load((tmp_path / flag / "options.yaml").read_text())

@@ -183,7 +183,7 @@ def test_a_compiled_run_is_the_run(tmp_path, model_folder, pairs_file, mask_file
         for flag in ("false", "true"):
             folder = tmp_path / mode / flag
             with torch.compiler.set_stance("force_eager"):  # inductor takes long on a CPU
-                command = f"train dpo {words}{more} --compile {flag} --output_dir {folder}"
+                command = f"train minimal_dpo {words}{more} --compile {flag} --output_dir {folder}"
                 assert main(command.split()) == 0
             rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             losses.append([row["loss"] for row in rows])

@@ -23,8 +23,8 @@ import torch
 
 from sparse_opt.errors import DataError
 from sparse_opt.files import one_line
+from sparse_opt.integrations.trl.records import Example, Text, demonstration_reader, preference_reader
 
-from .records import Example, Text, demonstration_reader, preference_reader
 from .rows import DataReport, counter, load_rows
 
 if TYPE_CHECKING:

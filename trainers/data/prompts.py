@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparse_opt.integrations.trl.records import Message, Text, prompt_reader
+
 from .encoding import chat_ids, joined_text, text_ids
-from .records import Message, Text, prompt_reader
 from .rows import DataReport, counter, load_rows
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from typing import Any, Literal
 from sparse_opt.config import option, run_module
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.files import one_line
+from sparse_opt.integrations.trl.records import Message, Text
 
 from ..run.outputs import write_text, writing
-from .records import Message, Text
 
 SYSTEM = "You convert units. Work in short steps, and give the result as a number in <answer> and </answer>."
 SHOTS = (

@@ -39,9 +39,9 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import one_line
+from sparse_opt.integrations.trl.records import Text
 
 from ..data.prompts import PromptExample
-from ..data.records import Text
 from . import math as math_rewards
 from . import numbers as number_rewards
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
-
-from ..data.records import Text
+from sparse_opt.integrations.trl.records import Text
 
 # TRL's.
 _PARSE_SECONDS, _VERIFY_SECONDS = 10, 5

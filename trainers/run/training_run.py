@@ -43,6 +43,7 @@ from torch import Tensor
 
 from sparse_opt import backends
 from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.integrations.trl.memory import process_statistics
 from sparse_opt.optim import SparseOptimizer
 
 from ..data.encoding import TokenBatch, require_known_tokens
@@ -60,7 +61,7 @@ from .averaging import GradientAveraging
 from .graphs import GraphedSteps, WholeStep, require_graphs
 from .loss_scaling import LossScaling
 from .outputs import RowFile
-from .reporting.process_statistics import process_statistics, read_scalars, statistics_columns
+from .reporting.process_statistics import read_scalars, statistics_columns
 from .reporting.progress import Progress
 from .reporting.timing import StepTimer
 from .reporting.trackers import require_trackers

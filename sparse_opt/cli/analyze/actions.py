@@ -106,7 +106,8 @@ def ranks(args: Namespace) -> None:
 def shapes(args: Namespace) -> None:
     """`analyze shapes`."""
     from sparse_opt.trainers.policy.pretrained import parameter_shapes
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
+
+    from ...progress import hide_progress_bars
 
     _require_plots(args)
     hide_progress_bars()

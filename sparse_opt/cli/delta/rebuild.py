@@ -88,7 +88,8 @@ def reconstruct(delta_log_dir: Path, step: int, model_name: str, output_dir: Pat
 def _reconstruct(log: Log, step: int, model_name: str, output_dir: Path) -> str:
     from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from
     from sparse_opt.trainers.run.outputs import check_new_folder, save_checkpoint
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
+
+    from ...progress import hide_progress_bars
 
     check_new_folder(output_dir, "output_dir")
     digest = log.digest(step)

@@ -70,9 +70,8 @@ def _parser() -> CommandParser:
 
 
 def _random(args: Namespace) -> None:
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
-
     from ...masks.mask_set import MaskSet
+    from ...progress import hide_progress_bars
     from .from_model import chosen_shapes
 
     if not 0.0 < args.density <= 1.0:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from, parameter_shapes
-from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
 
 from ... import __version__
 from ...errors import ConfigError
@@ -17,6 +16,7 @@ from ...mask_finding.find import choice_metadata, find_from_model
 from ...mask_finding.select import FoundMask
 from ...masks.mask_set import MaskSet
 from ...masks.parameters import select_names
+from ...progress import hide_progress_bars
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -144,9 +144,9 @@ def _experiment(args: PretrainedOptions, device: torch.device) -> dict[str, Any]
     import datasets
 
     from sparse_opt.trainers import grpo
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
 
     from ...masks.mask_set import MaskSet
+    from ...progress import hide_progress_bars
     from . import checks
 
     folder = args.output_dir

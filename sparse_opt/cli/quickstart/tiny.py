@@ -104,10 +104,10 @@ def _experiment(args: QuickstartOptions, device: torch.device) -> dict[str, Any]
     import datasets
 
     from sparse_opt.trainers import dpo, sft
-    from sparse_opt.trainers.run.reporting.progress import hide_progress_bars
 
     from ...delta.log import DeltaLog
     from ...mask_finding.find import find_from_log, mask_file_name
+    from ...progress import hide_progress_bars
     from ..delta import reconstruct
     from . import checks
     from .timing import step_times

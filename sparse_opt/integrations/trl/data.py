@@ -25,6 +25,7 @@ from trl.data_utils import is_conversational
 
 from ...errors import ConfigError, DataError, listed
 from ...files import is_text, one_line
+from .records import as_trl_rows
 
 Algorithm = Literal["sft", "dpo", "grpo"]
 
@@ -68,7 +69,7 @@ def load_rows(script_arguments: Any, algorithm: Algorithm) -> Dataset | Iterable
         rows = _local_rows(path, script_arguments.dataset_config, split)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
-    return _checked(rows, name, algorithm)
+    return _checked(as_trl_rows(rows, name, algorithm), name, algorithm)
 
 
 def _load(source: str, /, **options: Any) -> Any:

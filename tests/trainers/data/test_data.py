@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparse_opt.errors import DataError
-from sparse_opt.trainers.data.records import Example, demonstration_reader, preference_reader
+from sparse_opt.integrations.trl.records import Example, demonstration_reader, preference_reader
 from sparse_opt.trainers.data.rows import load_records
 
 USER = {"role": "user", "content": "2 + 2?"}

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from sparse_opt.errors import DataError
+from sparse_opt.integrations.trl.records import Example
 from sparse_opt.trainers.data.encoding import TokenSequence, collate, encode, load_examples
-from sparse_opt.trainers.data.records import Example
 
 CHAT = Example(
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 plus 2?"}],

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import processors
 
 from sparse_opt.errors import DataError
+from sparse_opt.integrations.trl.records import Example
 from sparse_opt.trainers.data.encoding import encode
 from sparse_opt.trainers.data.prompts import encode_prompt, load_prompts
-from sparse_opt.trainers.data.records import Example
 
 USER = {"role": "user", "content": "What is 2 plus 2?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from sparse_opt.integrations.trl.records import demonstration_reader, prompt_reader
 from sparse_opt.trainers.data import question_pairs
-from sparse_opt.trainers.data.records import demonstration_reader, prompt_reader
 from sparse_opt.trainers.rewards.functions import load_rewards
 
 

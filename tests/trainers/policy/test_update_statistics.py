@@ -11,10 +11,10 @@ import torch
 from small_models import small
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from sparse_opt.analysis.update_statistics import UpdateStatistics
 from sparse_opt.errors import DataError
 from sparse_opt.trainers import dpo
 from sparse_opt.trainers.policy.adapters import add_lora
-from sparse_opt.trainers.policy.update_statistics import UpdateStatistics
 
 
 def moved(model, size: float, share: float, seed: int = 0) -> dict[str, np.ndarray]:

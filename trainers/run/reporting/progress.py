@@ -37,17 +37,3 @@ class Progress:
             self._said_at = time.monotonic()
             listed = ", ".join(f"{name} {value}" for name, value in metrics.items())
             print(f"{self._title}: step {step} of {self._n_steps}, {listed}", file=sys.stderr, flush=True)
-
-
-def hide_progress_bars(*, always: bool = False) -> None:
-    """Disable the progress bars of transformers and datasets, which would also be written to files and pipes.
-
-    Args:
-        always: disable them on a terminal as well.
-    """
-    import datasets
-    from transformers.utils import logging
-
-    if always or not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-        logging.disable_progress_bar()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparse_opt.analysis.update_statistics import Masters, UpdateStatistics
+
 from ...options import TrainingOptions
-from ...policy.update_statistics import Masters, UpdateStatistics
 from ..outputs import RowFile
 
 FILE = "update_statistics.jsonl"

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparse_opt.analysis.update_statistics import Masters
 from sparse_opt.distributed import full_optimizer_state_dict, full_state
 from sparse_opt.optim import SparseOptimizer
 
-from ...policy.update_statistics import Masters
 from ...policy.whole_model import Outline, gather
 from ...ranks import Ranks
 from .checkpoints import Stateful

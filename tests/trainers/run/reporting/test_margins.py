@@ -7,8 +7,9 @@ import json
 import numpy as np
 import torch
 
+from sparse_opt.integrations.trl.margins import step_file
 from sparse_opt.trainers.run.outputs import RowFile
-from sparse_opt.trainers.run.reporting.margins import MarginsLog, step_file
+from sparse_opt.trainers.run.reporting.margins import MarginsLog
 
 
 class Run:

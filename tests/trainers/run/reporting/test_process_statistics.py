@@ -8,11 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparse_opt.trainers.run.reporting.process_statistics import (
-    gpu_utilization,
-    process_statistics,
-    statistics_columns,
-)
+from sparse_opt.integrations.trl.memory import gpu_utilization, process_statistics
+from sparse_opt.trainers.run.reporting.process_statistics import statistics_columns
 
 GPU = torch.device("cuda", 0)
 

@@ -1,7 +1,7 @@
 """Statistics of a run's update, measured during training: share of changed weights, their changes, and ranks.
 
-The statistics are those of `sparse-opt analyze` (`sparse_opt.analysis`), computed on the weights that a checkpoint
-would hold: in mode lora with the adapters merged.
+The statistics are those of `sparse-opt analyze` (`analysis`), computed on the weights that a checkpoint would
+hold: in mode lora with the adapters merged.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_opt.analysis import ChangeCounts, count_changes, get_layer_rank_stats, sum_changes
-from sparse_opt.analysis.ranks import TAU, RankStats, is_weight_matrix
-from sparse_opt.analysis.spectrum import Method
-from sparse_opt.errors import DataError
-from sparse_opt.masks.parameters import select_names
-from sparse_opt.tensors import canonical_names, named_parameters_of
+from ..errors import DataError
+from ..masks.parameters import select_names
+from ..tensors import canonical_names, named_parameters_of
+from .ranks import TAU, RankStats, get_layer_rank_stats, is_weight_matrix
+from .sparsity import ChangeCounts, count_changes, sum_changes
+from .spectrum import Method
 
 # The published densities count what moved by more than 1e-5 (https://arxiv.org/abs/2505.11711); 1e-6 is finer.
 _TOLERANCES = (1e-6, 1e-5)
@@ -65,12 +65,17 @@ class UpdateStatistics:
         if not self.matrices:
             raise DataError(f"no trained weight matrix matches {include}; there are {len(matrices)}")
 
+    def restart(self, model: Any) -> None:
+        """Compare with the current weights of the model, or of a copy of it, from now on."""
+        parameters = dict(model.named_parameters())
+        self._start = {name: parameters[name].detach().to("cpu", copy=True) for name in self._start}
+
     @torch.no_grad()
     def measure(self, model: Any, masters: Masters | None = None) -> dict[str, Any]:
         """The statistics of the model, or of a copy of it, as one row of JSON.
 
         Args:
-            masters: the optimizer's fp32 copies of 16-bit weights; see `WholeState.masters`.
+            masters: the optimizer's fp32 copies of 16-bit weights.
 
         Shares are of all `n_weights` floating-point weights of the model, frozen ones included:
 

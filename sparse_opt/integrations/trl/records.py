@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sparse_opt.errors import DataError
+from ...errors import DataError
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}
 Text = str | list[Message]  # plain text, taken verbatim; or messages, for the chat template
@@ -202,3 +202,28 @@ _PROMPT_FORMATS: list[tuple[set[str], PromptReader]] = [
     ({"problem"}, _read_problem),
     ({"question"}, _read_question),
 ]
+
+
+def as_trl_rows(rows: Any, name: str, algorithm: str) -> Any:
+    """The dataset with the columns that TRL trains, if its columns are of another format in the table above.
+
+    Columns that the algorithm's reward functions may read are kept.
+
+    Raises:
+        DataError: a row does not fit its format.
+    """
+    columns = set(rows.column_names or next(iter(rows)))  # a stream may not know its columns
+    of_trl = {"prompt", "messages", "text"} if algorithm == "sft" else {"prompt"}
+    if columns & of_trl or not columns & {"question", "conversations", "problem"}:
+        return rows
+    if algorithm == "grpo":
+        read_prompt = prompt_reader(columns, name)
+        return rows.map(lambda row: {"prompt": read_prompt(row)})
+    names = ("chosen", "rejected") if algorithm == "dpo" else ("completion",)
+    read = (preference_reader if algorithm == "dpo" else demonstration_reader)(columns, name)
+
+    def converted(row: dict[str, Any]) -> dict[str, Text]:
+        example = read(row)
+        return {"prompt": example.prompt, **dict(zip(names, example.completions, strict=True))}
+
+    return rows.map(converted, remove_columns=sorted(columns))

@@ -1,0 +1,226 @@
+"""The options of `sparse-opt train sft | dpo | grpo`: TRL's arguments, and those of a mask.
+
+YAML files (`--config run.yaml`, as TRL's) are read first, then flags and `key=value` words in the order of the command
+line; later ones win. An unknown option names the nearest one, before a model or data is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+from ...errors import ConfigError
+from ...option_parser import read_yaml
+from ...option_values import similar
+from ..rates import EXPONENT
+from .mask_arguments import MaskArguments
+
+CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
+_WORD = re.compile(r"[A-Za-z]\w*=")
+# Options whose values are not written to options.yaml.
+_SECRET = ("hub_token",)
+
+_EPILOG = """examples:
+  all weights, with a delta log to find a mask in:
+    sparse-opt train {name} --model_name_or_path M --dataset_name D --delta_log_dir log --output_dir dense
+  under a mask, from a file or drawn at random:
+    sparse-opt train {name} --model_name_or_path M --dataset_name D --mask masks/FILE.safetensors --output_dir sparse
+    sparse-opt train {name} --model_name_or_path M --dataset_name D --mask_density 0.025 --mask_pattern tile64
+  the options of an earlier run, with one changed, and an interrupted run continued:
+    sparse-opt train {name} --config dense/options.yaml output_dir=dense_2
+    sparse-opt train {name} --config dense/options.yaml --resume_from_checkpoint true
+
+Without a GPU, fp32 on the CPU is the default. Under a mask and without --learning_rate the rate is the default below
+times density^{exponent} (5.6 at 10 %, 16 at 2.5 %, 32 at 1 %), a start for tuning."""
+
+
+@dataclass
+class GRPOScriptArguments(ScriptArguments):
+    """TRL's script arguments and the two of its GRPO script."""
+
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "reward model: a sequence classifier with one label"}
+    )
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "exact_match (column answer), accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
+            "get_soft_overlong_punishment, or import paths of functions: my_package.rewards.function"
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run.
+
+    Attributes:
+        script, training, model, mask: as TRL's trainers and `sparse_trainer` take them.
+        values: name -> value of every option.
+        given: names of the options in files and words.
+    """
+
+    script: Any
+    training: Any
+    model: ModelConfig
+    mask: MaskArguments
+    values: dict[str, Any]
+    given: frozenset[str]
+
+    def to_yaml(self) -> str:
+        """All options as a file for `--config`, without secrets."""
+        values = {name: value for name, value in self.values.items() if name not in _SECRET}
+        values["learning_rate"] = self.training.learning_rate
+        plain = {name: getattr(value, "value", value) for name, value in values.items()}  # enums
+        return yaml.safe_dump(plain, sort_keys=False)
+
+
+class _Parser(TrlParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see '{self.prog} --help')")
+
+
+def parser(algorithm: str) -> TrlParser:
+    """The parser of `sparse-opt train ALGORITHM`."""
+    script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
+    classes: Any = (script, CONFIGS[algorithm], ModelConfig, MaskArguments)
+    made = _Parser(
+        classes,
+        prog=f"sparse-opt train {algorithm}",
+        usage=f"sparse-opt train {algorithm} [--config FILE] [--key value ...] [key=value ...]",
+        description=f"Train with TRL's {algorithm.upper()}Trainer: all weights, those of a mask, or adapters.",
+        epilog=_EPILOG.format(name=algorithm, exponent=EXPONENT),
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
+    if not torch.accelerator.is_available():
+        made.set_defaults(use_cpu=True, bf16=False)
+    return made
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and keeps the line breaks of the epilog."""
+
+
+def parse(algorithm: str, argv: Sequence[str]) -> Options:
+    """The options in the words after `sparse-opt train ALGORITHM`; `--help` prints them and exits.
+
+    Raises:
+        ConfigError: an unknown option, a value of another type, an invalid file, or options that TRL refuses.
+    """
+    of = parser(algorithm)
+    if "-h" in argv or "--help" in argv:
+        of.print_help()
+        raise SystemExit(0)
+    words, given = _words(of, argv)
+    namespace, rest = of.parse_known_args(words)
+    if rest:
+        if _WORD.match(rest[0]):
+            _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
+        of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
+    values = vars(namespace)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name} is {value}, expected a finite number")
+    try:
+        script, training, model, mask = of.parse_dict(dict(values))
+    except (ValueError, ImportError) as error:  # of TRL's checks
+        hint = " Set --per_device_train_batch_size times --gradient_accumulation_steps to such a multiple."
+        raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
+    if model.model_name_or_path is None:
+        raise ConfigError("--model_name_or_path is missing: the name or folder of a model")
+    if mask.is_sparse and model.use_peft:
+        raise ConfigError("--use_peft trains adapters, and a mask the model's own weights: leave out one of the two")
+    if model.use_peft and mask.delta_log_dir is not None:
+        raise ConfigError("--delta_log_dir logs the model's own weights, which --use_peft does not train: leave it out")
+    if mask.log_margins and algorithm != "dpo":
+        raise ConfigError(f"--log_margins is an option of dpo, not of {algorithm}")
+    rewards = (getattr(script, "reward_funcs", None), getattr(script, "reward_model_name_or_path", None))
+    if algorithm == "grpo" and not any(rewards):
+        raise ConfigError("grpo needs --reward_funcs (such as exact_match) or --reward_model_name_or_path")
+    return Options(script, training, model, mask, values, frozenset(given))
+
+
+def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
+    """The options of files and words as flags, files first; and the names of those that are given."""
+    from_files: list[str] = []
+    flags: list[str] = []
+    given: set[str] = set()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.partition("=")
+        if not word.startswith("--") and _WORD.match(word):
+            if key != "config" and f"--{key}" not in of._option_string_actions and flags:
+                flags.append(word)  # a value, in a list of values
+                continue
+            key = f"--{key}"
+        if key == "--config":
+            if not equals and not words:
+                raise ConfigError("option '--config': expected a file")
+            from_files += _flags_of(of, Path(value if equals else words.pop(0)), given)
+        elif key.startswith("--"):
+            action = _find(of, key, f"'{word}'")
+            given.add(action.dest)
+            flags.append(f"{key}={value}" if equals else key)
+            if not equals and action.nargs is None and words:
+                flags[-1] += f"={words.pop(0)}"  # one value, whatever it looks like
+            elif equals and action.nargs == "+":
+                flags[-1:] = [key, value]
+        else:
+            flags.append(word)
+    return from_files + flags, given
+
+
+def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
+    """The options of a YAML file as flags; values without a flag become the parser's defaults, as in TRL."""
+    content = read_yaml(file, "config file") or {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config file {file} holds a {type(content).__name__}; expected 'key: value' lines")
+    for name, value in (content.pop("env", None) or {}).items():
+        os.environ[name] = str(value)
+    flags: list[str] = []
+    for key, value in content.items():
+        action = _find(of, f"--{key}", f"config file {file}")
+        given.add(action.dest)
+        if isinstance(value, bool) and action.type is str and not action.choices:
+            of.set_defaults(**{action.dest: value})  # `fsdp: true`
+            continue
+        if isinstance(value, bool):
+            words = {True: "yes", False: "no"} if "no" in (action.choices or ()) else {True: "true", False: "false"}
+            value = words[value]  # YAML reads `save_strategy: no` as false
+        if isinstance(value, list) and value and action.nargs == "+":
+            flags += [f"--{action.dest}", *map(str, value)]
+        elif value is None or isinstance(value, list | dict):
+            if value is not None and action.type in (int, float):
+                raise ConfigError(f"config file {file}: '{key}' is a {type(value).__name__}, expected a number")
+            of.set_defaults(**{action.dest: value})
+        elif action.nargs == "+":
+            flags += [f"--{action.dest}", str(value)]
+        else:
+            flags.append(f"--{action.dest}={value}")
+    try:
+        of.parse_known_args(flags)
+    except ConfigError as error:
+        raise ConfigError(f"config file {file}: {error}") from error
+    return flags
+
+
+def _find(of: TrlParser, key: str, source: str) -> argparse.Action:
+    action = of._option_string_actions.get(key)
+    if action is None:
+        names = [name[2:] for name in of._option_string_actions if "-" not in name[2:]]
+        found = similar(key[2:].replace("-", "_"), names)
+        hint = "" if found is None else f"; the nearest is '{found}'"
+        of.error(f"unknown option '{key[2:]}' (from {source}){hint}")
+    return action

@@ -1,0 +1,116 @@
+"""`MaskArguments`: the options of `sparse-opt train` in addition to TRL's: the mask, SparseAdamW and the logs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ...delta.schedule import Schedule
+from ...errors import ConfigError
+from ..arguments import SparseArguments
+
+
+@dataclass(kw_only=True)
+class MaskArguments:
+    """A mask is a file or made at the start; without one, all weights are trained, or with --use_peft adapters.
+
+    The options that are not described here are those of `SparseArguments`.
+    """
+
+    mask: str | None = field(default=None, metadata={"help": "mask file; train the active elements of the mask only"})
+    mask_density: float | None = field(
+        default=None, metadata={"help": "share of active elements of a random mask, in place of --mask"}
+    )
+    mask_pattern: Literal["element", "run16", "run32", "tile64", "tile128"] = field(
+        default="element", metadata={"help": "pattern of the random mask"}
+    )
+    mask_seed: int = field(default=0, metadata={"help": "seed of the random mask"})
+
+    grads: Literal["compact", "dense"] = field(
+        default="compact", metadata={"help": "gather gradients when they are produced, or read them"}
+    )
+    state_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "dtype of Adam's moments under a mask"}
+    )
+    grad_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "dtype of compact gradients"}
+    )
+    master_weights: bool | None = field(
+        default=None, metadata={"help": "keep fp32 copies of active 16-bit weights; true unless --stochastic_rounding"}
+    )
+    stochastic_rounding: bool = field(
+        default=False, metadata={"help": "round 16-bit weights up or down at random, in place of master weights"}
+    )
+    keep_base_weights: bool | None = field(
+        default=None,
+        metadata={
+            "help": "keep the initial active weights, the reference of DPO and GRPO; false for SFT without a log"
+        },
+    )
+    offload_base_weights: bool = field(default=False, metadata={"help": "keep them in host memory"})
+    tile_backward: bool | None = field(
+        default=None, metadata={"help": "compute weight gradients of active tiles only; default: where faster"}
+    )
+    backend: str | None = field(default=None, metadata={"help": "backend of the optimizer's kernels"})
+    vllm_weight_sync: Literal["full", "sparse"] = field(
+        default="full", metadata={"help": "send vLLM all weights, or what changed"}
+    )
+    vllm_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "JSON: options of vllm.LLM for which TRL has no argument"}
+    )
+
+    delta_log_dir: str | None = field(
+        default=None, metadata={"help": "folder of a log of the weights, from which masks are found"}
+    )
+    delta_log_steps: str = field(
+        default="every:1,last", metadata={"help": "steps to log: every:10,last or 10-40:10,100"}
+    )
+    delta_log_level: str = field(default="packed", metadata={"help": "compression of the log's patches"})
+    delta_log_keyframe_every: int | None = field(default=None, metadata={"help": "patches between two whole states"})
+    delta_log_on_error: Literal["raise", "warn"] = field(
+        default="raise", metadata={"help": "end the run, or leave out a step not written"}
+    )
+    statistics_steps: int | None = field(
+        default=None, metadata={"help": "write ranks and shares of the update every N steps"}
+    )
+    statistics_include: list[str] | None = field(
+        default=None, metadata={"help": "patterns of the weight matrices whose ranks are taken"}
+    )
+    statistics_tau: float = field(default=1e-6, metadata={"help": "size of the changes counted in share_above_tau"})
+    log_margins: bool = field(default=False, metadata={"help": "write the margin of each pair of DPO to logs/margins"})
+
+    def __post_init__(self) -> None:
+        if self.mask is not None and self.mask_density is not None:
+            raise ConfigError("--mask and --mask_density exclude each other: give one")
+        if self.mask_density is not None and not 0 < self.mask_density <= 1:
+            raise ConfigError(f"--mask_density is {self.mask_density}, expected a share above 0, and at most 1")
+        if self.statistics_steps is not None and self.statistics_steps < 1:
+            raise ConfigError(f"--statistics_steps is {self.statistics_steps}, expected 1 or more")
+        if isinstance(self.vllm_options, str):
+            self.vllm_options = json.loads(self.vllm_options)
+        Schedule.parse(self.delta_log_steps)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether there is a mask."""
+        return self.mask is not None or self.mask_density is not None
+
+    def sparse_arguments(self, *, has_reference: bool, fp16: bool) -> SparseArguments:
+        """The options of the sparse trainer.
+
+        Args:
+            has_reference: whether base weights are needed as the reference.
+            fp16: whether the run has a GradScaler.
+        """
+        names = set(SparseArguments.__dataclass_fields__) & set(self.__dataclass_fields__)
+        options = {name: getattr(self, name) for name in names}
+        for name in ("state_dtype", "grad_dtype"):
+            options[name] = getattr(torch, options[name])
+        if self.master_weights is None:
+            options["master_weights"] = not self.stochastic_rounding
+        if self.keep_base_weights is None:
+            options["keep_base_weights"] = has_reference or self.delta_log_dir is not None
+        return SparseArguments(**options, amp_scaling=fp16 and self.grads == "compact")

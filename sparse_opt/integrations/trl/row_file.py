@@ -1,0 +1,30 @@
+"""`RowFile`: a JSONL file with a row per step in a run's folder, which a resumed run continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...files import written_aside
+
+
+class RowFile:
+    """Rows with a key `step`. Begin with `cut`, then `write`, on process 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def cut(self, last_step: int) -> None:
+        """Keep the rows up to `last_step`, those of the checkpoint that a run resumes from; 0 keeps none."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= last_step]
+        with written_aside(self.path) as aside:
+            aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

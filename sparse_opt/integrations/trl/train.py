@@ -1,0 +1,227 @@
+"""`sparse-opt train sft | dpo | grpo`: TRL's trainers, dense, under a mask, or with adapters."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
+
+from ...errors import ConfigError, SparseOptError
+from ...files import written_aside
+from ...masks.mask_set import MaskSet
+from ...option_values import FALSE, TRUE
+from ...progress import hide_progress_bars
+from ..callback import DeltaLogCallback
+from ..factory import sparse_trainer
+from ..rates import EXPONENT, dense_rate, rate_factor
+from .command_line import Options, parse
+from .data import Algorithm, LogWarnings, RowsDigest, check_tokenized, load_rows
+from .margins import MarginsCallback
+from .memory import MemoryCallback
+from .progress import ProgressLines
+from .rewards import load_rewards
+from .update_statistics import UpdateStatisticsCallback
+
+TRAINERS = {"sft": SFTTrainer, "dpo": DPOTrainer, "grpo": GRPOTrainer}
+OPTIONS_FILE = "options.yaml"
+MASK_FILE = "mask.safetensors"
+
+
+def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
+    """Train as the words after `sparse-opt train ALGORITHM` say, and return 0.
+
+    Raises:
+        ConfigError: an option is invalid, or two contradict each other.
+        KeyboardInterrupt: Ctrl-C; the message says what was kept, and how to go on.
+    """
+    # TRL uses names that transformers will rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
+    options = parse(algorithm, argv)
+    args = options.training
+    checkpoint = _checkpoint(args)
+    rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
+    mask, first_line = _mask_and_rate(algorithm, options)
+    is_main = args.process_index == 0
+    if is_main:
+        print(first_line, flush=True)
+    args.disable_tqdm = args.disable_tqdm or not (is_main and sys.stderr.isatty())
+    hide_progress_bars(always=not is_main)
+    rows = load_rows(options.script, algorithm)
+    trainer = _trainer(algorithm, options, rows, mask, rewards)
+    check_tokenized(trainer, rows)
+    trainer.add_callback(RowsDigest(rows))
+    trainer.add_callback(LogWarnings())
+    log = _add_callbacks(algorithm, trainer, options)
+    if is_main:
+        _write_options(options, mask)
+    started = time.monotonic()
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_interrupted(trainer)) from None
+    finally:
+        if log is not None:
+            log.close()
+    trainer.save_model(args.output_dir)
+    trainer.save_state()
+    if is_main:
+        steps, seconds = trainer.state.global_step, time.monotonic() - started
+        print(f"trained to step {steps} in {seconds:.0f} s; the model is in {args.output_dir}")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=options.script.dataset_name)
+    trainer.accelerator.end_training()
+    return 0
+
+
+def _mask_and_rate(algorithm: Algorithm, options: Options) -> tuple[MaskSet | None, str]:
+    """The mask, with the learning rate set for it, and the line that says what will be trained."""
+    args, name = options.training, options.model.model_name_or_path
+    line = f"{algorithm}: {name}, "
+    if options.model.use_peft:
+        return None, line + f"LoRA of rank {options.model.lora_r}, learning rate {args.learning_rate:g}"
+    if not options.mask.is_sparse:
+        return None, line + f"all weights, learning rate {args.learning_rate:g}"
+    if options.mask.mask is not None:
+        mask = MaskSet.load(Path(options.mask.mask))
+        line += f"mask {options.mask.mask}"
+    else:
+        mask = _random_mask(options)
+        line += f"random mask ({options.mask.mask_pattern}, seed {options.mask.mask_seed})"
+    if not mask.nnz:
+        raise ConfigError("the mask has no active element")
+    line += f" of {mask.nnz:,} elements (density {mask.density:.3g}), learning rate "
+    if "learning_rate" in options.given:
+        return mask, line + f"{args.learning_rate:g}"
+    dense, factor = dense_rate(args), rate_factor(mask.density)
+    args.learning_rate = dense * factor
+    return mask, line + f"{args.learning_rate:.3g}: {dense:g}, the dense default, x {factor:.3g} (density^{EXPONENT})"
+
+
+def _random_mask(options: Options) -> MaskSet:
+    config = AutoConfig.from_pretrained(
+        options.model.model_name_or_path,
+        revision=options.model.model_revision,
+        trust_remote_code=options.training.trust_remote_code,
+    )
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):  # names and shapes only
+        model = AutoModelForCausalLM.from_config(config) if architecture is None else architecture(config)
+    model.tie_weights()
+    mask = options.mask
+    assert mask.mask_density is not None
+    return MaskSet.random(model, density=mask.mask_density, pattern=mask.mask_pattern, seed=mask.mask_seed)
+
+
+def _trainer(algorithm: Algorithm, options: Options, rows: Any, mask: MaskSet | None, rewards: list[Any]) -> Any:
+    script, args, model = options.script, options.training, options.model
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    test_rows = None
+    if args.eval_strategy != "no":
+        test_rows = load_rows(replace(script, dataset_train_split=script.dataset_test_split), algorithm)
+    keywords: dict[str, Any] = {
+        "model": model.model_name_or_path,
+        "args": args,
+        "train_dataset": rows,
+        "eval_dataset": test_rows,
+        "quantization_config": get_quantization_config(model),
+    }
+    if algorithm == "grpo":
+        reward_model = script.reward_model_name_or_path
+        keywords["reward_funcs"] = [*([reward_model] if reward_model else []), *rewards]
+    trainer_class: Any = TRAINERS[algorithm]
+    if mask is None:
+        keywords["peft_config"] = get_peft_config(model)
+    else:
+        trainer_class = sparse_trainer(trainer_class)
+        has_reference = algorithm == "dpo" or (algorithm == "grpo" and args.beta != 0.0)
+        sparse = options.mask.sparse_arguments(has_reference=has_reference, fp16=args.fp16)
+        keywords |= {"mask": mask, "sparse": sparse}
+    try:
+        return trainer_class(**keywords)
+    except SparseOptError:
+        raise
+    except (ValueError, SafetensorError) as error:  # of TRL's checks, and of damaged files of a model
+        raise ConfigError(f"{model.model_name_or_path}: {error}") from error
+
+
+def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> DeltaLogCallback | None:
+    """Add the callbacks of the options; returns the delta log of a dense run, which must be closed."""
+    mask = options.mask
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(MemoryCallback())
+    if not sys.stderr.isatty():
+        trainer.add_callback(ProgressLines())
+    if mask.log_margins:
+        trainer.add_callback(MarginsCallback(trainer))
+    if mask.statistics_steps is not None:
+        statistics = UpdateStatisticsCallback(
+            mask.statistics_steps, include=mask.statistics_include, tau=mask.statistics_tau
+        )
+        trainer.callback_handler.callbacks.insert(0, statistics)  # before the trackers, which then log its statistics
+    if mask.delta_log_dir is None or mask.is_sparse:
+        return None
+    log = DeltaLogCallback(
+        mask.delta_log_dir,
+        mask.delta_log_steps,
+        level=mask.delta_log_level,
+        keyframe_every=mask.delta_log_keyframe_every,
+        on_error=mask.delta_log_on_error,
+        metadata={"method": algorithm},
+    )
+    trainer.add_callback(log)
+    return log
+
+
+def _checkpoint(args: Any) -> str | None:
+    """The folder of `--resume_from_checkpoint`, of which `true` means the last one in the output folder."""
+    given = args.resume_from_checkpoint
+    if given is None or str(given).lower() in FALSE:
+        return None
+    if str(given).lower() not in TRUE:
+        if not Path(given, "trainer_state.json").is_file():
+            raise ConfigError(f"--resume_from_checkpoint {given}: expected a checkpoint's folder, or true")
+        return str(given)
+    last = _last_checkpoint(args.output_dir)
+    if last is None:
+        raise ConfigError(f"--resume_from_checkpoint true: {args.output_dir} has no complete checkpoint")
+    return last
+
+
+def _last_checkpoint(folder: str) -> str | None:
+    """The newest checkpoint that has `trainer_state.json`, which the Trainer writes last."""
+    steps = [int(path.parent.name.rpartition("-")[2]) for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
+    return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None
+
+
+def _interrupted(trainer: Any) -> str:
+    args, step = trainer.args, trainer.state.global_step
+    line = f"interrupted after step {step} of {trainer.state.max_steps}"
+    last = _last_checkpoint(args.output_dir)
+    if last is None:
+        return f"{line}; no checkpoint was saved: a lower --save_steps than {args.save_steps:g} saves the first earlier"
+    return f"{line}; {last} is kept: repeat the command with --resume_from_checkpoint {last}"
+
+
+def _write_options(options: Options, mask: MaskSet | None) -> None:
+    folder = Path(options.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_aside(folder / OPTIONS_FILE) as aside:
+        aside.write_text(options.to_yaml(), encoding="utf-8")
+    if mask is not None and options.mask.mask is None:
+        mask.save(folder / MASK_FILE)
