@@ -25,11 +25,28 @@ from .factory import sparse_trainer
 if TYPE_CHECKING:
     from .callback import DeltaLogCallback
     from .checkpoints import VerifiedCheckpointCallback
+    from .trl.margins import MarginsCallback
+    from .trl.memory import MemoryCallback
+    from .trl.update_statistics import UpdateStatisticsCallback
 
-__all__ = ["DeltaLogCallback", "SparseArguments", "VerifiedCheckpointCallback", "sparse_trainer"]
+__all__ = [
+    "DeltaLogCallback",
+    "MarginsCallback",
+    "MemoryCallback",
+    "SparseArguments",
+    "UpdateStatisticsCallback",
+    "VerifiedCheckpointCallback",
+    "sparse_trainer",
+]
 
 # These derive from a class of transformers, which is imported only when a name is accessed.
-_CALLBACKS = {"DeltaLogCallback": "callback", "VerifiedCheckpointCallback": "checkpoints"}
+_CALLBACKS = {
+    "DeltaLogCallback": "callback",
+    "MarginsCallback": "trl.margins",
+    "MemoryCallback": "trl.memory",
+    "UpdateStatisticsCallback": "trl.update_statistics",
+    "VerifiedCheckpointCallback": "checkpoints",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
-from ...errors import ConfigError, SparseOptError
+from ...errors import ConfigError, DataError, SparseOptError
 from ...files import written_aside
 from ...masks.mask_set import MaskSet
 from ...option_values import FALSE, TRUE
 from ...progress import hide_progress_bars
-from ..callback import DeltaLogCallback
+from ..callback import DeltaLogCallback, on_process_0
+from ..checkpoints import MANIFEST, VerifiedCheckpointCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
 from .command_line import Options, parse
@@ -48,7 +49,7 @@ def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     options = parse(algorithm, argv)
     args = options.training
-    checkpoint = _checkpoint(args)
+    checkpoint = _checkpoint(args, is_sparse=options.mask.is_sparse)
     rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
     mask, first_line = _mask_and_rate(algorithm, options)
     is_main = args.process_index == 0
@@ -174,7 +175,10 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> Delt
             mask.statistics_steps, include=mask.statistics_include, tau=mask.statistics_tau
         )
         trainer.callback_handler.callbacks.insert(0, statistics)  # before the trackers, which then log its statistics
-    if mask.delta_log_dir is None or mask.is_sparse:
+    if mask.is_sparse:  # its trainer writes the log and the manifests of checkpoints itself
+        return None
+    if mask.delta_log_dir is None:
+        trainer.add_callback(VerifiedCheckpointCallback())
         return None
     log = DeltaLogCallback(
         mask.delta_log_dir,
@@ -185,27 +189,35 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> Delt
         metadata={"method": algorithm},
     )
     trainer.add_callback(log)
+    trainer.add_callback(VerifiedCheckpointCallback())  # after the steps of the log that precede a checkpoint
     return log
 
 
-def _checkpoint(args: Any) -> str | None:
-    """The folder of `--resume_from_checkpoint`, of which `true` means the last one in the output folder."""
+def _checkpoint(args: Any, *, is_sparse: bool) -> str | bool | None:
+    """The verified folder of `--resume_from_checkpoint`, of which `true` means the last one in the output folder.
+
+    Under a mask the trainer verifies it, and takes `True`: it compares the last run in the folder with that of the
+    checkpoint.
+    """
     given = args.resume_from_checkpoint
     if given is None or str(given).lower() in FALSE:
         return None
-    if str(given).lower() not in TRUE:
-        if not Path(given, "trainer_state.json").is_file():
-            raise ConfigError(f"--resume_from_checkpoint {given}: expected a checkpoint's folder, or true")
-        return str(given)
-    last = _last_checkpoint(args.output_dir)
-    if last is None:
-        raise ConfigError(f"--resume_from_checkpoint true: {args.output_dir} has no complete checkpoint")
-    return last
+    if str(given).lower() in TRUE:
+        given = _last_checkpoint(args.output_dir)
+        if given is None:
+            raise ConfigError(f"--resume_from_checkpoint true: {args.output_dir} has no complete checkpoint")
+        if is_sparse:
+            return True
+    elif not Path(given, "trainer_state.json").is_file():
+        raise ConfigError(f"--resume_from_checkpoint {given}: expected a checkpoint's folder, or true")
+    if not is_sparse:
+        on_process_0(lambda: VerifiedCheckpointCallback.require_intact(given), DataError)
+    return str(given)
 
 
 def _last_checkpoint(folder: str) -> str | None:
-    """The newest checkpoint that has `trainer_state.json`, which the Trainer writes last."""
-    steps = [int(path.parent.name.rpartition("-")[2]) for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
+    """The newest checkpoint that has a manifest, which is written last."""
+    steps = [int(path.parent.name.rpartition("-")[2]) for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
     return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None
 
 
