@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from launch import launch, run_command
+from launch import launch
 from stopping import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_stand_in import serving
@@ -154,24 +153,3 @@ def test_the_weights_do_not_change_while_a_process_samples(server_of, model_fold
     server = server_of()
     launch(sample_unevenly, 2, str(model_folder), server.url)
     assert server.served == [16, 2]
-
-
-@pytest.mark.parametrize(
-    ("mode", "parallel", "route"),
-    [
-        ("dense", "replicate", "/collective_rpc"),
-        ("sparse", "fsdp", "/update_weights"),
-        ("sparse", "replicate", "/v1/completions"),
-    ],
-)
-def test_an_error_of_the_server_is_shown_once(options, server_of, tmp_path, mode, parallel, route):
-    server = server_of()
-    server.fails = route
-    given = options(mode, tmp_path / "run", server.url) | {"parallel": parallel, "eval_steps": None}
-    flags = [f"--{name}={','.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
-    flags = [flag for flag in flags if not flag.endswith("=None")]
-    ended = run_command(2, ["train", "grpo", *flags], os.environ)
-    assert ended.returncode == 1
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("sparse-opt: ")]
-    assert f"{server.url}{route} answered 500: " in line and "the worker has failed" in line
-    assert "sparse_opt/trainers" not in ended.stderr  # no traceback
