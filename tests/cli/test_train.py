@@ -123,7 +123,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
         (("max_steps=x",), "invalid int value: 'x'"),
         (("--mask", "a", "--mask_density", 0.1), "exclude each other"),
         (("--mask_density", 2), "--mask_density is 2.0"),
-        (("--resume_from_checkpoint", "true"), "has no complete checkpoint"),
+        (("--resume_from_checkpoint", "true"), "has no checkpoint"),
         (("--resume_from_checkpoint", tmp_path), "expected a checkpoint's folder"),
         (("stray",), "cannot read 'stray'"),
     ):
@@ -183,7 +183,10 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(train, interrupted, tmp_
         in (stopped.err)
     )
     (tmp_path / "out" / "checkpoint-3").mkdir()  # as a run that is killed while it saves leaves it
-    train("dpo", *words, "--resume_from_checkpoint", "true").done()
+    refused = train("dpo", *words, "--resume_from_checkpoint", "true")
+    assert refused.code == 1 and "checkpoint-3: has no sparse_opt_manifest.json" in refused.err
+    assert f"the last intact one is {kept.name}" in refused.err
+    train("dpo", *words, "--resume_from_checkpoint", kept).done()
     assert not any(elements.any() for elements in changed(tmp_path / "whole", tmp_path / "out").values())
     for name in ("update_statistics.jsonl", "logs/margins/margins_log.jsonl"):
         assert (tmp_path / "out" / name).read_text() == (tmp_path / "whole" / name).read_text()

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
 from ...errors import ConfigError, DataError, SparseOptError
@@ -194,18 +195,19 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> Delt
 
 
 def _checkpoint(args: Any, *, is_sparse: bool) -> str | bool | None:
-    """The verified folder of `--resume_from_checkpoint`, of which `true` means the last one in the output folder.
+    """The verified folder of `--resume_from_checkpoint`, of which `true` means the newest one in the output folder.
 
-    Under a mask the trainer verifies it, and takes `True`: it compares the last run in the folder with that of the
-    checkpoint.
+    Under a mask the trainer itself verifies it, and for `True` it also compares the checkpoint's run with the last one
+    in the folder.
     """
     given = args.resume_from_checkpoint
     if given is None or str(given).lower() in FALSE:
         return None
     if str(given).lower() in TRUE:
-        given = _last_checkpoint(args.output_dir)
+        folder = args.output_dir
+        given = get_last_checkpoint(folder) if Path(folder).is_dir() else None
         if given is None:
-            raise ConfigError(f"--resume_from_checkpoint true: {args.output_dir} has no complete checkpoint")
+            raise ConfigError(f"--resume_from_checkpoint true: {folder} has no checkpoint")
         if is_sparse:
             return True
     elif not Path(given, "trainer_state.json").is_file():
