@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import secrets
 import warnings
 from pathlib import Path
@@ -14,6 +15,8 @@ from .checkpoints import VerifiedCheckpointCallback, last_intact
 
 # Stays in the folder, and holds the name of the last run. `push_to_hub` leaves out names that begin like this.
 LOCK = "_run.lock"
+# Files that a killed run was writing: of `written_aside`, and of safetensors.
+_UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp|\.tmp\w{6}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -25,7 +28,9 @@ class RunFolder:
         self._lock: FileLock | None = None
 
     def begin(self, checkpoint: str | None, *, newest: bool) -> str:
-        """Lock the folder, verify the checkpoint from which a run resumes, and return the name of the run.
+        """Lock the folder, remove what a killed run has left there, and verify the checkpoint from which a run resumes.
+
+        Returns the name of the run.
 
         Args:
             checkpoint: None begins a new run.
@@ -39,6 +44,9 @@ class RunFolder:
         try:
             self._lock = FileLock.acquire(path, make=True)
             last = path.read_text(encoding="utf-8")
+            for file in (*self._folder.glob(".*"), *self._folder.glob("checkpoint-*/.*")):
+                if _UNFINISHED.fullmatch(file.name):
+                    file.unlink()
         except BlockingIOError as error:
             raise ConfigError(
                 f"output_dir: another run is saving checkpoints to {self._folder}: wait for its end, or choose another"

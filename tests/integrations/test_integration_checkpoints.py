@@ -123,6 +123,18 @@ def test_one_run_at_a_time_saves_to_a_folder(run):
     run().train(resume_from_checkpoint=True)  # nobody holds the folder any more
 
 
+def test_the_next_run_removes_what_a_killed_one_was_writing(run):
+    trainer = run(max_steps=2)
+    folder = Path(trainer.args.output_dir, "checkpoint-1")
+    folder.mkdir(parents=True)
+    unfinished = [folder.parent / ".tmpAb3Zx9", folder / ".tmpq1w2e3", folder / f".{MANIFEST}.123.0a1b2c3d.tmp"]
+    others = [folder.parent / ".gitattributes", folder / ".metadata", folder.parent / "notes.tmp"]
+    for file in (*unfinished, *others):
+        file.touch()
+    trainer.train()
+    assert not any(file.exists() for file in unfinished) and all(file.exists() for file in others)
+
+
 def test_the_newest_checkpoint_of_an_earlier_run_is_refused(run, weights):
     earlier = run(seed=4)
     earlier.train()
