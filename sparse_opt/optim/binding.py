@@ -35,9 +35,10 @@ class ModelLinks:
 
     def __init__(self, model: nn.Module | None, steppers: Sequence[Stepper]) -> None:
         self._model = None if model is None else weakref.ref(model)
-        self._shards = [shard for stepper in steppers for shard in stepper.bucket.shards]
-        held = [isinstance(stepper, NativeStepper) for stepper in steppers for _ in stepper.bucket.shards]
-        swappable = [shard.param for shard, is_held in zip(self._shards, held, strict=True) if not is_held]
+        inside = _ids(model)  # a model need not have all parameters that the optimizer was built from
+        self._shards = [s for stepper in steppers for s in stepper.bucket.shards if id(s.param) in inside]
+        python = [stepper for stepper in steppers if not isinstance(stepper, NativeStepper)]
+        swappable = [shard.param for stepper in python for shard in stepper.bucket.shards]
         self._implementations = [(param, param._cdata) for param in swappable]
         self._find()
 
@@ -49,23 +50,27 @@ class ModelLinks:
         self._values = [value for _, _, value in links]
 
     def replaced(self) -> Parameter | None:
-        """Return an active parameter that the model no longer has, None if it has all; takes microseconds."""
+        """Return an active parameter that the model no longer has, None if it has all."""
         for param, implementation in self._implementations:
             if param._cdata != implementation:
                 return param
         if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
             return None
-        # Under FSDP2 a module has unsharded parameters from its forward to its backward pass; others may have moved to
-        # another module, as by torch.nn.utils.parametrize.
-        model = None if self._model is None else self._model()
-        if model is None:
+        # Parameters may have moved to another module, as by torch.nn.utils.parametrize. Under FSDP2 a module has its
+        # unsharded ones from its forward to its backward pass; then the links stay as they are.
+        held = _ids(None if self._model is None else self._model())
+        if not held:
             return None
-        held = {id(param) for param in model.parameters()}
         for shard in self._shards:
             if id(shard.param) not in held and id(shard.unsharded) not in held:
                 return shard.param
-        self._find()
+        if all(id(shard.param) in held for shard in self._shards):
+            self._find()
         return None
+
+
+def _ids(model: nn.Module | None) -> set[int]:
+    return set() if model is None else {id(param) for param in model.parameters()}
 
 
 def _links(module: nn.Module, ids: set[int], seen: set[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:

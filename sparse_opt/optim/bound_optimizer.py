@@ -291,6 +291,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                 {param: i for i, param in enumerate(order)},
                 binding.backward_notifier,
                 lambda: cast(Callable[[], agreement.Progress], progress())(),
+                self._collector.before_reduction,
                 self._collector.after_reduction,
                 overlap=not any(bucket.is_sharded for bucket in self._buckets),
             )
@@ -326,8 +327,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     def _progress(self) -> agreement.Progress:
         """Return what all ranks of the process group must have in common when they reduce their gradients."""
-        checksum = options.checksum(self.param_groups, self.defaults)
-        return agreement.Progress(*(number % 2**24 for number in (self._n_steps, checksum, self._history)))
+        return agreement.Progress(self._n_steps % 2**24, self._history % 2**24)
 
     def _publish_state(self) -> None:
         self.state.clear()
@@ -362,10 +362,11 @@ class BoundOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
 
     def check_binding(self) -> None:
-        """Check that the model still has the active parameters; it compares identities, and takes microseconds.
+        """Check that the model still has the active parameters, by the identity of parameters and modules.
 
-        The methods that read or write active weights call it. An optimizer that was built from parameters, without
-        `model`, does not know the modules that have them, and notices `torch.utils.swap_tensors` alone.
+        `step`, `clip_grad_norm_`, `compact_grad`, `base_weights`, `active_weights`, `set_mask` and `WeightSender` call
+        it. An optimizer that was built from parameters, without `model`, does not know the modules that have them, and
+        notices `torch.utils.swap_tensors` alone.
 
         Raises:
             RuntimeError: a parameter was replaced after the optimizer was built; names it.
@@ -373,14 +374,15 @@ class BoundOptimizer(torch.optim.Optimizer):
         replaced = self._links.replaced()
         if any(group["param_names"] and group["params"][0] not in self._shards for group in self.param_groups):
             given = {id(param) for group in self.param_groups for param in group["params"]}
-            replaced = next(param for param in self._shards if id(param) not in given)
+            replaced = next((param for param in self._shards if id(param) not in given), None)
         if replaced is None:
             return
         names = (name for group in self.param_groups for name in group["param_names"])
         name = next(name for name, param in zip(names, self._shards, strict=True) if param is replaced)
         raise RuntimeError(
             f"{name!r} was replaced after the optimizer was built, as load_state_dict(assign=True), an assignment to a "
-            "layer's weight and accelerate's prepare do: call rebind(model), or build a new optimizer after steps"
+            "layer's weight and accelerate's prepare do: call rebind(model) before the first step, or build a new "
+            "optimizer after it"
         )
 
     # Hooks, frozen parameters and tiled layers in the model

@@ -40,8 +40,9 @@ class GraphedStep:
     Between calls no other backward pass may reach the optimizer's parameters.
 
     Inputs of other shapes get their own warm-up and graph: pad batches to a few lengths. All graphs use one pool of
-    memory, and keep as much of it as the largest needs. After `set_mask`, and after a change of an option or of where a
-    parameter's memory is, all graphs are dropped, and the next calls warm up again.
+    memory, and keep as much of it as the largest needs. After `set_mask`, `detach`, and a change
+    of an option, of `requires_grad` or of a parameter's address, all graphs are dropped, and the next calls warm up
+    again. Other tensors that `function` uses, and whether the model is in training mode, are constants of a graph.
 
     Args:
         function: takes the inputs; returns tensors, or (nested) tuples, lists or dictionaries of them, or None.
@@ -84,14 +85,15 @@ class GraphedStep:
 
         Raises:
             RuntimeError: the optimizer has gradients that no step has used, before or after the call; a parameter was
-                replaced after the optimizer was built.
+                replaced after the optimizer was built; the optimizer is closed, or the model holds its base weights.
             ValueError: the learning rate of a group is a number by now.
         """
+        self.optimizer._require_usable("GraphedStep")
         self.optimizer.check_binding()
         constants = self._find_constants()
         if constants != self._constants:
             self._shapes.clear()
-            self._constants = constants
+            self._constants, self._pool = constants, None
         key: Key = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         shapes = self._shapes.get(key)
         if shapes is None:
@@ -116,7 +118,7 @@ class GraphedStep:
     def _find_constants(self) -> list[Any]:
         """Return what a graph keeps from its capture: the optimizer's buffers, its options, the parameters' memory."""
         optimizer = self.optimizer
-        constants: list[Any] = [optimizer.generation, optimizer.max_grad_norm]
+        constants: list[Any] = [optimizer.generation, optimizer.max_grad_norm, optimizer._collector.is_attached]
         for i, group in enumerate(optimizer.param_groups):
             if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda:
                 raise ValueError(
@@ -124,7 +126,7 @@ class GraphedStep:
                     "the learning rate of its capture"
                 )
             for value in (*(group[name] for name in optimizer.defaults), *group["params"]):
-                constants.append(value.data_ptr() if isinstance(value, Tensor) else value)
+                constants += [value.data_ptr(), value.requires_grad] if isinstance(value, Tensor) else [value]
         return constants
 
     def _run_on_side_stream(self, shapes: _Shapes) -> Any:

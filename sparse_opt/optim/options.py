@@ -141,8 +141,8 @@ def checksum(groups: Sequence[Mapping[str, Any]], names: Iterable[str], previous
     """
     for group in groups:
         values = [group[name] for name in names if not (isinstance(group[name], Tensor) and not group[name].is_cpu)]
-        numbers = [float(n) for value in values for n in (value if isinstance(value, (tuple, list)) else (value,))]
-        previous = zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers), previous)
+        floats = [float(n) for value in values for n in (value if isinstance(value, (tuple, list)) else (value,))]
+        previous = zlib.crc32(struct.pack(f"{len(floats)}d", *floats), previous)
     return previous
 
 

@@ -23,7 +23,7 @@ from .stepping import BucketStep, Stepper
 
 __all__ = ["Params", "SparseOptimizer"]
 
-MAX_STEPS = 2**24  # fp32 step counts do not grow beyond
+MAX_STEPS = 2**24  # where a count in fp32 stops
 
 
 class SparseOptimizer(BoundOptimizer):
@@ -115,6 +115,7 @@ class SparseOptimizer(BoundOptimizer):
 
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """Return (norm, coefficient that clips the gradients to max_norm); without gradients the latter is None."""
+        self._history = zlib.crc32(struct.pack("d", max_norm), self._history)
         self._check_gradients()
         self._collector.reduce()
         if self.grads == "dense":
@@ -162,7 +163,6 @@ class SparseOptimizer(BoundOptimizer):
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
         self._collector.clip_coef = clip_coef
         self.grad_norm = norm
-        self._history = zlib.crc32(struct.pack("d", max_norm), self._history)
         return norm
 
     # The step
@@ -419,7 +419,9 @@ class SparseOptimizer(BoundOptimizer):
         for group, loaded in zip(self.param_groups, saved.options, strict=True):
             lr = group["lr"]
             group.update(loaded)
-            if isinstance(lr, Tensor):  # which a CUDA graph may read
+            if isinstance(lr, Tensor):  # a CUDA graph may read it
+                if any(other is not group and other["lr"] is lr for other in self.param_groups):
+                    lr = lr.clone()
                 value = loaded["lr"]
                 group["lr"] = lr.copy_(value.reshape(lr.shape)) if isinstance(value, Tensor) else lr.fill_(value)
         for bucket in self._buckets:

@@ -495,6 +495,23 @@ def test_rebind(backend: str) -> None:
     launch(rebind_to_shards, 2, backend=backend)
 
 
+def replace_parameters(rank: int) -> None:
+    model = shard(make_model())
+    optimizer = SparseAdamW(model, mask_of(make_model(), "element"))
+    loss = model(batches_of(0, rank)[0]).square().mean()
+    with optimizer.base_weights():  # the root module's parameters are unsharded here
+        pass
+    loss.backward()
+    optimizer.step()
+    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="was replaced after the optimizer was built"):
+        optimizer.step()
+
+
+def test_replaced_parameters_are_named() -> None:
+    launch(replace_parameters, 2)
+
+
 def refuse(rank: int) -> None:
     mask = mask_of(make_model(), "element")
     other = shard(make_model(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None)

@@ -168,7 +168,7 @@ def counts_collectives(rank: int) -> None:
                 optimizer.step()
                 assert len(sent) > 2
                 assert all(in_backward)  # overlapped with the pass
-                assert sum(numel for numel, _ in sent) == mask.nnz + 12 * dist.get_world_size()
+                assert sum(numel for numel, _ in sent) == mask.nnz + 8 * dist.get_world_size()
                 assert {size for _, size in sent} == {dtype.itemsize}
         finally:
             dist.all_reduce = all_reduce
@@ -339,6 +339,27 @@ def trains_dense_gradients_in_ddp(rank: int) -> None:
 
 def test_ddp_averages_dense_gradients(group_backend: str) -> None:
     launch_on(group_backend, trains_dense_gradients_in_ddp, 2)
+
+
+def freezes_all_tiles(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
+    mask = MaskSet.random(model, density=1.0, pattern="tile64")
+    optimizer = SparseSGD(model, mask, lr=1.0, tile_backward=True, process_group=dist.group.WORLD)
+    x = torch.full((4, 64), 1.0 + rank, device=device(), requires_grad=True)
+    model(x).sum().backward()
+    optimizer.step()
+    before = model[0].weight.detach().clone()
+    loss = model(x).sum()
+    model[0].weight.requires_grad_(False)
+    loss.backward()
+    model[0].weight.requires_grad_(True)
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)  # the gradient is zero, and not that of the first step
+
+
+def test_a_pass_without_gradients_does_not_reduce_those_of_the_last_step(group_backend: str) -> None:
+    launch_on(group_backend, freezes_all_tiles, 2)
 
 
 class Raises(torch.autograd.Function):

@@ -202,9 +202,21 @@ def test_changes_that_a_graph_cannot_follow_are_refused():
     with pytest.raises(ValueError, match="lr of parameter group 0 is 0.1, expected a tensor on the GPU"):
         step(x)
     optimizer.param_groups[0]["lr"] = lr
+    with optimizer.base_weights(), pytest.raises(RuntimeError, match="GraphedStep: the model holds its base weights"):
+        step(x)
     model.weight = nn.Parameter(torch.zeros(8, 8, device="cuda"))
     with pytest.raises(RuntimeError, match="'weight' was replaced"):
         step(x)
+
+
+def test_a_load_keeps_the_learning_rates_of_groups_that_share_a_tensor():
+    model, lr = nn.Linear(8, 8), torch.tensor(0.1)
+    groups = [{"params": [(name, p)], "lr": lr} for name, p in model.named_parameters()]
+    optimizer = SparseAdamW(groups, MaskSet.random(model, density=0.5))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][1]["lr"] = 0.2
+    optimizer.load_state_dict(saved)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [pytest.approx(0.1), pytest.approx(0.2)]
 
 
 def test_a_load_writes_into_the_tensors_that_a_graph_reads():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from typing import Any
@@ -17,10 +18,10 @@ from sparse_opt.optim.gradients import reduction
 
 DIFFERENCES = {
     "skips": "has made 2 steps, and this one 3",
-    "lr": "has another learning rate or other options .*",
-    "decay": "has another learning rate or other options .*",
-    "lr of one step": "has made its steps with other options .*",
-    "clips": "has made its steps with other options or other clipping .*",
+    **dict.fromkeys(
+        ("lr", "decay", "lr of one step", "clips", "max_grad_norm"),
+        "has made its steps with another learning rate, other options or other clipping than this one",
+    ),
 }
 
 
@@ -57,6 +58,8 @@ def differs_in_step_2(rank: int, what: str, options: dict[str, Any]) -> None:
             odd = rank == last and step == 2
             if odd and what == "clips":
                 optimizer.clip_grad_norm_(1e-3)
+            if odd and what == "max_grad_norm":
+                optimizer.max_grad_norm = 1e-3
             group["lr"] = 0.2 if odd and what in ("lr", "lr of one step") else group["lr"]
             group["weight_decay"] = 0.5 if odd and what == "decay" else group["weight_decay"]
             if not (odd and what == "skips"):
@@ -72,6 +75,9 @@ def differs_in_step_2(rank: int, what: str, options: dict[str, Any]) -> None:
         return
     # With gloo in the next step. With NCCL the host compares a reduction when it launches the following one.
     assert step == (3 if device().type == "cpu" else 4)
+    if device().type == "cpu":  # the gradients are still there, and so is the difference
+        with pytest.raises(RuntimeError, match="the ranks differ"):
+            optimizer.step()
     found, text = re.fullmatch(r"rank (\d): the ranks differ: rank (\d) (.*)", str(error)).groups(), DIFFERENCES[what]
     assert found[:2] == (str(rank), "0" if rank == last else str(last))
     assert re.fullmatch(text if rank != last or what != "skips" else "has made 3 steps, and this one 2", found[2])
@@ -86,6 +92,20 @@ def test_all_ranks_raise(what: str, group_backend: str) -> None:
 @pytest.mark.parametrize("what", ["nothing", "skips"])
 def test_three_ranks_and_narrow_gradients(what: str, dtype: torch.dtype, group_backend: str) -> None:
     launch_on(group_backend, differs_in_step_2, 3, what, {"grad_dtype": dtype})
+
+
+def changes_the_rate_before_the_step(rank: int) -> None:
+    model, optimizer = build()
+    for step in range(4):
+        with optimizer.no_sync() if rank == 1 and step == 2 else contextlib.nullcontext():
+            backward(model)  # on rank 1 the step reduces
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        optimizer.step()
+    optimizer.check_ranks()
+
+
+def test_a_rate_that_all_ranks_change_before_the_step_is_no_difference(group_backend: str) -> None:
+    launch_on(group_backend, changes_the_rate_before_the_step, 2)
 
 
 def loads_another_state(rank: int) -> None:

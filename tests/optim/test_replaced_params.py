@@ -107,6 +107,19 @@ def test_a_parameter_that_only_moves_is_still_trained():
     assert not torch.equal(weight, before)
 
 
+def test_parameters_that_are_not_of_the_model():
+    model, other = build()
+    other.close()
+    head = nn.Linear(8, 1)
+    named = [*model.named_parameters(), *(("head." + name, p) for name, p in head.named_parameters())]
+    optimizer = SparseAdamW(named, MaskSet.random(dict(named), density=0.5), lr=0.1, model=model)
+    model.inner = nn.Sequential(*model.inner)  # the parameters have moved
+    before = head.weight.detach().clone()
+    head(model.inner(torch.ones(2, 8))).sum().backward()
+    optimizer.step()
+    assert not torch.equal(head.weight, before)
+
+
 def test_of_tied_parameters_one_may_go():
     model, optimizer = build()
     model.inner.append(nn.Linear(8, 8))

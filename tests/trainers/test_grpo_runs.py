@@ -228,11 +228,6 @@ def test_options_come_from_a_file_and_words(options, tmp_path, model_folder, pro
     assert_same_run(grpo.train(config), grpo.train(options("here", scale_rewards="none")))
 
 
-def test_the_example_is_read():
-    config = parse_config(GRPOConfig, ["--config", str(EXAMPLE)])
-    assert config.reward_functions == ["exact_match"] and config.eval_dataset is not None
-
-
 def test_defaults_are_those_of_trl():
     trl = pytest.importorskip("trl", reason="needs trl")
     theirs, ours = trl.GRPOConfig(use_cpu=True, bf16=False, report_to=[]), GRPOConfig(policy_name="m", dataset="d")

@@ -32,11 +32,6 @@ def test_fsdp_is_another_name_of_parallel_fsdp():
         DPOConfig(policy_name="m", dataset="d", fsdp=True, parallel="none")
 
 
-def test_the_example_is_a_config_of_the_loop():
-    assert parse_config(DPOConfig, ["--config", str(EXAMPLE)]).parallel == "fsdp"
-    assert parse_config(DPOConfig, ["--config", str(EXAMPLE), "--no-fsdp"]).parallel == "auto"
-
-
 def test_rlt_cannot_shard_models_and_move_them():
     templates = EXAMPLE.parent / "rlt.yaml"
     with pytest.raises(ConfigError, match="'offload_untrained_models' moves whole models, and parallel fsdp shards"):

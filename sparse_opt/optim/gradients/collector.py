@@ -63,6 +63,11 @@ class GradientCollector:
         """Whether the model holds its base weights, which are not trained."""
         return self._inside_base
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the hooks are in the model."""
+        return bool(self._handles)
+
     def enter_base(self) -> None:
         """Refuse every gradient until `leave_base`. Raises a RuntimeError if the base weights are already in use."""
         with self.lock:
@@ -204,6 +209,11 @@ class GradientCollector:
         if self.reducer is not None:
             with self.lock:
                 self.reducer.wait()
+
+    def before_reduction(self) -> None:
+        """Drop the gradients of the previous step in a pass that has brought none. Called with the lock held."""
+        if self.stepped:
+            self.forget()
 
     def after_reduction(self) -> None:
         """Show a GradScaler the means, and let the next gradient wait for them. Called with the lock held."""

@@ -88,6 +88,7 @@ class GradientReducer:
         overlap: launch a reduction as soon as its gradients are complete, while the backward pass goes on. False for
             sharded parameters: `fully_shard` gathers them in the same process group, and if a rank has no gradient of
             some, whose reduction then comes last, the ranks would call the collectives in different orders.
+        on_launch: called before the first reduction of a pass, with the lock held.
         on_reduced: called when a backward pass has launched its last reduction, with the lock held.
     """
 
@@ -99,13 +100,14 @@ class GradientReducer:
         position: Mapping[Tensor, int],
         make_notifier: Callable[..., BackwardNotifier],
         progress: Callable[[], Progress],
+        on_launch: Callable[[], None],
         on_reduced: Callable[[], None],
         *,
         overlap: bool = True,
     ) -> None:
         self.group, self._overlap = group, overlap
         self.reduced = False  # the buffers hold means, or will as soon as the reductions in flight have finished
-        self._buffers, self._lock, self._on_reduced = buffers, lock, on_reduced
+        self._buffers, self._lock, self._on_launch, self._on_reduced = buffers, lock, on_launch, on_reduced
         self._pieces = split(buffers, position, MAX_PIECE_BYTES)
         # The first piece at the end of a buffer, whose memory goes on with the elements of the agreement.
         self._last = next(n for n, piece in enumerate(self._pieces) if piece.params.stop == len(piece.buffer.params))
@@ -188,6 +190,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         if self._launched == 0:
+            self._on_launch()
             self._number += 1
             self._agreement.compare(wait=True)
         piece = self._pieces[self._launched]

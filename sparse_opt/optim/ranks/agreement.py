@@ -1,4 +1,4 @@
-"""Compares the steps that the ranks have made, in the reduction of their gradients and without a synchronization.
+"""Compares the steps that the ranks have made, by a few numbers that are averaged with their gradients.
 
 The memory that an all-reduce averages ends with a row of elements for each rank. A rank writes numbers into its own row
 and zeros into the others, so that the result has the numbers of all ranks, divided by how many ranks there are. The
@@ -21,7 +21,6 @@ class Progress(NamedTuple):
     """What all ranks have in common when they reduce their gradients: numbers below 2**24."""
 
     n_steps: int  # steps made so far
-    options: int  # checksum of the options of the parameter groups
     history: int  # checksum of the options and of the clipping of all steps made so far
 
 
@@ -47,9 +46,11 @@ class Agreement:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._sending = False  # until the result is received
         self._is_new = False  # the result was not compared
+        self._difference = ""  # found in the last result
 
     def send(self) -> None:
-        """Write the progress on the current stream, before the reduction. `compare` the last result first."""
+        """Write the progress on the current stream, before the reduction. Call `compare` before."""
+        self._difference = ""
         digits = [number >> (_BITS * i) & (2**_BITS - 1) for number in self._progress() for i in range(_DIGITS)]
         self._sent.view(len(self._ranks), -1)[self._own] = torch.tensor(digits, dtype=self._sent.dtype, device="cpu")
         self._elements.copy_(self._sent, non_blocking=True)
@@ -61,31 +62,35 @@ class Agreement:
             return
         if self._copied is not None:
             self._found.copy_(self._elements, non_blocking=True)
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._elements.device))
         self._sending, self._is_new = False, True
 
     def compare(self, *, wait: bool) -> None:
-        """Compare the ranks in the last result; without `wait` only if the host has it.
+        """Compare the ranks in the last result; without `wait` only if the host has it, but also a second time.
 
         Raises:
             RuntimeError: the ranks differ; names the first that differs from this one, and how.
         """
-        if not self._is_new or (self._copied is not None and not wait):
+        if self._is_new and (self._copied is None or wait):
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._is_new = False
+            self._difference = self._find_difference()
+        elif wait:
             return
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._is_new = False
+        if self._difference:
+            raise RuntimeError(self._difference)
+
+    def _find_difference(self) -> str:
         rows = self._found.view(len(self._ranks), -1)
         if torch.equal(rows, rows[self._own].expand_as(rows)):
-            return
+            return ""
         digits = (rows.double() * len(self._ranks)).round().long().view(len(self._ranks), -1, _DIGITS)
         found = [Progress(*(sum(d << (_BITS * i) for i, d in enumerate(n)) for n in row)) for row in digits.tolist()]
         own = found[self._own]
         i, other = next((i, progress) for i, progress in enumerate(found) if progress != own)
         if other.n_steps != own.n_steps:
             what = f"has made {other.n_steps} steps, and this one {own.n_steps}"
-        elif other.options != own.options:
-            what = "has another learning rate or other options of its parameter groups than this one"
         else:
-            what = "has made its steps with other options or other clipping than this one"
-        raise RuntimeError(f"rank {self._ranks[self._own]}: the ranks differ: rank {self._ranks[i]} {what}")
+            what = "has made its steps with another learning rate, other options or other clipping than this one"
+        return f"rank {self._ranks[self._own]}: the ranks differ: rank {self._ranks[i]} {what}"
