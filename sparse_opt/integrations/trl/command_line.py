@@ -37,7 +37,7 @@ _EPILOG = """examples:
     sparse-opt train {name} --model_name_or_path M --dataset_name D --mask masks/FILE.safetensors --output_dir sparse
     sparse-opt train {name} --model_name_or_path M --dataset_name D --mask_density 0.025 --mask_pattern tile64
   the options of an earlier run, with one changed, and an interrupted run continued:
-    sparse-opt train {name} --config dense/options.yaml output_dir=dense_2
+    sparse-opt train {name} --config dense/options.yaml output_dir=dense_2 delta_log_dir=log_2
     sparse-opt train {name} --config dense/options.yaml --resume_from_checkpoint true
 
 Without a GPU, fp32 on the CPU is the default. Under a mask and without --learning_rate the rate is the default below
@@ -78,9 +78,11 @@ class Options:
     given: frozenset[str]
 
     def to_yaml(self) -> str:
-        """All options as a file for `--config`, without secrets."""
-        values = {name: value for name, value in self.values.items() if name not in _SECRET}
-        values["learning_rate"] = self.training.learning_rate
+        """All options as a file for `--config`, without secrets, the checkpoint, and a rate that a mask determines."""
+        left_out = {*_SECRET, "resume_from_checkpoint"}
+        if self.mask.is_sparse and "learning_rate" not in self.given:
+            left_out.add("learning_rate")
+        values = {name: value for name, value in self.values.items() if name not in left_out}
         plain = {name: getattr(value, "value", value) for name, value in values.items()}  # enums
         return yaml.safe_dump(plain, sort_keys=False)
 
@@ -139,6 +141,7 @@ def parse(algorithm: str, argv: Sequence[str]) -> Options:
         raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
     if model.model_name_or_path is None:
         raise ConfigError("--model_name_or_path is missing: the name or folder of a model")
+    mask.require_used()
     if mask.is_sparse and model.use_peft:
         raise ConfigError("--use_peft trains adapters, and a mask the model's own weights: leave out one of the two")
     if model.use_peft and mask.delta_log_dir is not None:
@@ -187,7 +190,10 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
     content = read_yaml(file, "config file") or {}
     if not isinstance(content, dict):
         raise ConfigError(f"config file {file} holds a {type(content).__name__}; expected 'key: value' lines")
-    for name, value in (content.pop("env", None) or {}).items():
+    variables = content.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ConfigError(f"config file {file}: 'env' is {variables!r}, expected variables by name")
+    for name, value in variables.items():
         os.environ[name] = str(value)
     flags: list[str] = []
     for key, value in content.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -92,6 +92,18 @@ class MaskArguments:
         if isinstance(self.vllm_options, str):
             self.vllm_options = json.loads(self.vllm_options)
         Schedule.parse(self.delta_log_steps)
+
+    def require_used(self) -> None:
+        """Raise a ConfigError that names an option without effect: one of a mask, without a mask."""
+        of_log = ("delta_log_", "statistics_", "log_margins")
+        for option in fields(self):
+            name, drawn = option.name, option.name in ("mask_pattern", "mask_seed")
+            if getattr(self, name) == option.default or name.startswith(of_log):
+                continue
+            if drawn and self.mask_density is None:
+                raise ConfigError(f"--{name} is of a random mask: give --mask_density, or leave it out")
+            if not self.is_sparse:
+                raise ConfigError(f"--{name} has no effect without a mask: give --mask or --mask_density")
 
     @property
     def is_sparse(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -26,6 +27,7 @@ from ..callback import DeltaLogCallback, on_process_0
 from ..checkpoints import MANIFEST, VerifiedCheckpointCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
+from ..run_folder import LOCK, RunFolder
 from .command_line import Options, parse
 from .data import Algorithm, LogWarnings, RowsDigest, check_tokenized, load_rows
 from .margins import MarginsCallback
@@ -50,7 +52,7 @@ def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     options = parse(algorithm, argv)
     args = options.training
-    checkpoint = _checkpoint(args, is_sparse=options.mask.is_sparse)
+    checkpoint = _checkpoint(args)
     rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
     mask, first_line = _mask_and_rate(algorithm, options)
     is_main = args.process_index == 0
@@ -60,12 +62,15 @@ def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
     hide_progress_bars(always=not is_main)
     rows = load_rows(options.script, algorithm)
     trainer = _trainer(algorithm, options, rows, mask, rewards)
+    _require_rows(trainer, rows)
     check_tokenized(trainer, rows)
     trainer.add_callback(RowsDigest(rows))
     trainer.add_callback(LogWarnings())
     log = _add_callbacks(algorithm, trainer, options)
-    if is_main:
-        _write_options(options, mask)
+    folder = RunFolder(args.output_dir)
+    if not options.mask.is_sparse:  # under a mask the trainer itself locks the folder, and verifies the checkpoint
+        checkpoint = _begin(folder, trainer, checkpoint)
+    trainer.add_callback(_OptionsFile(options, mask))
     started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -74,11 +79,14 @@ def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
     finally:
         if log is not None:
             log.close()
+        folder.end()
     trainer.save_model(args.output_dir)
     trainer.save_state()
     if is_main:
         steps, seconds = trainer.state.global_step, time.monotonic() - started
-        print(f"trained to step {steps} in {seconds:.0f} s; the model is in {args.output_dir}")
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        loss = f", last loss {losses[-1]:.4f}" if losses else ""
+        print(f"trained to step {steps} in {seconds:.0f} s{loss}; the model is in {args.output_dir}")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=options.script.dataset_name)
     trainer.accelerator.end_training()
@@ -100,7 +108,8 @@ def _mask_and_rate(algorithm: Algorithm, options: Options) -> tuple[MaskSet | No
         mask = _random_mask(options)
         line += f"random mask ({options.mask.mask_pattern}, seed {options.mask.mask_seed})"
     if not mask.nnz:
-        raise ConfigError("the mask has no active element")
+        what = "the mask" if options.mask.mask else f"--mask_density {options.mask.mask_density}"
+        raise ConfigError(f"{what} has no active {mask.pattern}: choose a larger density, or another pattern")
     line += f" of {mask.nnz:,} elements (density {mask.density:.3g}), learning rate "
     if "learning_rate" in options.given:
         return mask, line + f"{args.learning_rate:g}"
@@ -176,10 +185,7 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> Delt
             mask.statistics_steps, include=mask.statistics_include, tau=mask.statistics_tau
         )
         trainer.callback_handler.callbacks.insert(0, statistics)  # before the trackers, which then log its statistics
-    if mask.is_sparse:  # its trainer writes the log and the manifests of checkpoints itself
-        return None
-    if mask.delta_log_dir is None:
-        trainer.add_callback(VerifiedCheckpointCallback())
+    if mask.delta_log_dir is None or mask.is_sparse:
         return None
     log = DeltaLogCallback(
         mask.delta_log_dir,
@@ -190,16 +196,52 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> Delt
         metadata={"method": algorithm},
     )
     trainer.add_callback(log)
-    trainer.add_callback(VerifiedCheckpointCallback())  # after the steps of the log that precede a checkpoint
     return log
 
 
-def _checkpoint(args: Any, *, is_sparse: bool) -> str | bool | None:
-    """The verified folder of `--resume_from_checkpoint`, of which `true` means the newest one in the output folder.
+def _require_rows(trainer: Any, rows: Any) -> None:
+    """Raise a ConfigError if the trainer has dropped all rows, and warn if it has dropped some, as too long ones."""
+    args = trainer.args
+    if getattr(args, "packing", False) or not all(hasattr(found, "__len__") for found in (rows, trainer.train_dataset)):
+        return
+    left, given = len(trainer.train_dataset), len(rows)
+    if not left:
+        raise ConfigError(f"no row has a token to train within --max_length {getattr(args, 'max_length', None)}")
+    if left < given and args.process_index == 0:
+        warnings.warn(f"{given - left} of {given} rows are left out: nothing of them is trained", stacklevel=2)
 
-    Under a mask the trainer itself verifies it, and for `True` it also compares the checkpoint's run with the last one
-    in the folder.
-    """
+
+def _begin(folder: RunFolder, trainer: Any, checkpoint: str | bool | None) -> str | None:
+    """Lock the folder of a dense run and verify the checkpoint, on process 0; return the checkpoint's folder."""
+    args, name = trainer.args, ""
+    newest = checkpoint is True
+    path: Any = get_last_checkpoint(args.output_dir) if newest else checkpoint
+
+    def begin() -> None:
+        nonlocal name
+        if args.save_strategy != "no":
+            name = folder.begin(path, newest=newest)
+        elif path is not None:
+            VerifiedCheckpointCallback.require_intact(path)
+
+    on_process_0(begin, DataError)
+    trainer.add_callback(VerifiedCheckpointCallback(name))  # after the log, whose steps precede a checkpoint
+    return path
+
+
+class _OptionsFile(TrainerCallback):
+    """Writes the options, and a mask that was drawn, when training begins: nothing has refused the run until then."""
+
+    def __init__(self, options: Options, mask: MaskSet | None) -> None:
+        self._options, self._mask = options, mask
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            _write_options(self._options, self._mask)
+
+
+def _checkpoint(args: Any) -> str | bool | None:
+    """The folder of `--resume_from_checkpoint`; True for the newest one in the output folder."""
     given = args.resume_from_checkpoint
     if given is None or str(given).lower() in FALSE:
         return None
@@ -208,18 +250,22 @@ def _checkpoint(args: Any, *, is_sparse: bool) -> str | bool | None:
         given = get_last_checkpoint(folder) if Path(folder).is_dir() else None
         if given is None:
             raise ConfigError(f"--resume_from_checkpoint true: {folder} has no checkpoint")
-        if is_sparse:
-            return True
-    elif not Path(given, "trainer_state.json").is_file():
+        return True
+    if not Path(given, "trainer_state.json").is_file():
         raise ConfigError(f"--resume_from_checkpoint {given}: expected a checkpoint's folder, or true")
-    if not is_sparse:
-        on_process_0(lambda: VerifiedCheckpointCallback.require_intact(given), DataError)
     return str(given)
 
 
 def _last_checkpoint(folder: str) -> str | None:
-    """The newest checkpoint that has a manifest, which is written last."""
-    steps = [int(path.parent.name.rpartition("-")[2]) for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
+    """The newest complete checkpoint of the last run in the folder."""
+    lock = Path(folder, LOCK)
+    run = lock.read_text(encoding="utf-8") if lock.exists() else None
+    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
+    steps = [
+        int(path.name.rpartition("-")[2])
+        for path in found
+        if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["run"] == run
+    ]
     return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None
 
 
