@@ -68,7 +68,6 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=int, default=2, help="of this host (%(default)s)")
     run.add_argument("--n_rounds", type=int, default=20, help="timed updates of each engine (%(default)s)")
-    run.add_argument("--timeout_s", type=float, default=600.0, help="of a collective (%(default)s)")
     run.add_argument("--folder", type=Path, help="keeps the model and the mask for later runs (default: temporary)")
     run.add_argument("--seed", type=int, default=0, help="of weights, mask and batch (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
@@ -104,7 +103,7 @@ def run(args: Namespace, report: Report) -> None:
     report |= {"settings": settings, "rows": [], "failed": False}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_verl_") as temporary:
         # Of the options of World: no limit of the memory, the network that NCCL chooses.
-        job = settings | {"timeout_s": args.timeout_s, "network": "default", "limit_gib": None}
+        job = settings | {"network": "default", "limit_gib": None, "store": "env://"}
         job["folder"] = str(args.folder or temporary)
         variables = ENVIRONMENTS[args.device]
         result = run_in_process(
