@@ -37,6 +37,8 @@ _INSTALL = {
     "transformers": "pip install 'sparse-opt[train]'",
     "datasets": "pip install 'sparse-opt[train]'",
     "jinja2": "pip install 'sparse-opt[train]'",
+    "trl": "pip install 'sparse-opt[train]'",
+    "accelerate": "pip install 'sparse-opt[train]'",
 }
 
 _HELP = """usage: sparse-opt COMMAND [arguments]
