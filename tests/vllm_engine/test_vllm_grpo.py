@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from sparse_opt.cli.main import main
+from sparse_opt.config import parse_config
 from sparse_opt.masks import MaskSet
+from sparse_opt.trainers import grpo, sft
 from sparse_opt.trainers.arithmetic import make_arithmetic
 
 
@@ -22,14 +23,14 @@ def world(tmp_path_factory):
     data = make_arithmetic(folder / "arithmetic", max_operand=9, n_train=80, n_test=20, n_demonstrations=4000) / "data"
     words = ["--policy_name", folder / "arithmetic" / "model", "--dataset", data / "demonstrations.jsonl"]
     words += ["--n_steps", 200, "--batch_size", 32, "--learning_rate", 3e-3, "--warmup_steps", 20, "--max_length", 16]
-    run("sft", folder / "start", words)
+    run(sft.SFTConfig, sft.train, folder / "start", words)
     return folder
 
 
-def run(algorithm, folder, words):
+def run(config_class, train, folder, words):
     """Train on the CPU; return the rows of the metrics."""
     words = [*words, "--dtype", "fp32", "--device", "cpu", "--output_dir", folder]
-    assert main(["train", algorithm, *map(str, words)]) == 0
+    train(parse_config(config_class, [*map(str, words)]))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -45,7 +46,7 @@ def test_the_reward_rises(world, mode):
         model = AutoModelForCausalLM.from_pretrained(world / "start" / "final")
         MaskSet.random(model, density=0.1, seed=0).save(world / "mask.safetensors")
         words += ["--mode", "sparse", "--mask", world / "mask.safetensors"]
-    rows = run("grpo", world / mode, words)
+    rows = run(grpo.GRPOConfig, grpo.train, world / mode, words)
     assert len(rows) == 40
     # The standard error of the difference of two means of 5 * 128 answers, each right or wrong, is 0.028 at most.
     rewards = [row["reward"] for row in rows]
