@@ -27,19 +27,24 @@ class RunFolder:
         self._folder = Path(folder)
         self._lock: FileLock | None = None
 
-    def begin(self, checkpoint: str | None, *, newest: bool) -> str:
+    def begin(self, checkpoint: str | None, *, newest: bool, saves: bool) -> str:
         """Lock the folder, remove what a killed run has left there, and verify the checkpoint from which a run resumes.
 
-        Returns the name of the run.
+        Returns the name of the run; empty, without a lock, if it saves no checkpoints.
 
         Args:
             checkpoint: None begins a new run.
+            saves: whether the run saves checkpoints.
             newest: it was chosen as the newest one, so it must be of the last run in this folder.
 
         Raises:
             ConfigError: another run holds the lock, or the folder cannot be written.
             DataError: the checkpoint is damaged, or is of an earlier run.
         """
+        if not saves:
+            if checkpoint is not None:
+                VerifiedCheckpointCallback.require_intact(checkpoint)
+            return ""
         path = self._folder / LOCK
         try:
             self._lock = FileLock.acquire(path, make=True)

@@ -295,10 +295,8 @@ class SparseCallback(TrainerCallback):
 
     def begin(self, checkpoint: str | None, newest: bool) -> None:
         """On process 0, verify the checkpoint, and lock the folder of a run that saves some."""
-        if self._trainer.args.save_strategy != "no":
-            self._run = self._folder.begin(checkpoint, newest=newest)
-        elif checkpoint is not None:
-            VerifiedCheckpointCallback.require_intact(checkpoint)
+        saves = self._trainer.args.save_strategy != "no"
+        self._run = self._folder.begin(checkpoint, newest=newest, saves=saves)
 
     def complete(self, checkpoint: Path) -> None:
         """Write the steps of the delta log that precede a checkpoint, then its manifest."""

@@ -381,7 +381,7 @@ def undisturbed(case: Case, out: Path, model: Path) -> None:
 
 
 def hooks(model: torch.nn.Module) -> dict[str, Any]:
-    """What training changes in a model beside its weights."""
+    """What training changes in a model besides its weights."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found: dict[str, Any] = {
         # transformers leaves a hook of checkpointing of activations behind

@@ -96,10 +96,10 @@ def _local_rows(path: Path, config: str | None, split: str) -> Dataset:
         except (ValueError, OSError) as error:  # no data files, or no such configuration
             raise ConfigError(f"--dataset_name {path}: {one_line(error)}") from error
         files = {str(name): [Path(file) for file in names] for name, names in found.items()}
-    wanted = [part.partition("[")[0].strip() for part in split.split("+")]
-    if missing := [name for name in wanted if name not in files]:
+    requested = [part.partition("[")[0].strip() for part in split.split("+")]
+    if missing := [name for name in requested if name not in files]:
         raise ConfigError(f"--dataset_train_split {split}: {path} has no split {missing[0]!r}, only {', '.join(files)}")
-    splits = {name: saved[name] if saved else _read(files[name]) for name in dict.fromkeys(wanted)}
+    splits = {name: saved[name] if saved else _read(files[name]) for name in dict.fromkeys(requested)}
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except (ValueError, AssertionError) as error:

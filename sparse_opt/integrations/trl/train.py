@@ -219,10 +219,7 @@ def _begin(folder: RunFolder, trainer: Any, checkpoint: str | bool | None) -> st
 
     def begin() -> None:
         nonlocal name
-        if args.save_strategy != "no":
-            name = folder.begin(path, newest=newest)
-        elif path is not None:
-            VerifiedCheckpointCallback.require_intact(path)
+        name = folder.begin(path, newest=newest, saves=args.save_strategy != "no")
 
     on_process_0(begin, DataError)
     trainer.add_callback(VerifiedCheckpointCallback(name))  # after the log, whose steps precede a checkpoint
