@@ -66,6 +66,7 @@ class Options:
 
     Attributes:
         script, training, model, mask: as TRL's trainers and `sparse_trainer` take them.
+        recipe: the options of a recipe, of the class that `parse` was given; None without a recipe.
         values: name -> value of every option.
         given: names of the options in files and words.
     """
@@ -74,6 +75,7 @@ class Options:
     training: Any
     model: ModelConfig
     mask: MaskArguments
+    recipe: Any
     values: dict[str, Any]
     given: frozenset[str]
 
@@ -92,21 +94,49 @@ class _Parser(TrlParser):
         raise ConfigError(f"{message} (see '{self.prog} --help')")
 
 
-def parser(algorithm: str) -> TrlParser:
-    """The parser of `sparse-opt train ALGORITHM`."""
+@dataclass(frozen=True)
+class Recipe:
+    """A command of its own on one of TRL's trainers: `sparse-opt train NAME`.
+
+    Attributes:
+        name: the word after `sparse-opt train`.
+        options: dataclass of its own options; a field's metadata has its help, as for TRL's parser.
+        defaults: TRL's options that have another default.
+        description, epilog: what `--help` says.
+    """
+
+    name: str
+    options: type
+    defaults: dict[str, Any]
+    description: str
+    epilog: str = ""
+
+
+def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
+    """The parser of `sparse-opt train ALGORITHM`, or of a recipe on that algorithm."""
     script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
     classes: Any = (script, CONFIGS[algorithm], ModelConfig, MaskArguments)
+    name, description = (
+        algorithm,
+        f"Train with TRL's {algorithm.upper()}Trainer: all weights, those of a mask, or adapters.",
+    )
+    epilog = _EPILOG.format(name=algorithm, exponent=EXPONENT)
+    if recipe is not None:
+        name, description, epilog = recipe.name, recipe.description, recipe.epilog
+        classes = (recipe.options, *classes)
     made = _Parser(
         classes,
-        prog=f"sparse-opt train {algorithm}",
-        usage=f"sparse-opt train {algorithm} [--config FILE] [--key value ...] [key=value ...]",
-        description=f"Train with TRL's {algorithm.upper()}Trainer: all weights, those of a mask, or adapters.",
-        epilog=_EPILOG.format(name=algorithm, exponent=EXPONENT),
+        prog=f"sparse-opt train {name}",
+        usage=f"sparse-opt train {name} [--config FILE] [--key value ...] [key=value ...]",
+        description=description,
+        epilog=epilog,
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     if not torch.accelerator.is_available():
         made.set_defaults(use_cpu=True, bf16=False)
+    if recipe is not None:
+        made.set_defaults(**recipe.defaults)
     return made
 
 
@@ -114,13 +144,13 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Shows defaults, and keeps the line breaks of the epilog."""
 
 
-def parse(algorithm: str, argv: Sequence[str]) -> Options:
+def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> Options:
     """The options in the words after `sparse-opt train ALGORITHM`; `--help` prints them and exits.
 
     Raises:
         ConfigError: an unknown option, a value of another type, an invalid file, or options that TRL refuses.
     """
-    of = parser(algorithm)
+    of = parser(algorithm, recipe)
     if "-h" in argv or "--help" in argv:
         of.print_help()
         raise SystemExit(0)
@@ -135,7 +165,7 @@ def parse(algorithm: str, argv: Sequence[str]) -> Options:
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name} is {value}, expected a finite number")
     try:
-        script, training, model, mask = of.parse_dict(dict(values))
+        *own, script, training, model, mask = of.parse_dict(dict(values))
     except (ValueError, ImportError) as error:  # of TRL's checks
         hint = " Set --per_device_train_batch_size times --gradient_accumulation_steps to such a multiple."
         raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
@@ -149,9 +179,9 @@ def parse(algorithm: str, argv: Sequence[str]) -> Options:
     if mask.log_margins and algorithm != "dpo":
         raise ConfigError(f"--log_margins is an option of dpo, not of {algorithm}")
     rewards = (getattr(script, "reward_funcs", None), getattr(script, "reward_model_name_or_path", None))
-    if algorithm == "grpo" and not any(rewards):
+    if algorithm == "grpo" and recipe is None and not any(rewards):
         raise ConfigError("grpo needs --reward_funcs (such as exact_match) or --reward_model_name_or_path")
-    return Options(script, training, model, mask, values, frozenset(given))
+    return Options(script, training, model, mask, own[0] if own else None, values, frozenset(given))
 
 
 def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:

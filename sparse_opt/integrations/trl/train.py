@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,31 +42,51 @@ MASK_FILE = "mask.safetensors"
 
 
 def run(algorithm: Algorithm, argv: Sequence[str]) -> int:
-    """Train as the words after `sparse-opt train ALGORITHM` say, and return 0.
+    """Train as the words after `sparse-opt train ALGORITHM` say, and return 0; see `train` and `parse` for errors."""
+    return train(algorithm, parse(algorithm, argv))
+
+
+def train(
+    algorithm: Algorithm,
+    options: Options,
+    *,
+    rows: Any = None,
+    rewards: Sequence[Any] | None = None,
+    prepare: Callable[[Any], object] | None = None,
+) -> int:
+    """Train with TRL, save the model, and return 0.
+
+    Args:
+        rows: `datasets.Dataset` to train on; None loads that of the options.
+        rewards: reward functions of GRPO; None loads those of the options.
+        prepare: called with the trainer before training begins.
 
     Raises:
-        ConfigError: an option is invalid, or two contradict each other.
+        ConfigError: options contradict each other or the model.
+        DataError: the rows, a checkpoint or a mask cannot be used.
         KeyboardInterrupt: Ctrl-C; the message says what was kept, and how to go on.
     """
     # TRL uses names that transformers will rename.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
-    options = parse(algorithm, argv)
     args = options.training
     checkpoint = _checkpoint(args)
-    rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
+    if rewards is None:
+        rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
     mask, first_line = _mask_and_rate(algorithm, options)
     is_main = args.process_index == 0
     if is_main:
         print(first_line, flush=True)
     args.disable_tqdm = args.disable_tqdm or not (is_main and sys.stderr.isatty())
     hide_progress_bars(always=not is_main)
-    rows = load_rows(options.script, algorithm)
+    rows = load_rows(options.script, algorithm) if rows is None else rows
     trainer = _trainer(algorithm, options, rows, mask, rewards)
     _require_rows(trainer, rows)
     check_tokenized(trainer, rows)
     trainer.add_callback(RowsDigest(rows))
     trainer.add_callback(LogWarnings())
     log = _add_callbacks(algorithm, trainer, options)
+    if prepare is not None:
+        prepare(trainer)
     folder = RunFolder(args.output_dir)
     if not options.mask.is_sparse:  # under a mask the trainer itself locks the folder, and verifies the checkpoint
         checkpoint = _begin(folder, trainer, checkpoint)
@@ -133,7 +153,7 @@ def _random_mask(options: Options) -> MaskSet:
     return MaskSet.random(model, density=mask.mask_density, pattern=mask.mask_pattern, seed=mask.mask_seed)
 
 
-def _trainer(algorithm: Algorithm, options: Options, rows: Any, mask: MaskSet | None, rewards: list[Any]) -> Any:
+def _trainer(algorithm: Algorithm, options: Options, rows: Any, mask: MaskSet | None, rewards: Sequence[Any]) -> Any:
     script, args, model = options.script, options.training, options.model
     args.model_init_kwargs = {
         "revision": model.model_revision,
