@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.file_lock import FileLock
-from sparse_opt.trainers import profiles
 
 DENSE_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 
@@ -134,7 +133,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
     assert "Set --per_device_train_batch_size times --gradient_accumulation_steps" in line
     assert "--model_name_or_path is missing" in sparse_opt("train", "sft").failed_in_one_line(2)
     assert "needs --reward_funcs" in sparse_opt("train", "grpo", "--model_name_or_path", "m").failed_in_one_line(2)
-    assert "ALGORITHM" in sparse_opt("train", "pdo").failed_in_one_line(2)
+    assert "unknown algorithm 'pdo'" in sparse_opt("train", "pdo").failed_in_one_line(2)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -271,18 +270,3 @@ def test_out_of_gpu_memory_says_what_to_lower(train, monkeypatch):
     monkeypatch.setattr("sparse_opt.integrations.trl.train.run", exhaust)
     line = train("dpo").failed_in_one_line(1)
     assert "lower --per_device_train_batch_size" in line and "Tried to allocate 2.00 GiB" in line
-
-
-def test_show_optimizations_of_the_profiles_is_their_files_and_memory(sparse_opt):
-    shown = sparse_opt("train", "rft", "show_optimizations")
-    assert (shown.code, shown.err) == (0, "")
-    for name in profiles.NAMES:
-        for part in ("train", "sampling"):
-            for line in profiles.profile_file(name, part).read_text(encoding="utf-8").splitlines():
-                assert line in shown.out
-    for line in ("conservative: 16 bytes per weight in training, 4", "balanced: 18 bytes", "aggressive: 4 bytes"):
-        assert line in shown.out
-    found = json.loads(sparse_opt("train", "rft", "show_optimizations", "--profile", "balanced", "--json").out)
-    assert list(found["profiles"]) == ["balanced"]
-    assert found["profiles"]["balanced"]["settings"]["train"]["dtype"] == "bf16"
-    assert "the nearest is 'balanced'" in sparse_opt("train", "rft", "show_optimizations", "--profile", "balance").err

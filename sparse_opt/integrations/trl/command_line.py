@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,7 @@ import yaml
 from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from ...errors import ConfigError
-from ...option_parser import read_yaml
-from ...option_values import similar
+from ...options import read_yaml, similar
 from ..rates import EXPONENT
 from .mask_arguments import MaskArguments
 
@@ -150,6 +150,8 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     Raises:
         ConfigError: an unknown option, a value of another type, an invalid file, or options that TRL refuses.
     """
+    # TRL uses names that transformers will rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     of = parser(algorithm, recipe)
     if "-h" in argv or "--help" in argv:
         of.print_help()

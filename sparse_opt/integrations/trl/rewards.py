@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, DataError
-from ...option_values import nearest
+from ...options import nearest
 
 RewardFunction = Callable[..., Any]
 _TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")

@@ -21,7 +21,7 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quanti
 from ...errors import ConfigError, DataError, SparseOptError
 from ...files import written_aside
 from ...masks.mask_set import MaskSet
-from ...option_values import FALSE, TRUE
+from ...options import FALSE, TRUE
 from ...progress import hide_progress_bars
 from ..callback import DeltaLogCallback, on_process_0
 from ..checkpoints import MANIFEST, VerifiedCheckpointCallback
@@ -66,8 +66,6 @@ def train(
         DataError: the rows, a checkpoint or a mask cannot be used.
         KeyboardInterrupt: Ctrl-C; the message says what was kept, and how to go on.
     """
-    # TRL uses names that transformers will rename.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     args = options.training
     checkpoint = _checkpoint(args)
     if rewards is None:
