@@ -129,9 +129,8 @@ class CommandParser(argparse.ArgumentParser):
     def _set(self, flags: _Flags, action: argparse.Action, value: Any, source: str) -> None:
         """Add the words that set an option to a value: a word, or of a file a number, a bool, a list or None."""
         flag = action.option_strings[0]
-        if isinstance(value, dict) or (
-            isinstance(value, list) and any(isinstance(item, list | dict) for item in value)
-        ):
+        inner = value if isinstance(value, list) else []
+        if isinstance(value, dict) or any(isinstance(item, list | dict) for item in inner):
             self.error(f"option '{flag}' (from {source}) has keys or lists of its own, expected a value")
         text = str(value).lower()  # ['none'] is a list of one word
         is_none = value is None or text in NONE or text in {f"['{word}']" for word in NONE}
