@@ -34,9 +34,9 @@ _SECRET = ("hub_token", "token", "use_auth_token", "api_key")
 # TRL's and transformers' options that `--help` lists; `--help_all` lists all.
 _COMMON = """model_name_or_path dtype attn_implementation dataset_name dataset_train_split dataset_test_split
 reward_funcs reward_model_name_or_path output_dir max_steps num_train_epochs per_device_train_batch_size
-gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm max_length packing beta loss_type
-num_generations max_completion_length temperature use_vllm vllm_mode bf16 fp16 use_cpu gradient_checkpointing
-torch_compile use_peft lora_r eval_strategy eval_steps logging_steps save_steps save_total_limit
+gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm
+max_length packing beta loss_type num_generations max_completion_length temperature use_vllm vllm_mode bf16 fp16
+use_cpu gradient_checkpointing torch_compile use_peft lora_r eval_strategy eval_steps logging_steps save_steps save_total_limit
 resume_from_checkpoint report_to run_name seed""".split()
 
 _EPILOG = """examples:
@@ -293,9 +293,12 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
 
 
 def _takes_objects(of: TrlParser, name: str) -> bool:
-    """Whether an option may be a list or have keys, by the type of its field."""
-    types = {field.name: str(field.type).lower() for of_class in of.dataclass_types for field in fields(of_class)}
-    return any(kind in types.get(name, "dict") for kind in ("dict", "list"))
+    """Whether an option may be a list or have keys, by its annotation; the parser changes the types of the fields."""
+    bases = [base for of_class in of.dataclass_types for base in of_class.__mro__]
+    annotation = next(
+        (found[name] for base in bases if name in (found := base.__dict__.get("__annotations__", {}))), ""
+    )
+    return any(kind in str(annotation).lower() for kind in ("dict", "list"))
 
 
 def _find(of: TrlParser, key: str, source: str) -> argparse.Action:
