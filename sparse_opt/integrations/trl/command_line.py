@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import math
 import os
@@ -36,8 +37,8 @@ _COMMON = """model_name_or_path dtype attn_implementation dataset_name dataset_t
 reward_funcs reward_model_name_or_path output_dir max_steps num_train_epochs per_device_train_batch_size
 gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm
 max_length packing beta loss_type num_generations max_completion_length temperature use_vllm vllm_mode bf16 fp16
-use_cpu gradient_checkpointing torch_compile use_peft lora_r eval_strategy eval_steps logging_steps save_steps save_total_limit
-resume_from_checkpoint report_to run_name seed""".split()
+use_cpu gradient_checkpointing torch_compile use_peft lora_r eval_strategy eval_steps logging_steps save_steps
+save_total_limit resume_from_checkpoint report_to run_name seed""".split()
 
 _EPILOG = """examples:
   all weights, with a delta log to find a mask in:
@@ -294,11 +295,9 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
 
 def _takes_objects(of: TrlParser, name: str) -> bool:
     """Whether an option may be a list or have keys, by its annotation; the parser changes the types of the fields."""
-    bases = [base for of_class in of.dataclass_types for base in of_class.__mro__]
-    annotation = next(
-        (found[name] for base in bases if name in (found := base.__dict__.get("__annotations__", {}))), ""
-    )
-    return any(kind in str(annotation).lower() for kind in ("dict", "list"))
+    annotations = [inspect.get_annotations(base) for of_class in of.dataclass_types for base in of_class.__mro__]
+    annotation = str(next((found[name] for found in annotations if name in found), "")).lower()
+    return "dict" in annotation or "list" in annotation
 
 
 def _find(of: TrlParser, key: str, source: str) -> argparse.Action:
