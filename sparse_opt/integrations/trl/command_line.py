@@ -7,6 +7,7 @@ line; later ones win. An unknown option names the nearest one, before a model or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import inspect
 import json
@@ -14,7 +15,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,7 +98,9 @@ class Options:
         values = {name: value for name, value in self.values.items() if name not in left_out}
         plain = {name: getattr(value, "value", value) for name, value in values.items()}  # enums
         for name, value in plain.items():
-            value = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+            if isinstance(value, str) and value.startswith("{"):
+                with contextlib.suppress(ValueError):  # a text with a brace
+                    value = json.loads(value)
             if isinstance(value, dict):
                 plain[name] = {key: inner for key, inner in value.items() if key not in _SECRET}
         return yaml.safe_dump(plain, sort_keys=False)
@@ -117,6 +120,8 @@ class Recipe:
         options: dataclass of its own options; a field's metadata has its help, as for TRL's parser.
         defaults: TRL's options that have another default.
         description, epilog: what `--help` says.
+        translate: from the values of the command line to those that the dataclasses are made of, for options that set
+            others; `options.yaml` has the former. None uses the values as they are.
     """
 
     name: str
@@ -124,6 +129,7 @@ class Recipe:
     defaults: dict[str, Any]
     description: str
     epilog: str = ""
+    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
 def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
@@ -200,7 +206,8 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name} is {value}, expected a finite number")
     try:
-        *own, mask, script, training, model = of.parse_dict(dict(values))
+        used = values if recipe is None or recipe.translate is None else recipe.translate(values)
+        *own, mask, script, training, model = of.parse_dict(dict(used))
     except (ValueError, ImportError) as error:  # of TRL's checks
         hint = " Set --per_device_train_batch_size times --gradient_accumulation_steps to such a multiple."
         raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
@@ -249,7 +256,8 @@ def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
                     of.error(f"option '{key}': expected a value")
                 flags[-1] += f"={words.pop(0)}"  # one value, whatever it looks like
             elif equals and action.nargs == "+":
-                flags[-1:] = [key, value]
+                is_list = value.startswith("[") and value.endswith("]")  # as in Hydra: key=[1,0.01]
+                flags[-1:] = [key, *([item.strip() for item in value[1:-1].split(",")] if is_list else [value])]
         else:
             flags.append(word)
     return from_files + flags, given

@@ -34,13 +34,23 @@ _COMPLETIONS = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": (
 def load_rows(script_arguments: Any, algorithm: Algorithm, *, test: bool = False) -> Dataset | IterableDataset:
     """Load the rows that TRL's ScriptArguments name, and check each of them for the algorithm.
 
+    Raises:
+        ConfigError, DataError: as `read_rows`; or TRL would not train a row as written.
+    """
+    name = script_arguments.dataset_name
+    return _checked(as_trl_rows(read_rows(script_arguments, test=test), name, algorithm), name, algorithm)
+
+
+def read_rows(script_arguments: Any, *, test: bool = False) -> Dataset | IterableDataset:
+    """The rows that TRL's ScriptArguments name, with the columns that they have.
+
     `dataset_name` is a .json, .jsonl, .csv or .parquet file, a folder of such files, a folder written by
     `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]";
     with `test` the rows are those of `dataset_test_split`.
 
     Raises:
         ConfigError: no such file or folder, or no such split of it.
-        DataError: a file or dataset cannot be read or has no rows, or TRL would not train a row as written.
+        DataError: a file or dataset cannot be read or has no rows.
     """
     name, option = script_arguments.dataset_name, "dataset_test_split" if test else "dataset_train_split"
     split = getattr(script_arguments, option)
@@ -59,7 +69,7 @@ def load_rows(script_arguments: Any, algorithm: Algorithm, *, test: bool = False
         rows = _local_rows(path, script_arguments.dataset_config, split, option)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
-    return _checked(as_trl_rows(rows, name, algorithm), name, algorithm)
+    return rows
 
 
 def _load(source: str, /, **options: Any) -> Any:
