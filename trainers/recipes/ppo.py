@@ -3,15 +3,15 @@
     sparse-opt train ppo                          # GPT-2 medium on IMDB, with the options of the original
     sparse-opt train ppo --mask_density 0.025     # the same under a mask
 
-One update samples a completion for each of `batch_size` prompts, which are beginnings of film reviews, and scores the
-completions by a classifier of sentiment. Each token is penalised by its part of the divergence from the reference, and
-the last one gets the score (https://arxiv.org/abs/1909.08593). `ppo_epochs` passes then train policy and value head
+One update samples a completion for each of `batch_size` beginnings of film reviews, and scores them by a classifier of
+sentiment. Each token is penalised by its part of the divergence from the reference, and the last one gets the score
+(https://arxiv.org/abs/1909.08593). `ppo_epochs` passes then train policy and value head
 (https://arxiv.org/abs/1707.06347), with an optimizer step for every `mini_batch_size * gradient_accumulation_steps`
 completions. The loop is written out here because TRL has no PPOTrainer any more.
 
-Not as in the original: there is no dropout; an EOS is trained; a text that is too long for the classifier keeps its
-end. Under a mask, the reference is the model with its base weights, and the optimizer keeps fp32 copies of 16-bit
-active weights. Not implemented: TRL's other penalties than `kl`, its `ratio_threshold`, and several devices.
+Not as in the original: no dropout; an EOS is trained; a text that is too long for the classifier keeps its end. Under a
+mask, the reference is the model with its base weights, and 16-bit active weights have fp32 master copies. Not
+implemented: TRL's penalties other than `kl`, its `ratio_threshold`, and several devices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ from sparse_opt.errors import ConfigError, DataError, SparseOptError
 if TYPE_CHECKING:  # torch is imported once the options are read
     from torch import Tensor
 
+    Pair = tuple[Tensor, Tensor]
+
 CHECKPOINT_FILE = "checkpoint.pt"
 VALUE_HEAD_FILE = "value_head.safetensors"
+_SAMPLING = ("top_k", "top_p", "temperature", "min_new_tokens", "max_new_tokens")
 SAMPLE_EVERY = 5  # updates between two rows of samples.jsonl, as the original prints them
 # Options that a resumed run may change.
 _CHANGEABLE = ("num_updates", "rank_log_every", "save_ckpt_every", "device", "resume", "output_dir")
@@ -51,7 +54,7 @@ def parser() -> CommandParser:
     made = CommandParser(
         prog="sparse-opt train ppo",
         usage="sparse-opt train ppo [--config FILE] [--key value ...] [key=value ...]",
-        description="Train a language model by PPO on the score of a classifier: all of its weights, or those of a mask.",
+        description="PPO of a language model on the score of a classifier: all of its weights, or those of a mask.",
         epilog="A run that was killed or interrupted goes on with --resume from its last checkpoint, to the same bits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -109,13 +112,8 @@ def parser() -> CommandParser:
     add("--output_dir", help="folder of all outputs; ppo-POLICY-sentiment-final")
     add("--rank_log_every", type=int, default=20, help="updates between two measurements of the change of the weights")
     add("--tau", type=float, default=1e-6, help="a weight is updated if it moved by more than this")
-    add(
-        "--save_ckpt_every",
-        type=int,
-        default=20,
-        help="updates between two checkpoints, of which the last is kept, and between steps of delta_log_dir",
-    )
-    add("--delta_log_dir", help="folder of a log of the weights")
+    add("--save_ckpt_every", type=int, default=20, help="updates between checkpoints, of which the last is kept")
+    add("--delta_log_dir", help="folder of a log of the weights, every save_ckpt_every updates")
     add("--resume", action=switch, default=False, help="continue the run in output_dir from its checkpoint")
     return made
 
@@ -128,47 +126,45 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         DataError: a local file or folder does not exist.
     """
     options = parser().parse_words(argv)
-    in_range = {
-        "1 or more": "max_samples prompt_prefix_words max_prompt_tokens max_new_tokens num_updates batch_size "
+    ranges = {
+        (1, 1e9): "max_samples prompt_prefix_words max_prompt_tokens max_new_tokens num_updates batch_size "
         "mini_batch_size gradient_accumulation_steps ppo_epochs rank_log_every save_ckpt_every",
-        "0 or more": "min_new_tokens top_k init_kl_coef vf_coef tau",
-        "above 0": "temperature learning_rate max_grad_norm cliprange cliprange_value target horizon target_kl score_clip",
-        "0 to 1": "gamma lam",
-        "above 0, and at most 1": "top_p mask_density",
+        (0, 1e9): "min_new_tokens top_k init_kl_coef vf_coef tau",
+        (1e-9, 1e9): "temperature learning_rate max_grad_norm cliprange cliprange_value target horizon target_kl "
+        "score_clip",
+        (0, 1): "gamma lam",
+        (1e-9, 1): "top_p mask_density",
     }
-    for expected, names in in_range.items():
+    for (low, high), names in ranges.items():
         for name in names.split():
             value = getattr(options, name)
-            low = 1 if expected.startswith("1") else sys.float_info.min if expected.startswith("above") else 0
-            if value is not None and not low <= value <= (1 if expected.endswith("1") else sys.float_info.max):
-                raise ConfigError(f"--{name} is {value}, expected {expected}")
-    step = options.mini_batch_size * options.gradient_accumulation_steps
-    drawn = (options.mask_pattern, options.mask_seed) != ("element", 0)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"--{name} is {value}, expected {low:g} to {high:g}")
     options.output_dir = options.output_dir or f"ppo-{Path(options.policy_name).name}-sentiment-final"
-    has_run = Path(options.output_dir, CHECKPOINT_FILE).is_file()
-    contradictions = {
-        f"--batch_size is {options.batch_size}, expected a multiple of mini_batch_size * gradient_accumulation_steps, "
-        f"which is {step}": options.batch_size % step,
-        f"--min_new_tokens is {options.min_new_tokens}, expected at most max_new_tokens, which is "
-        f"{options.max_new_tokens}": options.min_new_tokens > options.max_new_tokens,
-        "--use_score_norm has no effect without --use_score_scaling: set both, or neither": options.use_score_norm
-        and not options.use_score_scaling,
-        "--use_score_scaling excludes batch_score_norm: set batch_score_norm=false": options.use_score_scaling
-        and options.batch_score_norm,
-        "--mask and --mask_density exclude each other: give one": options.mask and options.mask_density,
-        "--mask_pattern and --mask_seed are of a random mask: give --mask_density, or leave them out": drawn
-        and options.mask_density is None,
-        f"--resume: {options.output_dir} has no {CHECKPOINT_FILE}": options.resume and not has_run,
-        f"--output_dir {options.output_dir} holds a run: continue it with --resume, or choose another folder": has_run
-        and not options.resume,
+    folder, has_run = options.output_dir, Path(options.output_dir, CHECKPOINT_FILE).is_file()
+    step, is_drawn = options.mini_batch_size * options.gradient_accumulation_steps, options.mask_density is not None
+    scaled, most = options.use_score_scaling, options.max_new_tokens
+    refused = {
+        f"--batch_size is {options.batch_size}, expected a multiple of {step}, the completions of an optimizer step": (
+            options.batch_size % step
+        ),
+        f"--min_new_tokens is {options.min_new_tokens}, expected at most {most}": options.min_new_tokens > most,
+        "--use_score_norm needs use_score_scaling: set both, or neither": options.use_score_norm and not scaled,
+        "--use_score_scaling excludes batch_score_norm: set that to false": scaled and options.batch_score_norm,
+        "--mask and --mask_density exclude each other: give one": options.mask and is_drawn,
+        "--mask_pattern and --mask_seed need --mask_density: give it, or leave them out": not is_drawn
+        and (options.mask_pattern, options.mask_seed) != ("element", 0),
+        f"--resume: {folder} has no {CHECKPOINT_FILE}": options.resume and not has_run,
+        f"--output_dir {folder} holds a run: give --resume, or another folder": has_run and not options.resume,
     }
-    for message, is_wrong in contradictions.items():
+    for message, is_wrong in refused.items():
         if is_wrong:
             raise ConfigError(message)
     for name in ("mask", "policy_name", "reward_model_name", "dataset_name"):
-        value = getattr(options, name)
-        # Others are names on the hub.
-        is_local = value and (name == "mask" or value[0] in "./~" or value.count("/") > 1 or value.endswith(".jsonl"))
+        value = getattr(options, name) or "."
+        is_local = (
+            name == "mask" or value[0] in "./~" or value.count("/") > 1 or value.endswith(".jsonl")
+        )  # not the hub
         if is_local and not Path(value).expanduser().exists():
             raise DataError(f"--{name} {value}: no such file or folder")
     return options
@@ -221,9 +217,7 @@ def token_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: 
     return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
 
 
-def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def generalized_advantages(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Pair:
     """Advantages (https://arxiv.org/abs/1506.02438), not whitened yet, and returns = advantages + values.
 
     A_t = delta_t + gamma * lam * A_(t+1), delta_t = r_t + gamma * V_(t+1) - V_t; after the last token A and V are 0.
@@ -252,18 +246,14 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 # The losses, with the share of tokens whose gradient is clipped to 0.
 
 
-def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
-) -> tuple[Tensor, Tensor]:
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float) -> Pair:
     """max(-A * ratio, -A * clip(ratio, 1 - cliprange, 1 + cliprange)), ratio = exp(logprob - old): equation 7."""
     ratio = (logprobs - old_logprobs).where(mask, 0.0).exp()
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return masked_mean(unclipped.maximum(clipped), mask), masked_mean((clipped > unclipped).float(), mask)
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float
-) -> tuple[Tensor, Tensor]:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange_value: float) -> Pair:
     """0.5 * max((V - return)^2, (V_clipped - return)^2), V_clipped within `cliprange_value` of the old value."""
     bounded = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped, clipped = (values - returns).square(), (bounded - returns).square()
@@ -283,11 +273,7 @@ class Batch:
 
 
 class Policy:
-    """The policy with its value head, their optimizers, and the reference: a copy, or under a mask the base weights.
-
-    Raises:
-        DataError: a model or a mask cannot be loaded.
-    """
+    """The policy with its value head, their optimizers, and the reference: a copy, or under a mask the base weights."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
@@ -297,12 +283,9 @@ class Policy:
 
         from ..pretrained import load_causal_lm, load_tokenizer_from
 
-        name, density = options.policy_name, options.mask_density
-        found = torch.cuda.is_available()
+        name, found = options.policy_name, torch.cuda.is_available()
         if options.device == "cuda" and not found:
-            raise ConfigError(
-                f"--device is cuda, and torch {torch.__version__} finds no GPU here: expected cpu or auto"
-            )
+            raise ConfigError(f"--device is cuda, expected cpu or auto: torch {torch.__version__} finds no GPU here")
         self.options, self.device = options, torch.device("cuda" if found and options.device != "cpu" else "cpu")
         self.tokenizer = load_tokenizer_from(name)
         self.model = load_causal_lm(name, getattr(torch, options.dtype)).to(self.device).eval()  # without dropout
@@ -313,7 +296,7 @@ class Policy:
         self.mask: MaskSet | None = None
         if options.mask is not None:
             self.mask = MaskSet.load(Path(options.mask).expanduser(), self.model)
-        elif density is not None:
+        elif (density := options.mask_density) is not None:
             pattern, seed = options.mask_pattern, options.mask_seed
             self.mask = MaskSet.random(self.model, density=density, pattern=pattern, seed=seed)
         if self.mask is not None and not self.mask.nnz:
@@ -331,9 +314,8 @@ class Policy:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, weight_decay=0.0)
         else:
             self.reference = self.model
-            shared: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "master_weights": True}
-            self.optimizer = SparseAdamW(self.model, self.mask, lr=self.rate, weight_decay=0.0, **shared)
-
+            more: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "master_weights": True}
+            self.optimizer = SparseAdamW(self.model, self.mask, lr=self.rate, weight_decay=0.0, **more)
         self.parts = (self.model, self.head, self.optimizer, self.head_optimizer)  # whose state a checkpoint has
 
     def sample(self, prompts: Sequence[Sequence[int]]) -> Batch:
@@ -354,13 +336,9 @@ class Policy:
             padded,
             attention_mask=attended,
             do_sample=True,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            temperature=options.temperature,
-            min_new_tokens=options.min_new_tokens,
-            max_new_tokens=options.max_new_tokens,
             pad_token_id=pad_id,
             eos_token_id=self.eos_ids or None,
+            **{name: getattr(options, name) for name in _SAMPLING},
         )
         ends = torch.isin(ids[:, width:], torch.tensor(self.eos_ids, dtype=ids.dtype, device=self.device)).long()
         mask = ends.cumsum(1) - ends == 0
@@ -430,16 +408,11 @@ class Policy:
             "ppo/policy/clipfrac": policy_clipped,
             "ppo/val/clipfrac": value_clipped,
         }
-        return {name: float(value) for name, value in found.items()}
+        return {name: value.item() for name, value in found.items()}
 
 
 def load_classifier(options: argparse.Namespace, device: Any) -> Callable[[list[str]], Tensor]:
-    """A function from texts to scores [n] fp32.
-
-    Raises:
-        ConfigError: the classifier has no such label.
-        DataError: it cannot be loaded.
-    """
+    """A function from texts to scores [n] fp32."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -521,9 +494,9 @@ def train(options: argparse.Namespace) -> None:
     policy, scores_of = Policy(options), Scores(options)
     score, prompts_of = load_classifier(options, policy.device), load_prompts(options, policy.tokenizer)
     folder, decode = Path(options.output_dir), policy.tokenizer.batch_decode
-    checkpoint, kl_coef, fixed = folder / CHECKPOINT_FILE, options.init_kl_coef, vars(options).copy()
-    for name in _CHANGEABLE:
-        del fixed[name]
+    checkpoint, kl_coef = folder / CHECKPOINT_FILE, options.init_kl_coef
+    kept = "no checkpoint was saved: a lower --save_ckpt_every saves the first earlier"
+    fixed = {name: value for name, value in vars(options).items() if name not in _CHANGEABLE}
 
     # The callbacks are those of any transformers Trainer, and are called as a Trainer calls them.
     args = SimpleNamespace(output_dir=options.output_dir)
@@ -538,16 +511,15 @@ def train(options: argparse.Namespace) -> None:
     metrics, samples = RowFile(folder / "metrics.jsonl"), RowFile(folder / "samples.jsonl")
     lock = RunFolder(options.output_dir)
     lock.begin(None, newest=False, saves=True)
-    last_saved = 0
     try:
         if options.resume:
             with reading(f"{checkpoint}"):
                 saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-            for name, value in fixed.items():
-                if saved["options"].get(name) != value:
-                    before = saved["options"].get(name)
-                    raise ConfigError(f"--resume: --{name} is {value}, and was {before} in the run: expected the same")
-            state.global_step = last_saved = saved["update"]
+            for name, was in saved["options"].items():
+                if fixed[name] != was:
+                    raise ConfigError(f"--resume: --{name} is {fixed[name]}, expected {was} as in the run before")
+            state.global_step = saved["update"]
+            kept = f"{checkpoint} of update {state.global_step} is kept: repeat the command"
         for file in (metrics, samples):
             file.cut(state.global_step)
         for callback in callbacks:  # while the model has its initial weights
@@ -557,8 +529,8 @@ def train(options: argparse.Namespace) -> None:
                 part.load_state_dict(content)
             scores_of.mean, scores_of.squares, scores_of.count = saved["scores"]
             kl_coef = saved["kl_coef"]
-            torch.set_rng_state(saved["rng"])
-            torch.cuda.set_rng_state_all(saved["cuda_rng"])
+            torch.set_rng_state(saved["rng"][0])
+            torch.cuda.set_rng_state_all(saved["rng"][1])
         what = "all weights" if policy.mask is None else f"{policy.mask.nnz:,} elements of a mask"
         print(f"ppo: {options.policy_name}, {what}, learning rate {policy.rate:.3g}", flush=True)
         updates = range(state.global_step + 1, options.num_updates + 1)
@@ -577,13 +549,11 @@ def train(options: argparse.Namespace) -> None:
                 rewards = token_rewards(scores_of(scores), logprobs, ref_logprobs, mask, kl_coef)
                 if options.whiten_rewards:
                     rewards = whiten(rewards, mask, shift_mean=False)
-                advantages, returns = generalized_advantages(
-                    rewards, values, mask, gamma=options.gamma, lam=options.lam
-                )
+                advantages, returns = generalized_advantages(rewards, values, mask, options.gamma, options.lam)
                 kl = float((logprobs - ref_logprobs).sum(dim=1).mean())
                 row = {
-                    "reward/raw_mean": float(scores.mean()),
-                    "reward/raw_std": float(scores.std(correction=0)),
+                    "reward": float(scores.mean()),
+                    "reward_std": float(scores.std(correction=0)),
                     "objective/kl": kl,
                     "objective/kl_coef": kl_coef,
                     "objective/entropy": -float(masked_mean(logprobs, mask)),
@@ -593,16 +563,14 @@ def train(options: argparse.Namespace) -> None:
                 }
             row |= policy.update(batch, (logprobs, values, whiten(advantages, mask), returns))
             if not math.isfinite(row["ppo/loss/total"]):
-                raise SparseOptError(
-                    f"the loss of update {update} is {row['ppo/loss/total']}; {_kept(checkpoint, last_saved)}; "
-                    "a lower --learning_rate or a --max_grad_norm may help"
-                )
+                loss = f"the loss of update {update} is {row['ppo/loss/total']}"
+                raise SparseOptError(f"{loss}: a lower --learning_rate or a --max_grad_norm may help; {kept}")
             if options.adap_kl_ctrl:
                 kl_coef = adapted_kl_coef(kl_coef, kl, options.batch_size, options.target, options.horizon)
             state.global_step = update
             for callback in callbacks:
-                callback.on_log(args, state, None, logs={"reward": row["reward/raw_mean"]})
                 callback.on_step_end(args, state, None, **model)
+                callback.on_log(args, state, None, logs=row)
             metrics.write({"step": update, **row, "time/ppo/total": time.monotonic() - started})
             if update <= 3 or update % SAMPLE_EVERY == 0:
                 (prompt,), text = decode(prompts[:1]), decode(completions[:1])[0]
@@ -610,25 +578,22 @@ def train(options: argparse.Namespace) -> None:
             if update % options.save_ckpt_every == 0 or update == options.num_updates:
                 for callback in callbacks:
                     callback.on_save(args, state, None)
+                saved = {
+                    "update": update,
+                    "options": fixed,
+                    "parts": [part.state_dict() for part in policy.parts],
+                    "scores": (scores_of.mean, scores_of.squares, scores_of.count),
+                    "kl_coef": kl_coef,
+                    "rng": (torch.get_rng_state(), torch.cuda.get_rng_state_all()),
+                }
                 with written_aside(checkpoint) as aside:
-                    torch.save(
-                        {
-                            "update": update,
-                            "options": fixed,
-                            "parts": [part.state_dict() for part in policy.parts],
-                            "scores": (scores_of.mean, scores_of.squares, scores_of.count),
-                            "kl_coef": kl_coef,
-                            "rng": torch.get_rng_state(),
-                            "cuda_rng": torch.cuda.get_rng_state_all(),
-                        },
-                        aside,
-                    )
-                last_saved = update
+                    torch.save(saved, aside)
+                kept = f"{checkpoint} of update {update} is kept: repeat the command with --resume"
         for callback in callbacks:
             callback.on_train_end(args, state, None)
     except KeyboardInterrupt:
-        line = f"interrupted after update {state.global_step} of {options.num_updates}"
-        raise KeyboardInterrupt(f"{line}; {_kept(checkpoint, last_saved)}") from None
+        done = f"interrupted after update {state.global_step} of {options.num_updates}"
+        raise KeyboardInterrupt(f"{done}; {kept}") from None
     finally:
         if options.delta_log_dir is not None:
             callbacks[-1].close()
@@ -638,9 +603,3 @@ def train(options: argparse.Namespace) -> None:
     head = {f"v_head.summary.{name}": tensor.cpu() for name, tensor in policy.head.state_dict().items()}
     write_safetensors(folder / VALUE_HEAD_FILE, head, {"format": "pt"})
     print(f"trained to update {state.global_step}; the model is in {folder}")
-
-
-def _kept(checkpoint: Path, update: int) -> str:
-    if update == 0:
-        return "no checkpoint was saved: a lower --save_ckpt_every saves the first earlier"
-    return f"{checkpoint} of update {update} is kept: repeat the command with --resume"
