@@ -6,12 +6,12 @@
 One update samples a completion for each of `batch_size` beginnings of film reviews, and scores them by a classifier of
 sentiment. Each token is penalised by its part of the divergence from the reference, and the last one gets the score
 (https://arxiv.org/abs/1909.08593). `ppo_epochs` passes then train policy and value head
-(https://arxiv.org/abs/1707.06347), with an optimizer step for every `mini_batch_size * gradient_accumulation_steps`
-completions. The loop is written out here because TRL has no PPOTrainer any more.
+(https://arxiv.org/abs/1707.06347), with an optimizer step for every `mini_batch_size` completions. The loop is written
+out here because TRL has no PPOTrainer any more.
 
 Not as in the original: no dropout; an EOS is trained; a text that is too long for the classifier keeps its end. Under a
 mask, the reference is the model with its base weights, and 16-bit active weights have fp32 master copies. Not
-implemented: TRL's penalties other than `kl`, its `ratio_threshold`, and several devices.
+implemented: TRL's penalties other than `kl`, its `ratio_threshold` and `gradient_accumulation_steps`; several devices.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import copy
 import inspect
 import math
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:  # torch is imported once the options are read
 
     Pair = tuple[Tensor, Tensor]
 
-CHECKPOINT_FILE = "checkpoint.pt"
+STATE_FILE = "state.pt"  # of a checkpoint
 VALUE_HEAD_FILE = "value_head.safetensors"
 _SAMPLING = ("top_k", "top_p", "temperature", "min_new_tokens", "max_new_tokens")
 SAMPLE_EVERY = 5  # updates between two rows of samples.jsonl, as the original prints them
@@ -79,8 +80,7 @@ def parser() -> CommandParser:
 
     add("--num_updates", type=int, default=600, help="updates: batches that are sampled and trained on")
     add("--batch_size", type=int, default=32, help="completions of an update")
-    add("--mini_batch_size", type=int, default=8, help="completions of a forward pass of training")
-    add("--gradient_accumulation_steps", type=int, default=1, help="forward passes of an optimizer step")
+    add("--mini_batch_size", type=int, default=8, help="completions of an optimizer step")
     add("--ppo_epochs", type=int, default=4, help="passes over the completions of an update")
     add("--learning_rate", type=float, help="of policy and head; 5e-6, and under a mask this times density^-0.75")
     add("--max_grad_norm", type=float, help="clip the norm of the gradient, that of the value head on its own")
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser().parse_words(argv)
     ranges = {
         (1, 1e9): "max_samples prompt_prefix_words max_prompt_tokens max_new_tokens num_updates batch_size "
-        "mini_batch_size gradient_accumulation_steps ppo_epochs rank_log_every save_ckpt_every",
+        "mini_batch_size ppo_epochs rank_log_every save_ckpt_every",
         (0, 1e9): "min_new_tokens top_k init_kl_coef vf_coef tau",
         (1e-9, 1e9): "temperature learning_rate max_grad_norm cliprange cliprange_value target horizon target_kl "
         "score_clip",
@@ -140,21 +140,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             value = getattr(options, name)
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"--{name} is {value}, expected {low:g} to {high:g}")
+    for name in ("reward_label_against", "target_sentiment"):
+        if getattr(options, name) == "none":
+            setattr(options, name, None)
     options.output_dir = options.output_dir or f"ppo-{Path(options.policy_name).name}-sentiment-final"
-    folder, has_run = options.output_dir, Path(options.output_dir, CHECKPOINT_FILE).is_file()
-    step, is_drawn = options.mini_batch_size * options.gradient_accumulation_steps, options.mask_density is not None
+    folder, has_run = options.output_dir, any(Path(options.output_dir).glob(f"checkpoint-*/{STATE_FILE}"))
+    step, is_drawn = options.mini_batch_size, options.mask_density is not None
     scaled, most = options.use_score_scaling, options.max_new_tokens
     refused = {
-        f"--batch_size is {options.batch_size}, expected a multiple of {step}, the completions of an optimizer step": (
-            options.batch_size % step
-        ),
+        f"--batch_size is {options.batch_size}, expected a multiple of mini_batch_size, {step}": options.batch_size
+        % step,
         f"--min_new_tokens is {options.min_new_tokens}, expected at most {most}": options.min_new_tokens > most,
         "--use_score_norm needs use_score_scaling: set both, or neither": options.use_score_norm and not scaled,
         "--use_score_scaling excludes batch_score_norm: set that to false": scaled and options.batch_score_norm,
         "--mask and --mask_density exclude each other: give one": options.mask and is_drawn,
         "--mask_pattern and --mask_seed need --mask_density: give it, or leave them out": not is_drawn
         and (options.mask_pattern, options.mask_seed) != ("element", 0),
-        f"--resume: {folder} has no {CHECKPOINT_FILE}": options.resume and not has_run,
+        f"--resume: {folder} has no checkpoint": options.resume and not has_run,
         f"--output_dir {folder} holds a run: give --resume, or another folder": has_run and not options.resume,
     }
     for message, is_wrong in refused.items():
@@ -366,7 +368,7 @@ class Policy:
         return torch.cat([logprobs for logprobs, _ in found]), torch.cat([values for _, values in found]), ref_logprobs
 
     def update(self, batch: Batch, before: Sequence[Tensor]) -> dict[str, float]:
-        """Train on the completions; returns means over the forward passes, under TRL's names.
+        """Train on the completions; returns means over the optimizer steps, under TRL's names.
 
         Args:
             before: log-probabilities, values, advantages and returns before the update.
@@ -376,9 +378,8 @@ class Policy:
         options, statistics = self.options, []
         for _ in range(options.ppo_epochs):
             order = torch.randperm(options.batch_size, device="cpu").to(self.device)
-            for step in order.split(options.mini_batch_size * options.gradient_accumulation_steps):
-                for rows in step.split(options.mini_batch_size):
-                    statistics.append(self._backward(batch, rows, [tensor[rows] for tensor in before]))
+            for rows in order.split(options.mini_batch_size):
+                statistics.append(self._backward(batch, rows, [tensor[rows] for tensor in before]))
                 if options.max_grad_norm is not None:
                     torch.nn.utils.clip_grad_norm_(self.head.parameters(), options.max_grad_norm)
                     if self.mask is None:
@@ -397,7 +398,7 @@ class Policy:
         for_policy, policy_clipped = policy_loss(logprobs, old_logprobs, advantages, mask, options.cliprange)
         for_values, value_clipped = value_loss(values, old_values, returns, mask, options.cliprange_value)
         loss = for_policy + options.vf_coef * for_values
-        (loss / options.gradient_accumulation_steps).backward()
+        loss.backward()
         moved = (logprobs - old_logprobs).detach()
         found = {
             "ppo/loss/total": loss,
@@ -480,21 +481,20 @@ def train(options: argparse.Namespace) -> None:
     """
     import torch
 
-    from sparse_opt.files import write_safetensors, written_aside
+    from sparse_opt.files import write_safetensors
     from sparse_opt.integrations.callback import DeltaLogCallback
+    from sparse_opt.integrations.checkpoints import MANIFEST, write_manifest
     from sparse_opt.integrations.run_folder import RunFolder
     from sparse_opt.integrations.trl.progress import ProgressLines
     from sparse_opt.integrations.trl.row_file import RowFile
     from sparse_opt.integrations.trl.update_statistics import UpdateStatisticsCallback
     from sparse_opt.progress import hide_progress_bars, progress_bar
 
-    from ..pretrained import reading
-
     hide_progress_bars()
     policy, scores_of = Policy(options), Scores(options)
     score, prompts_of = load_classifier(options, policy.device), load_prompts(options, policy.tokenizer)
     folder, decode = Path(options.output_dir), policy.tokenizer.batch_decode
-    checkpoint, kl_coef = folder / CHECKPOINT_FILE, options.init_kl_coef
+    kl_coef = options.init_kl_coef
     kept = "no checkpoint was saved: a lower --save_ckpt_every saves the first earlier"
     fixed = {name: value for name, value in vars(options).items() if name not in _CHANGEABLE}
 
@@ -510,21 +510,22 @@ def train(options: argparse.Namespace) -> None:
         callbacks.append(DeltaLogCallback(options.delta_log_dir, steps, mask=policy.mask, metadata=metadata))
     metrics, samples = RowFile(folder / "metrics.jsonl"), RowFile(folder / "samples.jsonl")
     lock = RunFolder(options.output_dir)
-    lock.begin(None, newest=False, saves=True)
+    complete = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
+    checkpoint = max(complete, key=lambda path: int(path.name.rpartition("-")[2])) if options.resume else None
     try:
-        if options.resume:
-            with reading(f"{checkpoint}"):
-                saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        run_name = lock.begin(None if checkpoint is None else str(checkpoint), newest=True, saves=True)
+        if checkpoint is not None:
+            saved = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
             for name, was in saved["options"].items():
                 if fixed[name] != was:
                     raise ConfigError(f"--resume: --{name} is {fixed[name]}, expected {was} as in the run before")
             state.global_step = saved["update"]
-            kept = f"{checkpoint} of update {state.global_step} is kept: repeat the command"
+            kept = f"{checkpoint} is kept: repeat the command with --resume"
         for file in (metrics, samples):
             file.cut(state.global_step)
         for callback in callbacks:  # while the model has its initial weights
             callback.on_train_begin(args, state, None, **model)
-        if options.resume:
+        if checkpoint is not None:
             for part, content in zip(policy.parts, saved["parts"], strict=True):
                 part.load_state_dict(content)
             scores_of.mean, scores_of.squares, scores_of.count = saved["scores"]
@@ -586,9 +587,13 @@ def train(options: argparse.Namespace) -> None:
                     "kl_coef": kl_coef,
                     "rng": (torch.get_rng_state(), torch.cuda.get_rng_state_all()),
                 }
-                with written_aside(checkpoint) as aside:
-                    torch.save(saved, aside)
-                kept = f"{checkpoint} of update {update} is kept: repeat the command with --resume"
+                checkpoint = folder / f"checkpoint-{update}"
+                checkpoint.mkdir(exist_ok=True)
+                torch.save(saved, checkpoint / STATE_FILE)
+                write_manifest(checkpoint, run_name)
+                for other in set(folder.glob("checkpoint-*")) - {checkpoint}:
+                    shutil.rmtree(other)
+                kept = f"{checkpoint} is kept: repeat the command with --resume"
         for callback in callbacks:
             callback.on_train_end(args, state, None)
     except KeyboardInterrupt:
