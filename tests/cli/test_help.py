@@ -69,7 +69,7 @@ def understood_by_train(algorithm, *words):
 # An algorithm, or a stage of one, and an option that it has and some others have not.
 OWN_OPTIONS = {
     ("minimal_dpo",): "label_smoothing",
-    ("ppo",): "gae_lambda",
+    ("ppo",): "lam",
     ("rft", "datagen"): "deduplicate",
     ("rft", "train"): "mask_density",
     ("rft", "test"): "reward_threshold",

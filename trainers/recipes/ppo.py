@@ -113,7 +113,8 @@ def parser() -> CommandParser:
     add("--rank_log_every", type=int, default=20, help="updates between two measurements of the change of the weights")
     add("--tau", type=float, default=1e-6, help="a weight is updated if it moved by more than this")
     add("--save_ckpt_every", type=int, default=20, help="updates between checkpoints, of which the last is kept")
-    add("--delta_log_dir", help="folder of a log of the weights, every save_ckpt_every updates")
+    add("--delta_log_dir", help="folder of a log of the weights")
+    add("--delta_log_steps", default="every:20,last", help="updates to log, such as every:10,last or 10-40:10,100")
     add("--resume", action=switch, default=False, help="continue the run in output_dir from its checkpoint")
     return made
 
@@ -129,7 +130,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     ranges = {
         (1, 1e9): "max_samples prompt_prefix_words max_prompt_tokens max_new_tokens num_updates batch_size "
         "mini_batch_size ppo_epochs rank_log_every save_ckpt_every",
-        (0, 1e9): "min_new_tokens top_k init_kl_coef vf_coef tau",
+        (0, 1e9): "min_new_tokens top_k init_kl_coef vf_coef tau seed",
         (1e-9, 1e9): "temperature learning_rate max_grad_norm cliprange cliprange_value target horizon target_kl "
         "score_clip",
         (0, 1): "gamma lam",
@@ -144,18 +145,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name) == "none":
             setattr(options, name, None)
     options.output_dir = options.output_dir or f"ppo-{Path(options.policy_name).name}-sentiment-final"
-    folder, has_run = options.output_dir, any(Path(options.output_dir).glob(f"checkpoint-*/{STATE_FILE}"))
-    step, is_drawn = options.mini_batch_size, options.mask_density is not None
-    scaled, most = options.use_score_scaling, options.max_new_tokens
+    folder, has_run = options.output_dir, any(Path(options.output_dir).glob("checkpoint-*/*manifest.json"))
+    n, step, most = options.batch_size, options.mini_batch_size, options.max_new_tokens
+    scaled, normed, is_drawn = options.use_score_scaling, options.use_score_norm, options.mask_density is not None
+    of_drawn = (options.mask_pattern, options.mask_seed) != ("element", 0)
     refused = {
-        f"--batch_size is {options.batch_size}, expected a multiple of mini_batch_size, {step}": options.batch_size
-        % step,
+        f"--batch_size is {n}, expected a multiple of mini_batch_size, {step}": n % step,
         f"--min_new_tokens is {options.min_new_tokens}, expected at most {most}": options.min_new_tokens > most,
-        "--use_score_norm needs use_score_scaling: set both, or neither": options.use_score_norm and not scaled,
+        "--use_score_norm needs use_score_scaling: set both, or neither": normed and not scaled,
         "--use_score_scaling excludes batch_score_norm: set that to false": scaled and options.batch_score_norm,
         "--mask and --mask_density exclude each other: give one": options.mask and is_drawn,
-        "--mask_pattern and --mask_seed need --mask_density: give it, or leave them out": not is_drawn
-        and (options.mask_pattern, options.mask_seed) != ("element", 0),
+        "--mask_pattern and --mask_seed need --mask_density: give it, or leave them out": of_drawn and not is_drawn,
         f"--resume: {folder} has no checkpoint": options.resume and not has_run,
         f"--output_dir {folder} holds a run: give --resume, or another folder": has_run and not options.resume,
     }
@@ -164,10 +164,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(message)
     for name in ("mask", "policy_name", "reward_model_name", "dataset_name"):
         value = getattr(options, name) or "."
-        is_local = (
-            name == "mask" or value[0] in "./~" or value.count("/") > 1 or value.endswith(".jsonl")
-        )  # not the hub
-        if is_local and not Path(value).expanduser().exists():
+        on_hub = name != "mask" and value[0] not in "./~" and value.count("/") <= 1 and not value.endswith(".jsonl")
+        if not on_hub and not Path(value).expanduser().exists():
             raise DataError(f"--{name} {value}: no such file or folder")
     return options
 
@@ -506,8 +504,8 @@ def train(options: argparse.Namespace) -> None:
     if not sys.stderr.isatty():
         callbacks.append(ProgressLines())
     if options.delta_log_dir is not None:
-        steps, metadata = f"every:{options.save_ckpt_every},last", {"method": "ppo"}
-        callbacks.append(DeltaLogCallback(options.delta_log_dir, steps, mask=policy.mask, metadata=metadata))
+        steps, more = options.delta_log_steps, {"method": "ppo"}
+        callbacks.append(DeltaLogCallback(options.delta_log_dir, steps, mask=policy.mask, metadata=more))
     metrics, samples = RowFile(folder / "metrics.jsonl"), RowFile(folder / "samples.jsonl")
     lock = RunFolder(options.output_dir)
     complete = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
@@ -540,7 +538,7 @@ def train(options: argparse.Namespace) -> None:
             with torch.no_grad():
                 batch = policy.sample(prompts)
                 new = batch.input_ids[:, -batch.mask.shape[1] :]
-                completions = [row[kept].tolist() for row, kept in zip(new, batch.mask, strict=True)]
+                completions = [tokens[sampled].tolist() for tokens, sampled in zip(new, batch.mask, strict=True)]
                 whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
                 # Decoded alone, a completion can lose its leading space.
                 texts = decode(completions if options.reward_of_completion else whole, skip_special_tokens=True)
@@ -594,6 +592,10 @@ def train(options: argparse.Namespace) -> None:
                 for other in set(folder.glob("checkpoint-*")) - {checkpoint}:
                     shutil.rmtree(other)
                 kept = f"{checkpoint} is kept: repeat the command with --resume"
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        head = {f"v_head.summary.{name}": tensor.cpu() for name, tensor in policy.head.state_dict().items()}
+        write_safetensors(folder / VALUE_HEAD_FILE, head, {"format": "pt"})
         for callback in callbacks:
             callback.on_train_end(args, state, None)
     except KeyboardInterrupt:
@@ -603,8 +605,4 @@ def train(options: argparse.Namespace) -> None:
         if options.delta_log_dir is not None:
             callbacks[-1].close()
         lock.end()
-    policy.model.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-    head = {f"v_head.summary.{name}": tensor.cpu() for name, tensor in policy.head.state_dict().items()}
-    write_safetensors(folder / VALUE_HEAD_FILE, head, {"format": "pt"})
     print(f"trained to update {state.global_step}; the model is in {folder}")

@@ -352,7 +352,13 @@ def test_options_change_the_update(run):
 
 @pytest.mark.parametrize("changes", [{}, {"mask_density": 0.3, "dtype": "bfloat16"}], ids=["dense", "sparse"])
 def test_a_stopped_run_goes_on_to_the_same_bits(run, words, tmp_path, monkeypatch, changes, capfd):
-    changes |= {"num_updates": 6, "save_ckpt_every": 2, "rank_log_every": 1, "horizon": 100}
+    changes |= {
+        "num_updates": 6,
+        "save_ckpt_every": 2,
+        "rank_log_every": 1,
+        "horizon": 100,
+        "delta_log_steps": "every:2",
+    }
     changes |= {"batch_score_norm": "false", "use_score_scaling": "true", "use_score_norm": "true"}
     whole = run("whole", delta_log_dir=tmp_path / "whole_log", **changes)
     update, calls = ppo.Policy.update, []
