@@ -26,7 +26,7 @@ from sparse_opt.option_parser import CommandParser
 from sparse_opt.trainers import rft
 from sparse_opt.trainers.data import question_pairs, teacher_data
 from sparse_opt.trainers.dpo import DPOConfig
-from sparse_opt.trainers.ppo import PPOConfig
+from sparse_opt.trainers.recipes import ppo
 from sparse_opt.trainers.rlt import RLTConfig
 
 CHECKOUT = Path(__file__).parents[2]
@@ -63,6 +63,9 @@ def parsed(words: list[str]) -> None:
         if algorithm in train.TRL_ALGORITHMS:
             command_line.parse(algorithm, rest)
             return
+        if algorithm == "ppo":
+            ppo.parser().parse_words(rest)
+            return
         module = __import__(f"sparse_opt.trainers.{algorithm.removeprefix('minimal_')}", fromlist=["train"])
         values = vars(train._algorithm_parser(algorithm, module).parse_words(rest))
         values.pop("json")
@@ -87,9 +90,9 @@ def test_each_command_is_understood(source, monkeypatch):
 
 
 def test_options_that_the_page_names_exist():
-    classes = [DPOConfig, PPOConfig, RLTConfig, *(config_class for config_class, _ in rft.STAGES.values())]
+    classes = [DPOConfig, RLTConfig, *(config_class for config_class, _ in rft.STAGES.values())]
     classes += [question_pairs.QuestionPairsConfig, teacher_data.TeacherDataConfig, ProfilesOptions]
-    parsers = [add_options(CommandParser(), config_class) for config_class in classes]
+    parsers = [ppo.parser(), *(add_options(CommandParser(), config_class) for config_class in classes)]
     for group in (mask._parser(), analyze._parser(), delta._parser()):
         parsers += next(action for action in group._actions if action.dest == "action").choices.values()
     parsers += [command_line.parser(algorithm) for algorithm in train.TRL_ALGORITHMS]
@@ -97,7 +100,7 @@ def test_options_that_the_page_names_exist():
     # The second column of the tables is what this project has.
     ours = [line.split(" | ")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.count(" | ") >= 2]
     named = {flag for cell in ours for flag in re.findall(r"(?<=[` ])--[a-z_0-9-]+", cell)}
-    assert named > {"--query_words", "--sample_steps", "--oversample"}
+    assert named > {"--prompt_prefix_words", "--sample_steps", "--oversample"}
     assert named - known == {"--config", "--nproc_per_node", "--no-build-isolation"}  # of every parser, torchrun, pip
 
 
@@ -212,11 +215,12 @@ def test_sparsellm_rl(run, tokenizer, data, tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
     classifier = save_sentiment_classifier(tmp_path / "classifier")
-    tiny = {**TINY, "policy_name": "gpt2", "dataset": data / "imdb.jsonl", "reward_model": classifier}
-    tiny |= {"max_completion_length": 14, "statistics_steps": 1, "delta_log_steps": "1-2"}
+    tiny = {"policy_name": "./gpt2", "dataset_name": data / "imdb.jsonl", "reward_model_name": classifier}
+    tiny |= {"num_updates": 2, "batch_size": 2, "mini_batch_size": 2, "max_new_tokens": 14}
+    tiny |= {"rank_log_every": 1, "delta_log_steps": "1-2", "device": "cpu", "dtype": "float32"}
     run("train", "ppo", config="sparsellm_rl/main_ppo", **tiny)
     steps = [json.loads(line) for line in (tmp_path / "checkpoints_gpt2_medium_ppo/metrics.jsonl").open()]
-    assert all(12 <= step["completion_length"] <= 14 for step in steps)
+    assert all(12 <= step["tokens/responses_len_mean"] <= 14 for step in steps)
     samples = [json.loads(line) for line in (tmp_path / "checkpoints_gpt2_medium_ppo/samples.jsonl").open()]
     assert all("Sentiment: Positive review." in sample["prompt"] for sample in samples)
     assert "wte.weight" in run("analyze", "shapes", config="sparsellm_rl/weight_shapes", model_name="gpt2")
