@@ -10,7 +10,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,7 +54,7 @@ class GRPOScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "exact_match (column answer), accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
+            "help": "exact_match or number (column answer), accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
             "get_soft_overlong_punishment, or import paths of functions: my_package.rewards.function"
         },
     )
@@ -90,6 +90,8 @@ class Options:
 
 
 class _Parser(TrlParser):
+    has_sections = False
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see '{self.prog} --help')")
 
@@ -103,6 +105,9 @@ class Recipe:
         options: dataclass of its own options; a field's metadata has its help, as for TRL's parser.
         defaults: TRL's options that have another default.
         description, epilog: what `--help` says.
+        aliases: other names of options -> the options, in files and words.
+        has_sections: whether files have sections, keys that group options.
+        adjust: changes the values, of which those in the set were given, before TRL checks them.
     """
 
     name: str
@@ -110,6 +115,9 @@ class Recipe:
     defaults: dict[str, Any]
     description: str
     epilog: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    has_sections: bool = False
+    adjust: Callable[[dict[str, Any], set[str]], None] | None = None
 
 
 def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
@@ -124,7 +132,21 @@ def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
     if recipe is not None:
         name, description, epilog = recipe.name, recipe.description, recipe.epilog
         classes = (recipe.options, *classes)
-    made = _Parser(
+    made = make_parser(name, classes, description, epilog)
+    if not torch.accelerator.is_available():
+        made.set_defaults(use_cpu=True, bf16=False)
+    if recipe is not None:
+        made.set_defaults(**recipe.defaults)
+        made.has_sections = recipe.has_sections
+        for alias, option in recipe.aliases.items():
+            action = made._option_string_actions[f"--{alias}"] = made._option_string_actions[f"--{option}"]
+            action.option_strings = [*action.option_strings, f"--{alias}"]
+    return made
+
+
+def make_parser(name: str, classes: Any, description: str, epilog: str = "") -> _Parser:
+    """The parser of `sparse-opt train NAME` with the fields of these dataclasses as options."""
+    return _Parser(
         classes,
         prog=f"sparse-opt train {name}",
         usage=f"sparse-opt train {name} [--config FILE] [--key value ...] [key=value ...]",
@@ -133,11 +155,6 @@ def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    if not torch.accelerator.is_available():
-        made.set_defaults(use_cpu=True, bf16=False)
-    if recipe is not None:
-        made.set_defaults(**recipe.defaults)
-    return made
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -151,19 +168,9 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
         ConfigError: an unknown option, a value of another type, an invalid file, or options that TRL refuses.
     """
     of = parser(algorithm, recipe)
-    if "-h" in argv or "--help" in argv:
-        of.print_help()
-        raise SystemExit(0)
-    words, given = _words(of, argv)
-    namespace, rest = of.parse_known_args(words)
-    if rest:
-        if _WORD.match(rest[0]):
-            _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
-        of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
-    values = vars(namespace)
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name} is {value}, expected a finite number")
+    values, given = read_options(of, argv)
+    if recipe is not None and recipe.adjust is not None:
+        recipe.adjust(values, given)
     try:
         *own, script, training, model, mask = of.parse_dict(dict(values))
     except (ValueError, ImportError) as error:  # of TRL's checks
@@ -182,6 +189,24 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     if algorithm == "grpo" and recipe is None and not any(rewards):
         raise ConfigError("grpo needs --reward_funcs (such as exact_match) or --reward_model_name_or_path")
     return Options(script, training, model, mask, own[0] if own else None, values, frozenset(given))
+
+
+def read_options(of: TrlParser, argv: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+    """The values of all options of a parser, and the names of those that files and words give; see `parse`."""
+    if "-h" in argv or "--help" in argv:
+        of.print_help()
+        raise SystemExit(0)
+    words, given = _words(of, argv)
+    namespace, rest = of.parse_known_args(words)
+    if rest:
+        if _WORD.match(rest[0]):
+            _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
+        of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
+    values = vars(namespace)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name} is {value}, expected a finite number")
+    return values, given
 
 
 def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
@@ -226,7 +251,7 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
     for name, value in variables.items():
         os.environ[name] = str(value)
     flags: list[str] = []
-    for key, value in content.items():
+    for key, value in _without_sections(of, content, file).items():
         action = _find(of, f"--{key}", f"config file {file}")
         given.add(action.dest)
         if isinstance(value, bool) and action.type is str and not action.choices:
@@ -250,6 +275,20 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
     except ConfigError as error:
         raise ConfigError(f"config file {file}: {error}") from error
     return flags
+
+
+def _without_sections(of: TrlParser, content: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The options of a file whose parser has sections, wherever they are in it."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        is_section = of.has_sections and isinstance(value, dict) and f"--{key}" not in of._option_string_actions
+        for name, inner in (value if is_section else {key: value}).items():
+            if name in found:
+                raise ConfigError(
+                    f"config file {file}: '{name}' is given twice, the second time in '{key}': give it once"
+                )
+            found[name] = inner
+    return found
 
 
 def _find(of: TrlParser, key: str, source: str) -> argparse.Action:

@@ -11,7 +11,7 @@ import csv
 import json
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,11 +43,16 @@ _NOT_RENDERED = ("id", "type", "index")  # inside of a content part or a tool ca
 _TOKENIZED = ("input_ids", "labels", "prompt_ids", "chosen_ids", "rejected_ids")
 
 
-def load_rows(script_arguments: Any, algorithm: Algorithm) -> Dataset | IterableDataset:
+def load_rows(
+    script_arguments: Any, algorithm: Algorithm, from_array: Callable[[list[Any]], dict[str, Any]] | None = None
+) -> Dataset | IterableDataset:
     """Load the training rows that TRL's ScriptArguments name, and check each of them for the algorithm.
 
     `dataset_name` is a .json, .jsonl, .csv or .parquet file, a folder of such files, a folder written by
     `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]".
+
+    Args:
+        from_array: makes a row of one that is an array in a JSON file; None refuses such rows, as a ValueError does.
 
     Raises:
         ConfigError: no such file or folder, or no such split of it.
@@ -66,7 +71,7 @@ def load_rows(script_arguments: Any, algorithm: Algorithm) -> Dataset | Iterable
     elif script_arguments.dataset_streaming:
         raise ConfigError(f"--dataset_streaming is for datasets of the hub; {name} is local: leave the option out")
     else:
-        rows = _local_rows(path, script_arguments.dataset_config, split)
+        rows = _local_rows(path, script_arguments.dataset_config, split, from_array)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
     return _checked(as_trl_rows(rows, name, algorithm), name, algorithm)
@@ -81,7 +86,7 @@ def _load(source: str, /, **options: Any) -> Any:
         raise DataError(f"dataset {where} cannot be read: {one_line(error.__cause__ or error)}") from error
 
 
-def _local_rows(path: Path, config: str | None, split: str) -> Dataset:
+def _local_rows(path: Path, config: str | None, split: str, from_array: Any = None) -> Dataset:
     """The rows of a local file or folder in `split`, which has the syntax of `datasets`."""
     saved: Any = {}
     if path.is_file():
@@ -99,7 +104,7 @@ def _local_rows(path: Path, config: str | None, split: str) -> Dataset:
     requested = [part.partition("[")[0].strip() for part in split.split("+")]
     if missing := [name for name in requested if name not in files]:
         raise ConfigError(f"--dataset_train_split {split}: {path} has no split {missing[0]!r}, only {', '.join(files)}")
-    splits = {name: saved[name] if saved else _read(files[name]) for name in dict.fromkeys(requested)}
+    splits = {name: saved[name] if saved else _read(files[name], from_array) for name in dict.fromkeys(requested)}
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except (ValueError, AssertionError) as error:
@@ -109,7 +114,7 @@ def _local_rows(path: Path, config: str | None, split: str) -> Dataset:
     )
 
 
-def _read(files: Sequence[Path]) -> Dataset:
+def _read(files: Sequence[Path], from_array: Any) -> Dataset:
     """The rows of files of one type. No reader infers a type from text."""
     for file in files:
         if file.suffix not in _READERS:
@@ -119,7 +124,7 @@ def _read(files: Sequence[Path]) -> Dataset:
                 raise DataError(f"{file} has no rows")
     names, kind = [str(file) for file in files], _READERS[files[0].suffix]
     if kind == "json":
-        return _dataset([row for file in files for row in _json_rows(file)], listed(names))
+        return _dataset([row for file in files for row in _json_rows(file, from_array)], listed(names))
     if kind == "parquet":
         return _load("parquet", data_files=names, split="train")
     try:
@@ -142,7 +147,7 @@ class _Float(float):
         return number
 
 
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+def _json_rows(file: Path, from_array: Any) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, or of a JSON array.
 
     Arrow's parser would make datetimes of dates and floats of large integers, and crashes on text that is nested too
@@ -166,6 +171,11 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
             f"{where}: {one_line(error)}; expected one JSON object a line, or an array of objects"
         ) from error
     for number, row in enumerate(rows, 1):
+        if isinstance(row, list) and from_array is not None:
+            try:
+                row = from_array(row)
+            except ValueError as error:
+                raise DataError(f"{file}, row {number}: found {_short(row)}, {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number}: found {_short(row)}, expected a JSON object")
         if _is_deeper(row, N_LEVELS + 1):

@@ -51,6 +51,7 @@ def train(
     options: Options,
     *,
     rows: Any = None,
+    test_rows: Any = None,
     rewards: Sequence[Any] | None = None,
     prepare: Callable[[Any], object] | None = None,
 ) -> int:
@@ -58,6 +59,7 @@ def train(
 
     Args:
         rows: `datasets.Dataset` to train on; None loads that of the options.
+        test_rows: rows to evaluate, if `eval_strategy` is not "no"; None loads those of the options.
         rewards: reward functions of GRPO; None loads those of the options.
         prepare: called with the trainer before training begins.
 
@@ -79,7 +81,7 @@ def train(
     args.disable_tqdm = args.disable_tqdm or not (is_main and sys.stderr.isatty())
     hide_progress_bars(always=not is_main)
     rows = load_rows(options.script, algorithm) if rows is None else rows
-    trainer = _trainer(algorithm, options, rows, mask, rewards)
+    trainer = _trainer(algorithm, options, rows, test_rows, mask, rewards)
     _require_rows(trainer, rows)
     check_tokenized(trainer, rows)
     trainer.add_callback(RowsDigest(rows))
@@ -153,7 +155,9 @@ def _random_mask(options: Options) -> MaskSet:
     return MaskSet.random(model, density=mask.mask_density, pattern=mask.mask_pattern, seed=mask.mask_seed)
 
 
-def _trainer(algorithm: Algorithm, options: Options, rows: Any, mask: MaskSet | None, rewards: Sequence[Any]) -> Any:
+def _trainer(
+    algorithm: Algorithm, options: Options, rows: Any, test_rows: Any, mask: MaskSet | None, rewards: Sequence[Any]
+) -> Any:
     script, args, model = options.script, options.training, options.model
     args.model_init_kwargs = {
         "revision": model.model_revision,
@@ -162,8 +166,7 @@ def _trainer(algorithm: Algorithm, options: Options, rows: Any, mask: MaskSet | 
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    test_rows = None
-    if args.eval_strategy != "no":
+    if args.eval_strategy != "no" and test_rows is None:
         test_rows = load_rows(replace(script, dataset_train_split=script.dataset_test_split), algorithm)
     keywords: dict[str, Any] = {
         "model": model.model_name_or_path,
