@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 from transformers.utils import is_torch_tf32_available
 from trl import ScriptArguments
+from trl.trainer.utils import hash_module
 
-from sparse_opt.delta.digest import StateDigest
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import written_aside
 from sparse_opt.integrations.run_folder import RunFolder
@@ -151,15 +150,13 @@ class DatagenArguments(SamplingArguments):
 def run(argv: Sequence[str]) -> int:
     """Run the stage that the first word names, with the options after it, and return 0."""
     usage = f"sparse-opt train rft {' | '.join(STAGES)}"
-    if not argv or argv[0] in ("-h", "--help"):
-        if not argv:
-            raise ConfigError(f"the stage is missing: {usage}")
+    if argv and argv[0] in ("-h", "--help"):
         print(f"usage: {usage}\n\n{__doc__}\n'sparse-opt train rft STAGE --help' lists the options of a stage.")
         return 0
-    stage, *words = argv
-    if stage not in STAGES:
-        raise ConfigError(f"unknown stage '{stage}'{nearest(stage, STAGES)}: {usage}")
-    return STAGES[stage](words)
+    if not argv or argv[0] not in STAGES:
+        found = f"unknown stage '{argv[0]}'{nearest(argv[0], STAGES)}" if argv else "the stage is missing"
+        raise ConfigError(f"{found}: {usage}")
+    return STAGES[argv[0]](argv[1:])
 
 
 def train(argv: Sequence[str]) -> int:
@@ -172,6 +169,7 @@ def train(argv: Sequence[str]) -> int:
         aliases={"use_compile": "torch_compile", "warmup_ratio": "warmup_steps"},
         adjust=_adjust_training,
     )
+    hide_progress_bars()
     options = parse("sft", argv, recipe)
     if options.recipe.logging_dir is not None:
         if "tensorboard" not in options.training.report_to:
@@ -282,7 +280,7 @@ def _sample(stage: str, options: SamplingArguments) -> tuple[list[dict[str, Any]
             f"the longest prompt and --max_completion_length are {longest} tokens; the model takes {room}"
         )
     run = {name: value for name, value in vars(options).items() if name not in ("output_dir", "keep")}
-    run |= {"stage": stage, "rows": rows_digest(dataset), "weights": _weights_digest(model)}
+    run |= {"stage": stage, "rows": rows_digest(dataset), "weights": hash_module(model)}
     file = Path(str(options.output_dir), SAMPLES[stage])
     lock = RunFolder(str(options.output_dir))
     lock.begin(None, newest=False, saves=True)
@@ -294,7 +292,7 @@ def _sample(stage: str, options: SamplingArguments) -> tuple[list[dict[str, Any]
         batches = [order[first : first + step] for first in range(n_resumed, len(rows), step)]
         with file.open("a", encoding="utf-8") as out:
             for batch in with_time_left(batches, what=f"rft {stage}", unit="prompts", n_before=n_resumed):
-                set_seed(xxhash.xxh32_intdigest(f"{options.seed} {batch[0]}".encode()))
+                set_seed((options.seed + 1_000_003 * batch[0]) % 2**32)
                 sampled = _completions(model, tokenizer, [ids[i] for i in batch], options)
                 new = [{"index": i, **rows[i], **row} for i, row in zip(batch, sampled, strict=True)]
                 _judge(new, verify)
@@ -357,12 +355,6 @@ def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
     if tokenizer.chat_template is None:
         raise ConfigError("the model has no chat template, which prompts of messages need: give --style plain, or text")
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-def _weights_digest(model: Any) -> str:
-    state = model.state_dict()
-    digests = StateDigest.start(list(state.values())).result()
-    return xxhash.xxh3_128_hexdigest(repr([*zip(state, digests, strict=True)]).encode())
 
 
 def _written(file: Path, run: dict[str, Any], step: int, n_rows: int) -> list[dict[str, Any]]:

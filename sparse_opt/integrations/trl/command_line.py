@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +55,8 @@ class GRPOScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "exact_match or number (column answer), accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
-            "get_soft_overlong_punishment, or import paths of functions: my_package.rewards.function"
+            "help": "exact_match, number (both read the column answer), accuracy_reward, reasoning_accuracy_reward, "
+            "think_format_reward, get_soft_overlong_punishment, or import paths: my_package.rewards.function"
         },
     )
 
@@ -167,6 +168,8 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     Raises:
         ConfigError: an unknown option, a value of another type, an invalid file, or options that TRL refuses.
     """
+    # TRL uses names that transformers will rename.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     of = parser(algorithm, recipe)
     values, given = read_options(of, argv)
     if recipe is not None and recipe.adjust is not None:

@@ -2,8 +2,8 @@
 
     --reward_funcs exact_match think_format_reward my_package.rewards.short_answers
 
-`exact_match` and `number` are defined here; the other names are those of TRL's own script (`trl/scripts/grpo.py`). Any other function
-is named by its import path; Python's path and the current folder are searched.
+`exact_match` and `number` are defined here; the other names are those of TRL's own script (`trl/scripts/grpo.py`). Any
+other function is named by its import path; Python's path and the current folder are searched.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,25 +51,23 @@ def train(
     options: Options,
     *,
     rows: Any = None,
-    test_rows: Any = None,
     rewards: Sequence[Any] | None = None,
     prepare: Callable[[Any], object] | None = None,
+    trainer_arguments: Mapping[str, Any] | None = None,
 ) -> int:
     """Train with TRL, save the model, and return 0.
 
     Args:
         rows: `datasets.Dataset` to train on; None loads that of the options.
-        test_rows: rows to evaluate, if `eval_strategy` is not "no"; None loads those of the options.
         rewards: reward functions of GRPO; None loads those of the options.
         prepare: called with the trainer before training begins.
+        trainer_arguments: more arguments of TRL's trainer; `eval_dataset` takes the place of that of the options.
 
     Raises:
         ConfigError: options contradict each other or the model.
         DataError: the rows, a checkpoint or a mask cannot be used.
         KeyboardInterrupt: Ctrl-C; the message says what was kept, and how to go on.
     """
-    # TRL uses names that transformers will rename.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     args = options.training
     checkpoint = _checkpoint(args)
     if rewards is None:
@@ -81,7 +79,7 @@ def train(
     args.disable_tqdm = args.disable_tqdm or not (is_main and sys.stderr.isatty())
     hide_progress_bars(always=not is_main)
     rows = load_rows(options.script, algorithm) if rows is None else rows
-    trainer = _trainer(algorithm, options, rows, test_rows, mask, rewards)
+    trainer = _trainer(algorithm, options, rows, mask, rewards, trainer_arguments or {})
     _require_rows(trainer, rows)
     check_tokenized(trainer, rows)
     trainer.add_callback(RowsDigest(rows))
@@ -156,7 +154,12 @@ def _random_mask(options: Options) -> MaskSet:
 
 
 def _trainer(
-    algorithm: Algorithm, options: Options, rows: Any, test_rows: Any, mask: MaskSet | None, rewards: Sequence[Any]
+    algorithm: Algorithm,
+    options: Options,
+    rows: Any,
+    mask: MaskSet | None,
+    rewards: Sequence[Any],
+    more: Mapping[str, Any],
 ) -> Any:
     script, args, model = options.script, options.training, options.model
     args.model_init_kwargs = {
@@ -166,7 +169,8 @@ def _trainer(
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    if args.eval_strategy != "no" and test_rows is None:
+    test_rows = None
+    if args.eval_strategy != "no" and "eval_dataset" not in more:
         test_rows = load_rows(replace(script, dataset_train_split=script.dataset_test_split), algorithm)
     keywords: dict[str, Any] = {
         "model": model.model_name_or_path,
@@ -174,6 +178,7 @@ def _trainer(
         "train_dataset": rows,
         "eval_dataset": test_rows,
         "quantization_config": get_quantization_config(model),
+        **more,
     }
     if algorithm == "grpo":
         reward_model = script.reward_model_name_or_path
