@@ -100,9 +100,7 @@ class TrainArguments:
 
     profile: Profile | None = field(default=None, metadata={"help": PROFILE_HELP})
     group_by_length: bool = _option(False, "--train_sampling_strategy group_by_length, its name in transformers 5")
-    logging_dir: str | None = _option(
-        None, "TensorBoard's folder; transformers 5 reads it from TENSORBOARD_LOGGING_DIR, which this sets"
-    )
+    logging_dir: str | None = _option(None, "TensorBoard's; sets TENSORBOARD_LOGGING_DIR, its place in transformers 5")
 
 
 @dataclass(kw_only=True)
@@ -134,10 +132,7 @@ class SamplingArguments:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}, expected 1 or more")
         if self.temperature < 0 or (self.temperature == 0 and self.oversample > 1):
-            raise ConfigError(
-                f"--temperature is {self.temperature} with --oversample {self.oversample}: expected more than 0, or 0 "
-                "with one completion of each question"
-            )
+            raise ConfigError(f"--temperature is {self.temperature}, expected more than 0, or 0 with --oversample 1")
 
 
 @dataclass(kw_only=True)
@@ -216,21 +211,18 @@ def datagen(argv: Sequence[str]) -> int:
     """Write the kept completions, and return 0."""
     options = _parse("datagen", DatagenArguments, argv, style="chat")
     rows, report = _sample("datagen", options)
-    kept: list[Any] = []
+    of_arrays, kept = QUESTION in rows[0], list[Any]()
     for row in rows:
         outcomes = zip(row["completions"], row["right"], row["finished"], strict=True)
         right = list(dict.fromkeys(text for text, is_right, ended in outcomes if is_right and ended))
         if options.keep != "all":
             right = right[:1] if options.keep == "first" else sorted(right, key=len)[:1]
         for text in right:
-            if QUESTION in row:
-                kept.append([row[QUESTION], row["answer"], text.strip()])
-            else:
-                is_text = isinstance(row["prompt"], str)
-                completion = text if is_text else [{"role": "assistant", "content": text}]
-                kept.append({"prompt": row["prompt"], "completion": completion})
+            is_text = isinstance(row["prompt"], str)
+            completion = text if is_text else [{"role": "assistant", "content": text}]
+            pair = {"prompt": row["prompt"], "completion": completion}
+            kept.append([row[QUESTION], row["answer"], text.strip()] if of_arrays else pair)
     lines = [json.dumps(row, ensure_ascii=False) for row in kept]
-    of_arrays = QUESTION in rows[0]
     file = Path(options.output_dir, "rft.json" if of_arrays else "rft.jsonl")
     _write(file, "[\n" + ",\n".join(lines) + "\n]\n" if of_arrays else "".join(f"{line}\n" for line in lines))
     _write(file.with_name(REPORT_FILE), json.dumps({**report, "n_kept": len(kept)}, indent=1))
@@ -274,11 +266,9 @@ def _sample(stage: str, options: SamplingArguments) -> tuple[list[dict[str, Any]
     rows = list(dataset)
     model, tokenizer = _load(options)
     ids = [_tokens(tokenizer, row["prompt"]) for row in rows]
-    longest, room = max(map(len, ids)) + options.max_completion_length, model.config.max_position_embeddings
-    if longest > room:
-        raise ConfigError(
-            f"the longest prompt and --max_completion_length are {longest} tokens; the model takes {room}"
-        )
+    longest = max(map(len, ids)) + options.max_completion_length
+    if longest > (room := getattr(model.config, "max_position_embeddings", longest)):
+        raise ConfigError(f"prompts with --max_completion_length need {longest} tokens, and the model takes {room}")
     run = {name: value for name, value in vars(options).items() if name not in ("output_dir", "keep")}
     run |= {"stage": stage, "rows": rows_digest(dataset), "weights": hash_module(model)}
     file = Path(str(options.output_dir), SAMPLES[stage])
@@ -309,11 +299,8 @@ def _sample(stage: str, options: SamplingArguments) -> tuple[list[dict[str, Any]
         raise SparseOptError(f"out of memory at --batch_size {options.batch_size}: lower it") from error
     finally:
         lock.end()
-    timing = {
-        "n_prompts_resumed": n_resumed,
-        "seconds": seconds,
-        "tokens_per_s": n_tokens / seconds if n_tokens else None,
-    }
+    rate = n_tokens / seconds if n_tokens else None
+    timing = {"n_prompts_resumed": n_resumed, "seconds": seconds, "tokens_per_s": rate}
     return done, {"run": run, **_statistics(done, options.verifier), **timing}
 
 
@@ -322,9 +309,12 @@ def _prompts(options: SamplingArguments) -> Any:
     shots = [{"role": role, "content": content} for role, content in SHOTS]
     if options.shots is not None:
         try:
-            shots = list(json.loads(Path(options.shots).read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise DataError(f"--shots {options.shots}: expected a JSON array of messages ({error})") from error
+            found = json.loads(Path(options.shots).read_text(encoding="utf-8"))
+            shots = [{"role": message["role"], "content": message["content"]} for message in found]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"--shots {options.shots}: expected a JSON array of messages with role and content"
+            ) from error
 
     def from_array(row: list[Any]) -> dict[str, Any]:
         question, answer, _ = _question(row)
@@ -342,9 +332,7 @@ def _load(options: SamplingArguments) -> tuple[Any, Any]:
     dtype = getattr(torch, options.dtype)
     model, loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if loaded["missing_keys"]:
-        raise DataError(
-            f"{name} lacks the weight {min(loaded['missing_keys'])}, expected all of {type(model).__name__}"
-        )
+        raise DataError(f"{name} lacks the weight {min(loaded['missing_keys'])} of its {type(model).__name__}")
     device = None if options.use_cpu else torch.accelerator.current_accelerator()
     return model.to(device or "cpu").eval(), tokenizer
 
@@ -371,10 +359,8 @@ def _written(file: Path, run: dict[str, Any], step: int, n_rows: int) -> list[di
         raise DataError(f"{file} or {report} cannot be read ({error!r}): remove {file} to sample again") from error
     for name, value in run.items():
         if earlier.get(name) != value:
-            raise ConfigError(
-                f"{file} is of a run with {name} {earlier.get(name)!r}, and this one has {value!r}: choose another "
-                "--output_dir, or remove the file"
-            )
+            found = f"{file} is of a run with {name} {earlier.get(name)!r}, and this one has {value!r}"
+            raise ConfigError(f"{found}: choose another --output_dir, or remove the file")
     if len(rows) < n_rows:
         rows = rows[: len(rows) // step * step]
         os.truncate(file, sum(map(len, lines[: len(rows)])))
@@ -458,9 +444,4 @@ def show_optimizations(argv: Sequence[str]) -> int:
     return 0
 
 
-STAGES: dict[str, Callable[[Sequence[str]], int]] = {
-    "datagen": datagen,
-    "train": train,
-    "test": test,
-    "show_optimizations": show_optimizations,
-}
+STAGES = {"datagen": datagen, "train": train, "test": test, "show_optimizations": show_optimizations}
