@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.config import SEEDS
 from sparse_opt.errors import ConfigError, SparseOptError
 
 from .environment import environment
@@ -209,7 +208,7 @@ def numbers_out_of_range(args: Namespace) -> str:
         wrong(*COUNTS)
         or wrong(*SIZES, below=2**40)
         or wrong("threads", below=2**12)
-        or wrong("seed", "seeds", at_least=SEEDS.start, below=SEEDS.stop)
+        or wrong("seed", "seeds", at_least=-(2**63), below=2**64)
     )
 
 

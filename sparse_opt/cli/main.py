@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError, SparseOptError
-from ..option_values import nearest
+from ..options import nearest
 from .output import is_out_of_memory
 
 COMMANDS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..option_parser import CommandParser as CommandParser
+from ..options import CommandParser as CommandParser
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from ..errors import ConfigError, SparseOptError
-from ..option_values import nearest
+from ..options import nearest
 from .output import is_out_of_memory
 
 TRL_ALGORITHMS = ("sft", "dpo", "grpo")

@@ -42,19 +42,6 @@ def train(sparse_opt, files, rows, tmp_path):
     return call
 
 
-@pytest.fixture
-def ppo(sparse_opt, files, rows, tmp_path):
-    """`ppo(*words)`: the same of this project's PPO loop."""
-
-    def call(*words):
-        where = ("--policy_name", files.model, "--dataset", rows, "--output_dir", tmp_path / "out")
-        shape = ("--n_steps", 1, "--batch_size", 2, "--device", "cpu", "--dtype", "fp32", "--max_completion_length", 4)
-        rollout = ("--reward_functions", "boxed_format", "--gradient_accumulation_steps", 1, "--n_generations", 2)
-        return sparse_opt("train", "ppo", *where, *shape, *rollout, "--delta_log_dir", "none", *words)
-
-    return call
-
-
 # Options
 
 
@@ -62,36 +49,6 @@ def ppo(sparse_opt, files, rows, tmp_path):
 @pytest.mark.parametrize("option", ["learning_rate", "adam_beta1", "max_grad_norm", "mask_density"])
 def test_a_float_that_is_none_to_compute_with(train, option, value):
     assert f"--{option} is " in train("sft", f"--{option}={value}").failed_in_one_line(2)
-
-
-@pytest.mark.parametrize("value", ["inf", "nan", "1e39"])
-@pytest.mark.parametrize(
-    "option",
-    ["learning_rate", "temperature", "gamma", "gae_lambda", "clip_range", "value_clip_range", "kl_coefficient"],
-)
-def test_a_float_of_ppo_that_is_none_to_compute_with(ppo, option, value):
-    assert f"option '{option}'" in ppo(f"--{option}={value}").failed_in_one_line(2)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("seed", LARGE, "expected -9223372036854775808 to 18446744073709551615"),
-        ("seed", "1" * 5000, "expected int"),
-        *((name, LARGE, "expected at most 2147483647") for name in ("n_steps", "batch_size")),
-        ("n_minibatches", 2**31 - 1, "expected at most 2147483647"),
-        ("save_steps", 0, "expected at least 1"),
-        ("adam_beta1", 1, "expected at least 0, less than 1"),
-        ("temperature", "1e-300", "expected at least 1e-06"),
-        ("delta_log_steps", "9" * 5000, "cannot read"),
-        *(("device", name, "expected auto, cpu, cuda or") for name in ("meta", "tpu:x", "mps", "xpu", "")),
-        ("resume_step", -1, "expected at least 0"),
-        ("resume_step", 3, "it is used with --resume only"),
-    ],
-)
-def test_an_option_of_ppo_out_of_range(ppo, option, value, said):
-    line = ppo(f"--{option}={value}").failed_in_one_line(2)
-    assert said in line and len(line) < 700
 
 
 @pytest.mark.parametrize(
@@ -135,14 +92,6 @@ def test_a_config_file_that_is_none(train, tmp_path, content):
     file.write_bytes(content)
     line = train("sft", "--config", file).failed_in_one_line(2)
     assert str(file) in line and len(line) < 1000
-
-
-@pytest.mark.parametrize("content", [b"", b"text", bytes(range(256)), DEEP], ids=lambda content: repr(content[:20]))
-def test_a_profile_that_is_none(sparse_opt, files, tmp_path, content):
-    file = tmp_path / "profile.yaml"
-    file.write_bytes(content)
-    words = ("--policy_name", files.model, "--dataset", files.pairs, "--profile", file)
-    assert str(file) in sparse_opt("train", "rft", "train", *words).failed_in_one_line(2)
 
 
 def test_a_folder_in_place_of_a_config_file(train, tmp_path):

@@ -357,7 +357,7 @@ def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_lo
         )
 
     assert "keyframe_every' is 0: expected 1 or more" in refused(2, "--keyframe_every", 0)
-    assert "is 'small': expected one of fast, packed, tight" in refused(2, "--level", "small")
+    assert "invalid choice: 'small' (choose from" in refused(2, "--level", "small")
     assert "option 'against'" in refused(2, "--against", "base", source=files.delta_log)
     assert "holds no delta log" in refused(1, source=tmp_path)
     assert "nothing.pt: file not found" in refused(1, "--base_state", pt_log / "nothing.pt")

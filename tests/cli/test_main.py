@@ -75,7 +75,7 @@ def test_unknown_command_names_the_nearest(sparse_opt):
 
 
 def test_unknown_flag_names_the_nearest(sparse_opt):
-    assert "unknown option 'jsn' (from --jsn); the nearest is 'json'" in sparse_opt(
+    assert "unknown option 'jsn' (from '--jsn'); the nearest is 'json'" in sparse_opt(
         "doctor", "--jsn"
     ).failed_in_one_line(2)
 

@@ -122,7 +122,7 @@ def test_refusals_name_the_cause_and_write_nothing(sparse_opt, masks, tmp_path):
         ((paths[0],), 2, f"found one mask file, {paths[0]}"),
         ((paths[0], paths[1], paths[0]), 2, f"{paths[0]} is given twice"),
         ((*paths, "--layers_png", tmp_path / "y.png"), 2, "'layers_png' draws two masks, found 3"),
-        ((*paths, "--pngs", "x"), 2, "(from --pngs); the nearest is 'png'"),
+        ((*paths, "--pngs", "x"), 2, "(from '--pngs'); the nearest is 'png'"),
     ):
         assert said in sparse_opt("mask", "compare", *words, *out).failed_in_one_line(code)
     assert sorted(tmp_path.iterdir()) == there

@@ -189,7 +189,7 @@ def test_a_log_that_is_the_model_s_gives_it_a_name(find, files):
             "magnitude",
             ("--top_percent", 1, "--sparsity_percent", 99),
             2,
-            "'top_percent' and 'sparsity_percent' exclude each other",
+            "--sparsity_percent: not allowed with argument --top_percent",
         ),
         ("magnitude", ("--momentum_window", 4), 2, "'momentum_window' is not valid with method 'magnitude'"),
         ("magnitude", ("--dataset", "pairs.jsonl"), 2, "'dataset' is not valid with method 'magnitude'"),
@@ -218,7 +218,7 @@ def test_refuses_in_one_line_and_writes_nothing(find, tmp_path, method, words, c
         (("--method", "fisher"), "method 'fisher' needs --delta_log_dir"),
         (("--method", "random"), "method 'random' needs --model_name"),
         (("--method", "wanda", "--model_name", "M"), "method 'wanda' needs --dataset"),
-        (("--method", "fischer"), "is 'fischer': expected one of magnitude, momentum"),
+        (("--method", "fischer"), "invalid choice: 'fischer' (choose from 'magnitude', 'momentum'"),
     ],
 )
 def test_what_a_method_needs(sparse_opt, tmp_path, words, said):

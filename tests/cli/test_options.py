@@ -68,14 +68,14 @@ def test_files_are_positional_and_may_hold_an_equals_sign(tmp_path):
     ("words", "message"),
     [
         (["squash", *LOG, "frm=1"], "unknown option 'frm' (from 'frm=1'); the nearest is 'from'"),
-        (["squash", *LOG, "from=x", "to=2"], "option 'from' (from 'from=x') is 'x': expected int"),
-        (["squash", *LOG, "from=1"], "required options are missing: --to"),
+        (["squash", *LOG, "from=x", "to=2"], "argument --from: invalid int value: 'x'"),
+        (["squash", *LOG, "from=1"], "the following arguments are required: --to"),
         (["squash", *LOG, "--from"], "option '--from': expected a value"),
         (["export", *LOG, "--step", "--since", "1"], "option '--step': expected a value"),
         (["list", *LOG, "stray"], "cannot read 'stray'"),
         (["list", *LOG, "help=1"], "unknown option 'help' (from 'help=1')"),
-        (["list", *LOG, "--no_json=false"], "unknown option 'no_json' (from --no_json); the nearest is 'json'"),
-        (["list", *LOG, "--help=1"], "unknown option 'help' (from --help)"),
+        (["list", *LOG, "--no_json=false"], "unknown option 'no_json' (from '--no_json=false'); the nearest is 'json'"),
+        (["list", *LOG, "--help=1"], "unknown option 'help' (from '--help=1')"),
         (["lst"], "unknown action 'lst'; the nearest is 'list'"),
         ([], "the action is missing; expected one of list, info"),
     ],
@@ -93,7 +93,7 @@ def test_a_short_flag_is_no_file():
 
 def test_a_file_names_no_further_file_and_is_named_in_errors(tmp_path):
     file = tmp_path / "options.yaml"
-    cases = {"config: x.yaml": "has the key 'config'", "steps: [one]": "is ['one']: expected int,... or none"}
+    cases = {"config: x.yaml": "has the key 'config'", "steps: [one]": "argument --steps: invalid int value: 'one'"}
     for content, message in cases.items():
         file.write_text(content)
         with pytest.raises(ConfigError) as error:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.file_lock import FileLock
-from sparse_opt.trainers import profiles
 
 DENSE_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 
@@ -98,7 +97,9 @@ def test_adapters(train, tmp_path):
 def test_options_come_from_files_flags_and_words(train, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("env: {SPARSE_OPT_TEST: 1}\nmax_steps: 9\nsave_strategy: no\nlearning_rate: 5e-5\nseed: 3\n")
-    train("sft", "--config", config, "max_steps=1", "--seed", 4, "seed=5").done()
+    secret = 'model_init_kwargs={"token": "hf_secret"}'
+    train("sft", "--config", config, "max_steps=1", "--bf16_full_eval", "--seed", 4, "seed=5", secret).done()
+    assert "hf_secret" not in (tmp_path / "out" / "options.yaml").read_text()
     options = yaml.safe_load((tmp_path / "out" / "options.yaml").read_text())
     found = [options[name] for name in ("max_steps", "save_strategy", "learning_rate", "seed", "bf16", "use_cpu")]
     assert found == [1, "no", 5e-5, 5, *((None, False) if torch.accelerator.is_available() else (False, True))]
@@ -116,6 +117,8 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
     config.write_text("seed: 1\nmodel_init_kwargs:\n  a: 1\n  a: 2\n")
     line = train("dpo", "--config", config).failed_in_one_line(2)
     assert "'a' is in line 3 and again in line 4: give it once" in line and str(config) in line
+    config.write_text("output_dir: [a, b]\n")
+    assert "'output_dir' is a list, expected one value" in train("dpo", "--config", config).failed_in_one_line(2)
     config.write_text("seed: 1\nbeta: 0.1\nseed: 2\n")
     assert "'seed' is in line 1 and again in line 3" in train("dpo", "--config", config).failed_in_one_line(2)
     for words, said in (
@@ -127,14 +130,19 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
         (("--resume_from_checkpoint", "true"), "has no checkpoint"),
         (("--resume_from_checkpoint", tmp_path), "expected a checkpoint's folder"),
         (("stray",), "cannot read 'stray'"),
+        (("--seed", "--max_steps", 3), "'--seed': expected a value"),
+        (("--vllm_options", "{1}", "--mask_density", 0.1), "--vllm_options {1}: "),
+        (("--mask", "nowhere.safetensors"), "--mask nowhere.safetensors: no such file"),
+        (("--model_name_or_path", "nowhere/at_all"), "--model_name_or_path nowhere/at_all: "),
     ):
         assert said in train("dpo", *words).failed_in_one_line(2)
+    assert "--dataset_test_split test: " in train("dpo", "--eval_strategy", "epoch").error_line(2)
     assert "--log_margins is an option of dpo" in train("sft", "--log_margins").failed_in_one_line(2)
     line = train("grpo", "--per_device_train_batch_size", 1).failed_in_one_line(2)
     assert "Set --per_device_train_batch_size times --gradient_accumulation_steps" in line
     assert "--model_name_or_path is missing" in sparse_opt("train", "sft").failed_in_one_line(2)
     assert "needs --reward_funcs" in sparse_opt("train", "grpo", "--model_name_or_path", "m").failed_in_one_line(2)
-    assert "ALGORITHM" in sparse_opt("train", "pdo").failed_in_one_line(2)
+    assert "unknown algorithm 'pdo'" in sparse_opt("train", "pdo").failed_in_one_line(2)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -271,18 +279,3 @@ def test_out_of_gpu_memory_says_what_to_lower(train, monkeypatch):
     monkeypatch.setattr("sparse_opt.integrations.trl.train.run", exhaust)
     line = train("dpo").failed_in_one_line(1)
     assert "lower --per_device_train_batch_size" in line and "Tried to allocate 2.00 GiB" in line
-
-
-def test_show_optimizations_of_the_profiles_is_their_files_and_memory(sparse_opt):
-    shown = sparse_opt("train", "rft", "show_optimizations")
-    assert (shown.code, shown.err) == (0, "")
-    for name in profiles.NAMES:
-        for part in ("train", "sampling"):
-            for line in profiles.profile_file(name, part).read_text(encoding="utf-8").splitlines():
-                assert line in shown.out
-    for line in ("conservative: 16 bytes per weight in training, 4", "balanced: 18 bytes", "aggressive: 4 bytes"):
-        assert line in shown.out
-    found = json.loads(sparse_opt("train", "rft", "show_optimizations", "--profile", "balanced", "--json").out)
-    assert list(found["profiles"]) == ["balanced"]
-    assert found["profiles"]["balanced"]["settings"]["train"]["dtype"] == "bf16"
-    assert "the nearest is 'balanced'" in sparse_opt("train", "rft", "show_optimizations", "--profile", "balance").err

@@ -14,7 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, ScriptArguments, SFTConfig, SFTTrainer
 
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.integrations.trl.data import LogWarnings, RowsDigest, check_tokenized, load_rows, rows_digest
+from sparse_opt.integrations.trl.data import load_rows
+from sparse_opt.integrations.trl.log_warnings import LogWarnings
+from sparse_opt.integrations.trl.rows_digest import RowsDigest, rows_digest
+from sparse_opt.integrations.trl.tokenized_rows import check_tokenized
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ CONTENT }}<eos>{% endfor %}"
 TURNS += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -213,6 +216,12 @@ def test_conversations_that_repeat_the_prompt_are_rendered_once(load, trainer, c
             load("sft", [bad])
     with pytest.raises(DataError, match="row 1: chosen and rejected begin with different messages"):
         load("dpo", [{"chosen": [ASK, ANSWER], "rejected": [later, WRONG]}])
+
+
+def test_empty_completions_are_reported(load):
+    row = {"prompt": "a", "completion": "b"}
+    with pytest.warns(UserWarning, match="a completion is empty in 1 of 2 rows, the first is row 2"):
+        load("sft", [row, {**row, "completion": " "}])
 
 
 def test_equal_pairs_are_reported(load):

@@ -32,7 +32,7 @@ from sparse_opt.integrations.trl.command_line import Options, Recipe, parse
 from sparse_opt.integrations.trl.data import load_rows
 from sparse_opt.integrations.trl.margins import MARGINS_FOLDER, MarginsCallback
 from sparse_opt.integrations.trl.train import train
-from sparse_opt.option_values import FALSE, TRUE
+from sparse_opt.options import FALSE, TRUE
 from sparse_opt.progress import hide_progress_bars
 
 # Options of the original -> TRL's.

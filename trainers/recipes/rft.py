@@ -44,7 +44,7 @@ from sparse_opt.integrations.trl.command_line import Recipe, make_parser, parse,
 from sparse_opt.integrations.trl.data import load_rows, rows_digest
 from sparse_opt.integrations.trl.rewards import load_rewards, number_in
 from sparse_opt.integrations.trl.train import train as train_with_trl
-from sparse_opt.option_values import nearest
+from sparse_opt.options import nearest
 from sparse_opt.progress import hide_progress_bars, with_time_left
 from sparse_opt.tables import table
 

@@ -7,12 +7,15 @@ line; later ones win. An unknown option names the nearest one, before a model or
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
+import json
 import math
 import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,15 +24,21 @@ import yaml
 from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from ...errors import ConfigError
-from ...option_parser import read_yaml
-from ...option_values import similar
+from ...options import FALSE, TRUE, read_yaml, similar
 from ..rates import EXPONENT
 from .mask_arguments import MaskArguments
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 _WORD = re.compile(r"[A-Za-z]\w*=")
-# Options whose values are not written to options.yaml.
-_SECRET = ("hub_token",)
+# Options whose values are not written to options.yaml, and keys of others' values.
+_SECRET = ("hub_token", "token", "use_auth_token", "api_key")
+# TRL's and transformers' options that `--help` lists; `--help_all` lists all.
+_COMMON = """model_name_or_path dtype attn_implementation dataset_name dataset_train_split dataset_test_split
+reward_funcs reward_model_name_or_path output_dir max_steps num_train_epochs per_device_train_batch_size
+gradient_accumulation_steps learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm
+max_length packing beta loss_type num_generations max_completion_length temperature use_vllm vllm_mode bf16 fp16
+use_cpu gradient_checkpointing torch_compile use_peft lora_r eval_strategy eval_steps logging_steps save_steps
+save_total_limit resume_from_checkpoint report_to run_name seed""".split()
 
 _EPILOG = """examples:
   all weights, with a delta log to find a mask in:
@@ -87,6 +96,10 @@ class Options:
             left_out.add("learning_rate")
         values = {name: value for name, value in self.values.items() if name not in left_out}
         plain = {name: getattr(value, "value", value) for name, value in values.items()}  # enums
+        for name, value in plain.items():
+            value = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+            if isinstance(value, dict):
+                plain[name] = {key: inner for key, inner in value.items() if key not in _SECRET}
         return yaml.safe_dump(plain, sort_keys=False)
 
 
@@ -124,7 +137,7 @@ class Recipe:
 def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
     """The parser of `sparse-opt train ALGORITHM`, or of a recipe on that algorithm."""
     script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
-    classes: Any = (script, CONFIGS[algorithm], ModelConfig, MaskArguments)
+    classes: Any = (MaskArguments, script, CONFIGS[algorithm], ModelConfig)
     name, description = (
         algorithm,
         f"Train with TRL's {algorithm.upper()}Trainer: all weights, those of a mask, or adapters.",
@@ -159,7 +172,26 @@ def make_parser(name: str, classes: Any, description: str, epilog: str = "") -> 
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and keeps the line breaks of the epilog."""
+    """Shows defaults, one spelling of each option, and no long lists of choices; keeps the epilog's line breaks."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        if action.choices is not None and len(list(action.choices)) > 8:
+            shown.metavar = action.dest.upper()
+        return super()._format_action_invocation(shown)
+
+
+def _print_help(of: TrlParser, recipe: Recipe | None, *, everything: bool) -> None:
+    shown = {"help", *_COMMON, *(option.name for option in fields(MaskArguments))}
+    if recipe is not None:
+        shown |= {*recipe.defaults, *recipe.aliases.values(), *(option.name for option in fields(recipe.options))}
+    if not everything:
+        hidden = [action for action in of._actions if action.dest not in shown]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        of.epilog = f"{of.epilog}\n\nThese are the options used most; --help_all lists the other {len(hidden)}."
+    of.print_help()
 
 
 def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> Options:
@@ -171,11 +203,14 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     # TRL uses names that transformers will rename.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
     of = parser(algorithm, recipe)
+    if "-h" in argv or "--help" in argv or "--help_all" in argv:
+        _print_help(of, recipe, everything="--help_all" in argv)
+        raise SystemExit(0)
     values, given = read_options(of, argv)
     if recipe is not None and recipe.adjust is not None:
         recipe.adjust(values, given)
     try:
-        *own, script, training, model, mask = of.parse_dict(dict(values))
+        *own, mask, script, training, model = of.parse_dict(dict(values))
     except (ValueError, ImportError) as error:  # of TRL's checks
         hint = " Set --per_device_train_batch_size times --gradient_accumulation_steps to such a multiple."
         raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
@@ -234,7 +269,12 @@ def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
             action = _find(of, key, f"'{word}'")
             given.add(action.dest)
             flags.append(f"{key}={value}" if equals else key)
-            if not equals and action.nargs is None and words:
+            is_bool = getattr(action.type, "__name__", "") == "string_to_bool"
+            if not equals and is_bool and not (words and words[0].lower() in TRUE | FALSE):
+                flags[-1] += "=true"
+            elif not equals and action.nargs is None:
+                if not words or words[0].startswith("--"):
+                    of.error(f"option '{key}': expected a value")
                 flags[-1] += f"={words.pop(0)}"  # one value, whatever it looks like
             elif equals and action.nargs == "+":
                 flags[-1:] = [key, value]
@@ -266,8 +306,9 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
         if isinstance(value, list) and value and action.nargs == "+":
             flags += [f"--{action.dest}", *map(str, value)]
         elif value is None or isinstance(value, list | dict):
-            if value is not None and action.type in (int, float):
-                raise ConfigError(f"config file {file}: '{key}' is a {type(value).__name__}, expected a number")
+            if value is not None and not _takes_objects(of, action.dest):
+                expected = "a number" if action.type in (int, float) else "one value"
+                raise ConfigError(f"config file {file}: '{key}' is a {type(value).__name__}, expected {expected}")
             of.set_defaults(**{action.dest: value})
         elif action.nargs == "+":
             flags += [f"--{action.dest}", str(value)]
@@ -292,6 +333,13 @@ def _without_sections(of: TrlParser, content: dict[str, Any], file: Path) -> dic
                 )
             found[name] = inner
     return found
+
+
+def _takes_objects(of: TrlParser, name: str) -> bool:
+    """Whether an option may be a list or have keys, by its annotation; the parser changes the types of the fields."""
+    annotations = [inspect.get_annotations(base) for of_class in of.dataclass_types for base in of_class.__mro__]
+    annotation = str(next((found[name] for found in annotations if name in found), "")).lower()
+    return "dict" in annotation or "list" in annotation
 
 
 def _find(of: TrlParser, key: str, source: str) -> argparse.Action:

@@ -1,4 +1,4 @@
-"""The rows of a TRL run: load them, check that they are trained as written, and recognize them when a run is resumed.
+"""The rows of a TRL run: load them, and refuse those that TRL would not train as written.
 
 `datasets` and TRL read, render and tokenize. This file refuses what they would change without an error; "Data" in
 docs/integrations.md lists it. The first row of a dataset is row 1 in messages.
@@ -6,22 +6,16 @@ docs/integrations.md lists it. The first row of a dataset is row 1 in messages.
 
 from __future__ import annotations
 
-import copy
 import csv
 import json
-import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import pyarrow as pa
-import xxhash
 from datasets import Dataset, DatasetDict, Features, IterableDataset, Json, ReadInstruction, Value
-from transformers import TrainerCallback
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
-from trl.data_utils import is_conversational
 
 from ...errors import ConfigError, DataError, listed
 from ...files import is_text, one_line
@@ -29,27 +23,26 @@ from .records import as_trl_rows
 
 Algorithm = Literal["sft", "dpo", "grpo"]
 
-N_CHECKED = 256  # rows that `check_tokenized` compares, drawn with seed 0
 N_LEVELS = 32  # of lists and objects in a column of JSON; Arrow and `datasets` fail at about 50
 N_ARROW_LEVELS = 8  # of those that have an Arrow type: `datasets` takes time exponential in the levels
-N_DIGESTED = 1000  # rows of a stream that `rows_digest` reads
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-_TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
-_CONVERSATIONS = ("messages", "conversations")
+TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
+CONVERSATIONS = ("messages", "conversations")
 _COMPLETIONS = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": ()}
-# Fields of a message that chat templates render; others, such as an id or a date, are not expected in the tokens.
-_RENDERED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
-_NOT_RENDERED = ("id", "type", "index")  # inside of a content part or a tool call
-_TOKENIZED = ("input_ids", "labels", "prompt_ids", "chosen_ids", "rejected_ids")
 
 
 def load_rows(
-    script_arguments: Any, algorithm: Algorithm, from_array: Callable[[list[Any]], dict[str, Any]] | None = None
+    script_arguments: Any,
+    algorithm: Algorithm,
+    *,
+    test: bool = False,
+    from_array: Callable[[list[Any]], dict[str, Any]] | None = None,
 ) -> Dataset | IterableDataset:
-    """Load the training rows that TRL's ScriptArguments name, and check each of them for the algorithm.
+    """Load the rows that TRL's ScriptArguments name, and check each of them for the algorithm.
 
     `dataset_name` is a .json, .jsonl, .csv or .parquet file, a folder of such files, a folder written by
-    `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]".
+    `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]";
+    with `test` the rows are those of `dataset_test_split`.
 
     Args:
         from_array: makes a row of one that is an array in a JSON file; None refuses such rows, as a ValueError does.
@@ -58,7 +51,8 @@ def load_rows(
         ConfigError: no such file or folder, or no such split of it.
         DataError: a file or dataset cannot be read or has no rows, or TRL would not train a row as written.
     """
-    name, split = script_arguments.dataset_name, script_arguments.dataset_train_split
+    name, option = script_arguments.dataset_name, "dataset_test_split" if test else "dataset_train_split"
+    split = getattr(script_arguments, option)
     if not name:
         raise ConfigError("--dataset_name is missing: give a file, a folder or a dataset of the hub")
     path = Path(name).expanduser()
@@ -71,7 +65,7 @@ def load_rows(
     elif script_arguments.dataset_streaming:
         raise ConfigError(f"--dataset_streaming is for datasets of the hub; {name} is local: leave the option out")
     else:
-        rows = _local_rows(path, script_arguments.dataset_config, split, from_array)
+        rows = _local_rows(path, script_arguments.dataset_config, split, option, from_array)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
     return _checked(as_trl_rows(rows, name, algorithm), name, algorithm)
@@ -86,7 +80,7 @@ def _load(source: str, /, **options: Any) -> Any:
         raise DataError(f"dataset {where} cannot be read: {one_line(error.__cause__ or error)}") from error
 
 
-def _local_rows(path: Path, config: str | None, split: str, from_array: Any = None) -> Dataset:
+def _local_rows(path: Path, config: str | None, split: str, option: str, from_array: Any) -> Dataset:
     """The rows of a local file or folder in `split`, which has the syntax of `datasets`."""
     saved: Any = {}
     if path.is_file():
@@ -103,12 +97,12 @@ def _local_rows(path: Path, config: str | None, split: str, from_array: Any = No
         files = {str(name): [Path(file) for file in names] for name, names in found.items()}
     requested = [part.partition("[")[0].strip() for part in split.split("+")]
     if missing := [name for name in requested if name not in files]:
-        raise ConfigError(f"--dataset_train_split {split}: {path} has no split {missing[0]!r}, only {', '.join(files)}")
+        raise ConfigError(f"--{option} {split}: {path} has no split {missing[0]!r}, only {', '.join(files)}")
     splits = {name: saved[name] if saved else _read(files[name], from_array) for name in dict.fromkeys(requested)}
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"--dataset_train_split {split}: {one_line(error)}") from error
+        raise ConfigError(f"--{option} {split}: {one_line(error)}") from error
     return datasets.concatenate_datasets(
         [splits[part.splitname].select(range(part.from_, max(part.from_, part.to))) for part in parts]
     )
@@ -175,9 +169,9 @@ def _json_rows(file: Path, from_array: Any) -> Iterator[dict[str, Any]]:
             try:
                 row = from_array(row)
             except ValueError as error:
-                raise DataError(f"{file}, row {number}: found {_short(row)}, {error}") from error
+                raise DataError(f"{file}, row {number}: found {shortened(row)}, {error}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{file}, row {number}: found {_short(row)}, expected a JSON object")
+            raise DataError(f"{file}, row {number}: found {shortened(row)}, expected a JSON object")
         if _is_deeper(row, N_LEVELS + 1):
             raise DataError(f"{file}, row {number}: lists and objects are nested more than {N_LEVELS} deep")
         yield row
@@ -219,11 +213,11 @@ def _column(name: str, values: list[Any]) -> tuple[list[Any], Any]:
     if nested:
         return values, _nested_feature(values)
     types = {type(value) for _, value in given}
-    if types == {bool} and name not in _TEXT_COLUMNS:
+    if types == {bool} and name not in TEXT_COLUMNS:
         return values, Value("bool")
-    if types == {int} and name not in _TEXT_COLUMNS and all(-(2**63) <= value < 2**63 for _, value in given):
+    if types == {int} and name not in TEXT_COLUMNS and all(-(2**63) <= value < 2**63 for _, value in given):
         return values, Value("int64")
-    if types == {_Float} and name not in _TEXT_COLUMNS and all(repr(value) == value.spelling for _, value in given):
+    if types == {_Float} and name not in TEXT_COLUMNS and all(repr(value) == value.spelling for _, value in given):
         return values, Value("float64")
     texts = [value if value is None else _spelled(value) for value in values]
     for number, text in enumerate(texts, 1):
@@ -258,8 +252,8 @@ def _nested_feature(values: list[Any]) -> Any:
             kept = False
         if not kept:
             raise DataError(
-                f"`datasets` would change {_short(value)} in row {number}: write numbers of more than 10 digits inside "
-                "of lists and objects as strings"
+                f"`datasets` would change {shortened(value)} in row {number}: write numbers of more than 10 digits "
+                "inside of lists and objects as strings"
             )
     return feature
 
@@ -275,16 +269,22 @@ def _checked(rows: Any, name: str, algorithm: Algorithm) -> Any:
     where: dict[str, Any] = {"name": name, "algorithm": algorithm}
     if not isinstance(rows, Dataset):
         return rows.map(_corrections, with_indices=True, fn_kwargs=where)
-    corrected, equal = False, []
-    for index, row in enumerate(rows.select_columns([c for c in (*_TEXT_COLUMNS, *_CONVERSATIONS) if c in columns])):
+    corrected, equal, empty = False, [], []
+    for index, row in enumerate(rows.select_columns([c for c in (*TEXT_COLUMNS, *CONVERSATIONS) if c in columns])):
         corrected = bool(_corrections(row, index, **where)) or corrected
         if algorithm == "dpo" and row["chosen"] == row["rejected"]:
             equal.append(index + 1)
+        texts = [row[column] for column in _COMPLETIONS[algorithm] if column in row]
+        if any(isinstance(text, str) and not text.strip() for text in texts):
+            empty.append(index + 1)
     if equal:
         text = f"{name}: chosen equals rejected in {len(equal)} of {len(rows)} rows, the first is row {equal[0]}"
         if len(equal) == len(rows):
             raise DataError(f"{text}: DPO learns nothing from them")
         warnings.warn(f"{text}; DPO learns nothing from these rows", stacklevel=3)
+    if empty:
+        text = f"{name}: a completion is empty in {len(empty)} of {len(rows)} rows, the first is row {empty[0]}"
+        warnings.warn(f"{text}; at most the end of the text is trained there", stacklevel=3)
     if corrected:
         rows = rows.map(_corrections, with_indices=True, fn_kwargs=where, load_from_cache_file=False)
     return rows
@@ -332,204 +332,15 @@ def _messages(value: Any, where: str) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: found {_short(value)}, expected text or a list of messages")
+        raise DataError(f"{where}: found {shortened(value)}, expected text or a list of messages")
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(
-                f"{where}: message {number} is {_short(message)}, expected an object with 'role' and 'content'"
+                f"{where}: message {number} is {shortened(message)}, expected an object with 'role' and 'content'"
             )
     return [{key: field for key, field in message.items() if field is not None} for message in value]
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def check_tokenized(trainer: Any, rows: Any = None) -> None:
-    """Raise a ConfigError if the tokens that TRL's SFT, DPO or GRPO trainer trains are not what the rows say.
-
-    Every text of a completion (contents, reasoning, and names and arguments of tool calls of the assistant) must be in
-    the decoded labels, and every other message of the prompt and the name of every tool in the decoded row. Whitespace
-    is not compared. The trainer tokenizes the rows once more for this, without truncation and packing. If there are
-    more than 256 rows, 256 drawn with seed 0 are compared, or the first 256 of a stream.
-
-    Args:
-        trainer: an SFTTrainer, DPOTrainer or GRPOTrainer; others are not checked, nor are rows with images.
-        rows: what the trainer was given as `train_dataset`; needed if it packs rows.
-    """
-    rows = trainer.train_dataset if rows is None else rows
-    if not isinstance(trainer, (SFTTrainer, DPOTrainer, GRPOTrainer)) or getattr(trainer, "_is_vision_dataset", False):
-        return
-    if isinstance(rows, Dataset):
-        numbers: Sequence[int] = range(len(rows))
-        if len(rows) > N_CHECKED:
-            numbers = sorted(random.Random(0).sample(numbers, N_CHECKED))
-        sample, total = rows.select(numbers), f"{len(numbers)} of {len(rows)}"
-    else:
-        sample = Dataset.from_list(list(rows.take(N_CHECKED)), features=rows.features)
-        numbers, total = range(len(sample)), f"the first {len(sample)}"
-    sample = sample.remove_columns([name for name in _TOKENIZED if name in sample.column_names])
-    if not {*_TEXT_COLUMNS, *_CONVERSATIONS, getattr(trainer.args, "dataset_text_field", "")} & {*sample.column_names}:
-        warnings.warn("packed or tokenized rows are not compared with their text; pass `rows`", stacklevel=2)
-        return
-    wrong = []
-    for number, row in zip(numbers, _tokenized(trainer, sample), strict=True):
-        if (problem := next(_differences(trainer, row), None)) is not None:
-            wrong.append(f"row {number + 1}: {problem}")
-    if wrong:
-        raise ConfigError(
-            f"{len(wrong)} of the rows are not trained as written ({total} compared); {wrong[0]}. "
-            "Use a chat template that renders it, or remove it from the rows"
-        )
-
-
-def _tokenized(trainer: Any, sample: Dataset) -> Iterable[dict[str, Any]]:
-    """The rows as the trainer prepares them, in their order and at full length."""
-    args = copy.copy(trainer.args)
-    args.max_length, args.dataset_num_proc, args.shuffle_dataset = None, None, False
-    if isinstance(trainer, SFTTrainer):
-        return trainer._prepare_dataset(sample, trainer.processing_class, args, False, None, "compared")
-    if isinstance(trainer, DPOTrainer):
-        return trainer._prepare_dataset(sample, trainer.processing_class, args, "compared")
-    return sample
-
-
-def _differences(trainer: Any, row: dict[str, Any]) -> Iterator[str]:
-    """What the row says and its tokens do not, in words."""
-    tokenizer = trainer.processing_class
-    if isinstance(trainer, SFTTrainer):
-        column = next((c for c in ("completion", "messages") if c in row), trainer.args.dataset_text_field)
-        labels = [token for token in row["labels"] if token != -100]
-        sequences = {column: (tokenizer.decode(row["input_ids"]), tokenizer.decode(labels))}
-    elif isinstance(trainer, DPOTrainer):
-        ids = {column: row[f"{column}_ids"] for column in ("chosen", "rejected")}
-        sequences = {c: (tokenizer.decode(row["prompt_ids"] + ids[c]), tokenizer.decode(ids[c])) for c in ids}
-    elif is_conversational(row):
-        rendered = tokenizer.apply_chat_template(
-            row["prompt"],
-            tools=trainer.tools or None,
-            chat_template=trainer.chat_template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **trainer.chat_template_kwargs,
-        )
-        sequences = {"prompt": (rendered, rendered)}
-    else:
-        return
-    tools = row.get("tools") or []
-    for column, decoded in sequences.items():
-        full, trained = map(_squeezed, decoded)
-        for tool in json.loads(tools) if isinstance(tools, str) else tools:
-            name = (tool.get("function") or tool).get("name", "")
-            if _squeezed(name) not in full:
-                yield f"the tool {_short(name)} is not in its tokens"
-        answer, position = row[column], 0
-        if isinstance(answer, str):
-            turns = [({"role": "assistant", "content": answer}, True)]
-        else:  # in a prompt, templates leave out the reasoning of the assistant's turns
-            turns = [(message, False) for message in row.get("prompt", ()) if message["role"] != "assistant"]
-            if column != "prompt":
-                turns += [(message, message["role"] == "assistant") for message in answer]
-        for message, is_trained in turns:
-            start = 0 if message["role"] == "system" else position  # templates may move it to a later turn
-            for field in _RENDERED:
-                for text in _leaves(message.get(field)):
-                    end = _end(tokenizer, text, full, trained if is_trained else full, start)
-                    if end is None:
-                        where = f"the labels of {column!r}" if is_trained else "its tokens"
-                        yield f"{field} {_short(text)} of the {message['role']} is not in {where}"
-                    elif message["role"] == "user":  # between them, templates may change the order
-                        position = max(position, end)
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from () if key in _NOT_RENDERED else _leaves(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _leaves(item)
-    elif value is not None and not isinstance(value, bool):
-        yield json.dumps(value)
-
-
-def _end(tokenizer: Any, text: str, full: str, trained: str, start: int) -> int | None:
-    """Where the text ends in `full`, from `start` on, if it also ends in `trained`, the part of `full` with labels.
-
-    It may begin before the labels, because a template may write its first words, as `<think>`, into the prompt.
-    """
-    for form in _forms(tokenizer, text):
-        begin, last = full.find(form, start), full.rfind(form)
-        ends_in_tail = full.endswith(trained) and last + len(form) > len(full) - len(trained)
-        if begin >= 0 and (form in trained or ends_in_tail):
-            return begin + len(form)
-    return None
-
-
-def _forms(tokenizer: Any, text: str) -> Iterator[str]:
-    yield _squeezed(text)
-    yield _squeezed(json.dumps(text, ensure_ascii=False)[1:-1])  # in a tool call that is rendered as JSON
-    yield _squeezed(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))  # in its normal form
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def rows_digest(rows: Dataset | IterableDataset) -> str:
-    """A digest of the rows and their order; of a stream, of its first 1,000 rows."""
-    digest = xxhash.xxh3_128()
-    if not isinstance(rows, Dataset):
-        rows = rows.take(N_DIGESTED)
-    for table in rows.with_format("arrow").iter(batch_size=1000):
-        for row in table.to_pylist():
-            digest.update(json.dumps(row, default=str).encode() + b"\n")
-    return digest.hexdigest()
-
-
-class RowsDigest(TrainerCallback):
-    """Stores the digest of the rows in each checkpoint's `trainer_state.json`.
-
-    Resuming from a checkpoint of other rows raises a DataError before the first step.
-    """
-
-    def __init__(self, rows: Dataset | IterableDataset) -> None:
-        self.digest = rows_digest(rows)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        saved = state.stateful_callbacks.get("rows_digest")
-        if state.global_step and saved is None:
-            warnings.warn("the checkpoint has no digest of its rows, which are not compared", stacklevel=2)
-        elif saved is not None and saved != self.digest:
-            raise DataError(
-                f"the rows of the dataset are not those of the checkpoint of step {state.global_step} "
-                f"(digest {self.digest}, expected {saved}): restore them, or start a new run"
-            )
-        state.stateful_callbacks["rows_digest"] = self.digest
-
-
-class LogWarnings(TrainerCallback):
-    """Warns once of each kind of logged metrics that look like training and are none."""
-
-    def __init__(self) -> None:
-        self._warned: set[str] = set()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        found = {
-            "the rewards of each prompt are all equal, so GRPO has no gradient: check rewards and completions": (
-                logs.get("frac_reward_zero_std") == 1
-            ),
-            "all completions are empty: check the chat template and the EOS token": (
-                logs.get("completions/max_length", 2) <= 1 < args.max_completion_length
-            ),
-            "rewards/accuracies is 0 because all margins are 0, as in the first step: TRL counts ties as wrong": (
-                logs.get("rewards/accuracies") == 0 == logs.get("rewards/margins")
-            ),
-        }
-        for text in [text for text, holds in found.items() if holds and text not in self._warned]:
-            self._warned.add(text)
-            if state.is_world_process_zero:
-                warnings.warn(f"step {state.global_step}: {text}", stacklevel=2)

@@ -90,7 +90,10 @@ class MaskArguments:
         if self.statistics_steps is not None and self.statistics_steps < 1:
             raise ConfigError(f"--statistics_steps is {self.statistics_steps}, expected 1 or more")
         if isinstance(self.vllm_options, str):
-            self.vllm_options = json.loads(self.vllm_options)
+            try:
+                self.vllm_options = json.loads(self.vllm_options)
+            except ValueError as error:
+                raise ConfigError(f"--vllm_options {self.vllm_options}: {error}, expected JSON") from error
         Schedule.parse(self.delta_log_steps)
 
     def require_used(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError, DataError
-from ...option_values import nearest
+from ...options import nearest
 
 TOLERANCE = 0.05  # of `number`, relative
 RewardFunction = Callable[..., Any]

@@ -7,7 +7,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
 from ...errors import ConfigError, DataError, SparseOptError
-from ...files import written_aside
+from ...files import one_line, written_aside
 from ...masks.mask_set import MaskSet
-from ...option_values import FALSE, TRUE
+from ...options import FALSE, TRUE
 from ...progress import hide_progress_bars
 from ..callback import DeltaLogCallback, on_process_0
 from ..checkpoints import MANIFEST, VerifiedCheckpointCallback
@@ -29,11 +28,14 @@ from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
 from ..run_folder import LOCK, RunFolder
 from .command_line import Options, parse
-from .data import Algorithm, LogWarnings, RowsDigest, check_tokenized, load_rows
+from .data import Algorithm, load_rows
+from .log_warnings import LogWarnings
 from .margins import MarginsCallback
 from .memory import MemoryCallback
 from .progress import ProgressLines
 from .rewards import load_rewards
+from .rows_digest import RowsDigest
+from .tokenized_rows import check_tokenized
 from .update_statistics import UpdateStatisticsCallback
 
 TRAINERS = {"sft": SFTTrainer, "dpo": DPOTrainer, "grpo": GRPOTrainer}
@@ -72,6 +74,7 @@ def train(
     checkpoint = _checkpoint(args)
     if rewards is None:
         rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
+    _model_config(options)  # before a dataset and a mask are read
     mask, first_line = _mask_and_rate(algorithm, options)
     is_main = args.process_index == 0
     if is_main:
@@ -94,14 +97,14 @@ def train(
     started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(args.output_dir)
+        trainer.save_state()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(trainer)) from None
     finally:
         if log is not None:
             log.close()
         folder.end()
-    trainer.save_model(args.output_dir)
-    trainer.save_state()
     if is_main:
         steps, seconds = trainer.state.global_step, time.monotonic() - started
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -122,6 +125,8 @@ def _mask_and_rate(algorithm: Algorithm, options: Options) -> tuple[MaskSet | No
     if not options.mask.is_sparse:
         return None, line + f"all weights, learning rate {args.learning_rate:g}"
     if options.mask.mask is not None:
+        if not Path(options.mask.mask).is_file():
+            raise ConfigError(f"--mask {options.mask.mask}: no such file")
         mask = MaskSet.load(Path(options.mask.mask))
         line += f"mask {options.mask.mask}"
     else:
@@ -138,12 +143,18 @@ def _mask_and_rate(algorithm: Algorithm, options: Options) -> tuple[MaskSet | No
     return mask, line + f"{args.learning_rate:.3g}: {dense:g}, the dense default, x {factor:.3g} (density^{EXPONENT})"
 
 
+def _model_config(options: Options) -> Any:
+    name = options.model.model_name_or_path
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=options.model.model_revision, trust_remote_code=options.training.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model_name_or_path {name}: {one_line(error)}") from error
+
+
 def _random_mask(options: Options) -> MaskSet:
-    config = AutoConfig.from_pretrained(
-        options.model.model_name_or_path,
-        revision=options.model.model_revision,
-        trust_remote_code=options.training.trust_remote_code,
-    )
+    config = _model_config(options)
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):  # names and shapes only
         model = AutoModelForCausalLM.from_config(config) if architecture is None else architecture(config)
@@ -171,7 +182,7 @@ def _trainer(
     }
     test_rows = None
     if args.eval_strategy != "no" and "eval_dataset" not in more:
-        test_rows = load_rows(replace(script, dataset_train_split=script.dataset_test_split), algorithm)
+        test_rows = load_rows(script, algorithm, test=True)
     keywords: dict[str, Any] = {
         "model": model.model_name_or_path,
         "args": args,
@@ -195,8 +206,8 @@ def _trainer(
         return trainer_class(**keywords)
     except SparseOptError:
         raise
-    except (ValueError, SafetensorError) as error:  # of TRL's checks, and of damaged files of a model
-        raise ConfigError(f"{model.model_name_or_path}: {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:  # of TRL's checks, and of a model's files
+        raise ConfigError(f"--model_name_or_path {model.model_name_or_path}: {one_line(error)}") from error
 
 
 def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> DeltaLogCallback | None:
