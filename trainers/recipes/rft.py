@@ -41,8 +41,9 @@ from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import written_aside
 from sparse_opt.integrations.run_folder import RunFolder
 from sparse_opt.integrations.trl.command_line import Recipe, make_parser, parse, read_options
-from sparse_opt.integrations.trl.data import load_rows, rows_digest
+from sparse_opt.integrations.trl.data import load_rows
 from sparse_opt.integrations.trl.rewards import load_rewards, number_in
+from sparse_opt.integrations.trl.rows_digest import rows_digest
 from sparse_opt.integrations.trl.train import train as train_with_trl
 from sparse_opt.options import nearest
 from sparse_opt.progress import hide_progress_bars, with_time_left
@@ -170,7 +171,7 @@ def train(argv: Sequence[str]) -> int:
         if "tensorboard" not in options.training.report_to:
             raise ConfigError("--logging_dir is TensorBoard's folder: give --report_to tensorboard, or leave it out")
         os.environ["TENSORBOARD_LOGGING_DIR"] = options.recipe.logging_dir
-    return train_with_trl("sft", options, rows=load_rows(options.script, "sft", _demonstration))
+    return train_with_trl("sft", options, rows=load_rows(options.script, "sft", from_array=_demonstration))
 
 
 def _adjust_training(values: dict[str, Any], given: set[str]) -> None:
@@ -312,9 +313,7 @@ def _prompts(options: SamplingArguments) -> Any:
             found = json.loads(Path(options.shots).read_text(encoding="utf-8"))
             shots = [{"role": message["role"], "content": message["content"]} for message in found]
         except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"--shots {options.shots}: expected a JSON array of messages with role and content"
-            ) from error
+            raise DataError(f"--shots {options.shots}: expected an array of messages with role, content") from error
 
     def from_array(row: list[Any]) -> dict[str, Any]:
         question, answer, _ = _question(row)
@@ -322,7 +321,7 @@ def _prompts(options: SamplingArguments) -> Any:
         return {"prompt": question if options.style == "plain" else messages, QUESTION: question, "answer": answer}
 
     script = ScriptArguments(dataset_name=options.dataset_name, dataset_train_split=options.dataset_split)
-    return load_rows(script, "grpo", from_array)
+    return load_rows(script, "grpo", from_array=from_array)
 
 
 def _load(options: SamplingArguments) -> tuple[Any, Any]:

@@ -296,7 +296,7 @@ WHERE = "--model_name_or_path MODEL --dataset_name ROWS --output_dir out"
         (f"test {WHERE}", [["q", "unknown"]], 1, "--verifier number judges none of 1 completions"),
         (f"test {WHERE} --verifier nothing.at_all", [["q", 1]], 2, "cannot import nothing"),
         (f"test {WHERE} --verifier exact_matc", [["q", 1]], 2, "the nearest is 'exact_match'"),
-        (f"test {WHERE} --shots ROWS --style chat", {"a": 1}, 1, "expected a JSON array of messages"),
+        (f"test {WHERE} --shots ROWS --style chat", {"a": 1}, 1, "expected an array of messages"),
         (f"test {WHERE} --max_completion_length 600", [["q", 1]], 2, "the model takes 512"),
         (f"test {WHERE} --temperatur 1", [], 2, "unknown option 'temperatur' (from '--temperatur'); the nearest is"),
         (f"test {WHERE} --keep all", [], 2, "unknown option 'keep'"),
