@@ -40,7 +40,7 @@ from ..common.report import machine_name
 
 STAGES = ("datagen", "train", "test")
 # Options of a stage that are not those of a profile.
-PLAIN = {
+PLAIN: dict[str, dict[str, Any]] = {
     "datagen": {"batch_size": 1},
     "train": {
         "per_device_train_batch_size": 32,

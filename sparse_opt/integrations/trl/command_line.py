@@ -134,7 +134,7 @@ class Recipe:
     adjust: Callable[[dict[str, Any], set[str]], None] | None = None
 
 
-def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
+def parser(algorithm: str, recipe: Recipe | None = None) -> _Parser:
     """The parser of `sparse-opt train ALGORITHM`, or of a recipe on that algorithm."""
     script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
     classes: Any = (MaskArguments, script, CONFIGS[algorithm], ModelConfig)
@@ -182,7 +182,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return super()._format_action_invocation(shown)
 
 
-def _print_help(of: TrlParser, recipe: Recipe | None, *, everything: bool) -> None:
+def _print_help(of: _Parser, recipe: Recipe | None, *, everything: bool) -> None:
     shown = {"help", *_COMMON, *(option.name for option in fields(MaskArguments))}
     if recipe is not None:
         shown |= {*recipe.defaults, *recipe.aliases.values(), *(option.name for option in fields(recipe.options))}
@@ -229,7 +229,7 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     return Options(script, training, model, mask, own[0] if own else None, values, frozenset(given))
 
 
-def read_options(of: TrlParser, argv: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+def read_options(of: _Parser, argv: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
     """The values of all options of a parser, and the names of those that files and words give; see `parse`."""
     if "-h" in argv or "--help" in argv:
         of.print_help()
@@ -247,7 +247,7 @@ def read_options(of: TrlParser, argv: Sequence[str]) -> tuple[dict[str, Any], se
     return values, given
 
 
-def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
+def _words(of: _Parser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
     """The options of files and words as flags, files first; and the names of those that are given."""
     from_files: list[str] = []
     flags: list[str] = []
@@ -283,7 +283,7 @@ def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
     return from_files + flags, given
 
 
-def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
+def _flags_of(of: _Parser, file: Path, given: set[str]) -> list[str]:
     """The options of a YAML file as flags; values without a flag become the parser's defaults, as in TRL."""
     content = read_yaml(file, "config file") or {}
     if not isinstance(content, dict):
@@ -321,7 +321,7 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
     return flags
 
 
-def _without_sections(of: TrlParser, content: dict[str, Any], file: Path) -> dict[str, Any]:
+def _without_sections(of: _Parser, content: dict[str, Any], file: Path) -> dict[str, Any]:
     """The options of a file whose parser has sections, wherever they are in it."""
     found: dict[str, Any] = {}
     for key, value in content.items():
@@ -335,14 +335,14 @@ def _without_sections(of: TrlParser, content: dict[str, Any], file: Path) -> dic
     return found
 
 
-def _takes_objects(of: TrlParser, name: str) -> bool:
+def _takes_objects(of: _Parser, name: str) -> bool:
     """Whether an option may be a list or have keys, by its annotation; the parser changes the types of the fields."""
     annotations = [inspect.get_annotations(base) for of_class in of.dataclass_types for base in of_class.__mro__]
     annotation = str(next((found[name] for found in annotations if name in found), "")).lower()
     return "dict" in annotation or "list" in annotation
 
 
-def _find(of: TrlParser, key: str, source: str) -> argparse.Action:
+def _find(of: _Parser, key: str, source: str) -> argparse.Action:
     action = of._option_string_actions.get(key)
     if action is None:
         names = [name[2:] for name in of._option_string_actions if "-" not in name[2:]]
