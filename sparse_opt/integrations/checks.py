@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from inspect import BoundArguments, Parameter
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..masks.mask_set import MaskSet
 from .arguments import SparseArguments
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -52,6 +54,26 @@ def of_model(model: Any) -> None:
         )
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigError("the model is sharded over devices (distributed_config): load a whole copy on each device")
+
+
+def of_frozen_parameters(model: nn.Module, mask: MaskSet) -> None:
+    """Raise a ConfigError if the mask has active elements in a parameter that does not require grad."""
+    for name, param in model.named_parameters():
+        if not param.requires_grad and name in mask and mask[name].numel():
+            raise ConfigError(
+                f"the mask has {mask[name].numel():,} active elements in {name!r}, which does not require grad: call "
+                "requires_grad_(True) on it, or make the mask without it (exclude=)"
+            )
+
+
+def of_callbacks(callbacks: Iterable[Any]) -> None:
+    """Raise a ConfigError if TRL's SyncRefModelCallback would update a reference that is the base weights."""
+    for callback in callbacks:
+        if type(callback).__name__ == "SyncRefModelCallback" and not any(True for _ in callback.ref_model.parameters()):
+            raise ConfigError(
+                "SyncRefModelCallback updates the reference, but base weights are constant: leave it out, or pass a "
+                "ref_model to DPO"
+            )
 
 
 def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> None:

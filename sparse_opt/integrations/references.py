@@ -41,12 +41,12 @@ class BaseWeightsReference(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The policy's output for these arguments, under W0."""
         model = self._trainer.model
-        with torch.no_grad(), self._trainer.base_weights(), _evaluating(model):
+        with torch.no_grad(), self._trainer.base_weights(), evaluating(model):
             return model(*args, **kwargs)
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """A context with every module in evaluation mode; modes are restored on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -60,6 +60,7 @@ class SparseTrainer(_Trainer):
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
+            checks.of_frozen_parameters(self.model, self.sparse_mask)
         rates.warn_of_settings(self.args, self.sparse_arguments, self.sparse_mask, self.model)
         if self.sparse_arguments.vllm_weight_sync == "sparse":
             self._send_changes_to_vllm()
@@ -115,6 +116,7 @@ class SparseTrainer(_Trainer):
             ConfigError: another run is saving checkpoints to `output_dir`.
             DataError: the checkpoint is damaged or incomplete; or the newest one is of an earlier run in `output_dir`.
         """
+        checks.of_callbacks(self.callback_handler.callbacks)
         newest = resume_from_checkpoint is True
         checkpoint = resume_from_checkpoint or None
         if newest and os.path.isdir(self.args.output_dir):

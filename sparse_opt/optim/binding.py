@@ -112,7 +112,8 @@ def active_parameters(
             continue
         if not param.requires_grad and id(param) not in ours:
             raise ValueError(
-                f"the mask has {active[param].numel()} active elements in {name!r}, which does not require grad"
+                f"the mask has {active[param].numel()} active elements in {name!r}, which does not require grad: call "
+                "requires_grad_(True) on it, or leave it out of the mask"
             )
         if not param.is_contiguous():
             raise ValueError(f"{name!r} has strides {param.stride()}, expected a contiguous parameter")

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import StateDictType
 from transformers import Trainer
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import ConfigError, MaskError
@@ -108,8 +109,8 @@ def test_a_merged_adapter_is_a_model_like_any_other(lab):
     peft = pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[test]'")
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(lab.model(), config).merge_and_unload()
-    with pytest.raises(ValueError, match="active elements in 'model.embed_tokens.weight', which does not require grad"):
-        lab("SFT", mask=lab.random_mask(0.1), model=model, max_steps=1).train()
+    with pytest.raises(ConfigError, match="embed_tokens.weight', which does not require grad: call"):
+        lab("SFT", mask=lab.random_mask(0.1), model=model, max_steps=1)
     lab("SFT", mask=lab.random_mask(0.1), model=model.requires_grad_(True), max_steps=1).train()
 
 
@@ -246,3 +247,10 @@ def test_a_sharded_model():
     model = SimpleNamespace(is_distributed_loading_by_transformers=True)
     with pytest.raises(ConfigError, match="sharded over devices"):
         checks.of_model(model)
+
+
+def test_a_reference_of_base_weights_is_not_synchronized(lab):
+    trainer = lab("DPO", mask=lab.random_mask(0.1), max_steps=1)
+    trainer.add_callback(SyncRefModelCallback(trainer.ref_model, trainer.accelerator))
+    with pytest.raises(ConfigError, match="SyncRefModelCallback updates the reference, but base weights are constant"):
+        trainer.train()

@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         "DPO from a YAML file of sections, with the names of temp-dpo-v1 and all options of 'sparse-opt train dpo'.",
         aliases=ALIASES,
         has_sections=True,
-        adjust=_adjust,
+        translate=_translate,
     )
     hide_progress_bars()
     options = parse("dpo", argv, recipe)
@@ -87,11 +87,11 @@ def run(argv: Sequence[str]) -> int:
         os.environ["WANDB_PROJECT"] = own.wandb_project
     if options.script.dataset_streaming:
         raise ConfigError("--dataset_streaming: rows cannot be held out of a stream: leave it out")
-    more: dict[str, Any] = {}
+    reference = held_out = None
     if own.ref_name not in (None, model.model_name_or_path):
         if options.mask.is_sparse or model.use_peft:
             raise ConfigError(f"--ref_name {own.ref_name}: under a mask, or with adapters, the reference is the policy")
-        more["ref_model"] = AutoModelForCausalLM.from_pretrained(own.ref_name, dtype=model.dtype)
+        reference = AutoModelForCausalLM.from_pretrained(own.ref_name, dtype=model.dtype)
     rows = _as_text(load_rows(options.script, "dpo"), options)
     if own.val_ratio:
         try:
@@ -100,16 +100,16 @@ def run(argv: Sequence[str]) -> int:
             raise DataError(
                 f"--val_ratio {own.val_ratio} of {len(rows)} rows leaves none to train or to test"
             ) from error
-        rows, more["eval_dataset"] = split["train"], split["test"]
+        rows, held_out = split["train"], split["test"]
     margins = Path(own.mount_dir) / MARGINS_FOLDER
 
     def prepare(trainer: Any) -> None:
         trainer.add_callback(MarginsCallback(trainer, margins))
 
-    return train("dpo", options, rows=rows, prepare=prepare, trainer_arguments=more)
+    return train("dpo", options, rows=rows, test_rows=held_out, prepare=prepare, ref_model=reference)
 
 
-def _adjust(values: dict[str, Any], given: set[str]) -> None:
+def _translate(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """The values of TRL's options that follow from the original's, unless they are given."""
     if not 0 <= values["val_ratio"] < 1:
         raise ConfigError(f"--val_ratio is {values['val_ratio']}, expected a share of at least 0 and below 1")
@@ -134,6 +134,7 @@ def _adjust(values: dict[str, Any], given: set[str]) -> None:
         values["fsdp"] = None
     elif fsdp in TRUE:
         values["fsdp"] = True
+    return values
 
 
 def _as_text(rows: Any, options: Options) -> Any:

@@ -163,7 +163,7 @@ def train(argv: Sequence[str]) -> int:
         defaults={"lora_dropout": 0.0, "lora_target_modules": ["all-linear"]},
         description="Fine-tune on kept completions with TRL's SFTTrainer: all weights, those of a mask, or adapters.",
         aliases={"use_compile": "torch_compile", "warmup_ratio": "warmup_steps"},
-        adjust=_adjust_training,
+        translate=_with_profile,
     )
     hide_progress_bars()
     options = parse("sft", argv, recipe)
@@ -174,7 +174,7 @@ def train(argv: Sequence[str]) -> int:
     return train_with_trl("sft", options, rows=load_rows(options.script, "sft", from_array=_demonstration))
 
 
-def _adjust_training(values: dict[str, Any], given: set[str]) -> None:
+def _with_profile(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if values["group_by_length"] and "train_sampling_strategy" not in given:
         values["train_sampling_strategy"] = "group_by_length"
     names = set(TRAINING)
@@ -184,6 +184,7 @@ def _adjust_training(values: dict[str, Any], given: set[str]) -> None:
     if values["use_peft"] or values["mask"] is not None:
         names -= {"mask_density"}
     _set_profile(values, given, {name: TRAINING[name] for name in names})
+    return values
 
 
 def _set_profile(values: dict[str, Any], given: set[str], settings: dict[str, Any]) -> None:

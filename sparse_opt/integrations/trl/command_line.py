@@ -7,6 +7,7 @@ line; later ones win. An unknown option names the nearest one, before a model or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import inspect
 import json
@@ -97,7 +98,9 @@ class Options:
         values = {name: value for name, value in self.values.items() if name not in left_out}
         plain = {name: getattr(value, "value", value) for name, value in values.items()}  # enums
         for name, value in plain.items():
-            value = json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+            if isinstance(value, str) and value.startswith("{"):
+                with contextlib.suppress(ValueError):  # a text with a brace
+                    value = json.loads(value)
             if isinstance(value, dict):
                 plain[name] = {key: inner for key, inner in value.items() if key not in _SECRET}
         return yaml.safe_dump(plain, sort_keys=False)
@@ -121,7 +124,8 @@ class Recipe:
         description, epilog: what `--help` says.
         aliases: other names of options -> the options, in files and words.
         has_sections: whether files have sections, keys that group options.
-        adjust: changes the values, of which those in the set were given, before TRL checks them.
+        translate: from the values of the command line and the names of those that were given to the values that the
+            dataclasses are made of. `options.yaml` has the former, which it may change. None uses them as they are.
     """
 
     name: str
@@ -131,7 +135,7 @@ class Recipe:
     epilog: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
     has_sections: bool = False
-    adjust: Callable[[dict[str, Any], set[str]], None] | None = None
+    translate: Callable[[dict[str, Any], set[str]], dict[str, Any]] | None = None
 
 
 def parser(algorithm: str, recipe: Recipe | None = None) -> _Parser:
@@ -207,10 +211,9 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
         _print_help(of, recipe, everything="--help_all" in argv)
         raise SystemExit(0)
     values, given = read_options(of, argv)
-    if recipe is not None and recipe.adjust is not None:
-        recipe.adjust(values, given)
     try:
-        *own, mask, script, training, model = of.parse_dict(dict(values))
+        used = values if recipe is None or recipe.translate is None else recipe.translate(values, given)
+        *own, mask, script, training, model = of.parse_dict(dict(used))
     except (ValueError, ImportError) as error:  # of TRL's checks
         hint = " Set --per_device_train_batch_size times --gradient_accumulation_steps to such a multiple."
         raise ConfigError(f"{error}{hint if 'num_generations' in str(error) else ''}") from error
@@ -277,7 +280,8 @@ def _words(of: _Parser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
                     of.error(f"option '{key}': expected a value")
                 flags[-1] += f"={words.pop(0)}"  # one value, whatever it looks like
             elif equals and action.nargs == "+":
-                flags[-1:] = [key, value]
+                is_list = value.startswith("[") and value.endswith("]")  # as in Hydra: key=[1,0.01]
+                flags[-1:] = [key, *([item.strip() for item in value[1:-1].split(",")] if is_list else [value])]
         else:
             flags.append(word)
     return from_files + flags, given

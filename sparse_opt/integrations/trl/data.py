@@ -31,14 +31,25 @@ CONVERSATIONS = ("messages", "conversations")
 _COMPLETIONS = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": ()}
 
 
+FromArray = Callable[[list[Any]], dict[str, Any]]
+
+
 def load_rows(
-    script_arguments: Any,
-    algorithm: Algorithm,
-    *,
-    test: bool = False,
-    from_array: Callable[[list[Any]], dict[str, Any]] | None = None,
+    script_arguments: Any, algorithm: Algorithm, *, test: bool = False, from_array: FromArray | None = None
 ) -> Dataset | IterableDataset:
-    """Load the rows that TRL's ScriptArguments name, and check each of them for the algorithm.
+    """Load the rows that TRL's ScriptArguments name, and check each of them for the algorithm; arguments of `read_rows`.
+
+    Raises:
+        ConfigError, DataError: as `read_rows`; or TRL would not train a row as written.
+    """
+    name, rows = script_arguments.dataset_name, read_rows(script_arguments, test=test, from_array=from_array)
+    return _checked(as_trl_rows(rows, name, algorithm), name, algorithm)
+
+
+def read_rows(
+    script_arguments: Any, *, test: bool = False, from_array: FromArray | None = None
+) -> Dataset | IterableDataset:
+    """The rows that TRL's ScriptArguments name, with the columns that they have.
 
     `dataset_name` is a .json, .jsonl, .csv or .parquet file, a folder of such files, a folder written by
     `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]";
@@ -49,7 +60,7 @@ def load_rows(
 
     Raises:
         ConfigError: no such file or folder, or no such split of it.
-        DataError: a file or dataset cannot be read or has no rows, or TRL would not train a row as written.
+        DataError: a file or dataset cannot be read or has no rows.
     """
     name, option = script_arguments.dataset_name, "dataset_test_split" if test else "dataset_train_split"
     split = getattr(script_arguments, option)
@@ -68,7 +79,7 @@ def load_rows(
         rows = _local_rows(path, script_arguments.dataset_config, split, option, from_array)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
-    return _checked(as_trl_rows(rows, name, algorithm), name, algorithm)
+    return rows
 
 
 def _load(source: str, /, **options: Any) -> Any:

@@ -16,11 +16,15 @@ The first four are preference data; SFT on them trains the chosen completion.
 
 Prompts for a model to complete are in a column prompt (a string, or messages), problem or question [, system]; problems
 and questions are messages of the user.
+
+Questions with solutions, all text, are in columns question or problem or prompt, solution or answer [, explanation or
+reasoning_trace or reasoning], or in conversations, as in bespokelabs/Bespoke-Stratos-17k.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -71,6 +75,43 @@ def demonstration_reader(columns: Iterable[str], name: str) -> RowReader:
 def prompt_reader(columns: Iterable[str], name: str) -> PromptReader:
     """The function that reads a row of these columns as a prompt to complete; errors as in `preference_reader`."""
     return _reader(columns, name, _PROMPT_FORMATS)
+
+
+def solution_reader(columns: Iterable[str], name: str, answer: str) -> Callable[[dict[str, Any]], dict[str, str]]:
+    """The function that reads a row as question, solution and, if the dataset has it, explanation; errors as above.
+
+    Args:
+        answer: form of the assistant's texts in conversations, with {explanation} and {solution}; any white space of it
+            matches any other.
+    """
+    found = set(columns)
+    chosen = {kind: next((column for column in names if column in found), "") for kind, names in _SOLVED.items()}
+    if chosen["question"] and chosen["solution"]:
+        return lambda row: {kind: _own_text(row[column], column) for kind, column in chosen.items() if column}
+    if "conversations" not in found:
+        either = f"({', '.join(_SOLVED['question'])}) with one of ({', '.join(_SOLVED['solution'])})"
+        raise DataError(f"dataset {name}: found columns ({_listed(found)}); expected one of {either}, or conversations")
+    pattern = ""
+    for piece in re.split(r"(\{explanation\}|\{solution\}|\s+)", answer):
+        text = f"(?P<{piece[1:-1]}>.*?)" if piece in ("{explanation}", "{solution}") else re.escape(piece)
+        pattern += r"\s*" if piece.isspace() else text
+
+    def read(row: dict[str, Any]) -> dict[str, str]:
+        texts = {message["role"]: message["content"] for message in _messages(row["conversations"], "user")}
+        match = re.fullmatch(pattern + r"\s*", texts.get("assistant", ""), re.DOTALL)
+        if match is None:
+            raise DataError(
+                f"found the answer {_shortened(texts.get('assistant'))}; expected the form {_shortened(answer)}"
+            )
+        return {"question": _own_text(texts.get("user"), "conversations"), **match.groupdict()}
+
+    return read
+
+
+def _own_text(value: Any, column: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"column '{column}' has {_shortened(value)}; expected text")
+    return value
 
 
 def _reader(columns: Iterable[str], name: str, formats: list[tuple[set[str], ReaderT]]) -> ReaderT:
@@ -186,6 +227,11 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
+_SOLVED = {
+    "question": ("question", "problem", "prompt"),
+    "solution": ("solution", "answer"),
+    "explanation": ("explanation", "reasoning_trace", "reasoning"),
+}
 _PREFERENCE_FORMATS: list[tuple[set[str], RowReader]] = [
     ({"prompt", "chosen", "rejected"}, _read_trl_pair),
     ({"question", "chosen", "rejected"}, _read_orca_pair),

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,18 @@ def train(
     options: Options,
     *,
     rows: Any = None,
+    test_rows: Any = None,
     rewards: Sequence[Any] | None = None,
     prepare: Callable[[Any], object] | None = None,
-    trainer_arguments: Mapping[str, Any] | None = None,
+    ref_model: Any = None,
 ) -> int:
     """Train with TRL, save the model, and return 0.
 
     Args:
-        rows: `datasets.Dataset` to train on; None loads that of the options.
+        rows, test_rows: `datasets.Dataset` to train on and to evaluate on; None loads those of the options.
         rewards: reward functions of GRPO; None loads those of the options.
         prepare: called with the trainer before training begins.
-        trainer_arguments: more arguments of TRL's trainer; `eval_dataset` takes the place of that of the options.
+        ref_model: reference of a dense DPO run; None is the policy at the start.
 
     Raises:
         ConfigError: options contradict each other or the model.
@@ -82,7 +83,7 @@ def train(
     args.disable_tqdm = args.disable_tqdm or not (is_main and sys.stderr.isatty())
     hide_progress_bars(always=not is_main)
     rows = load_rows(options.script, algorithm) if rows is None else rows
-    trainer = _trainer(algorithm, options, rows, mask, rewards, trainer_arguments or {})
+    trainer = _trainer(algorithm, options, rows, test_rows, mask, rewards, ref_model)
     _require_rows(trainer, rows)
     check_tokenized(trainer, rows)
     trainer.add_callback(RowsDigest(rows))
@@ -168,9 +169,10 @@ def _trainer(
     algorithm: Algorithm,
     options: Options,
     rows: Any,
+    test_rows: Any,
     mask: MaskSet | None,
     rewards: Sequence[Any],
-    more: Mapping[str, Any],
+    ref_model: Any,
 ) -> Any:
     script, args, model = options.script, options.training, options.model
     args.model_init_kwargs = {
@@ -180,8 +182,7 @@ def _trainer(
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    test_rows = None
-    if args.eval_strategy != "no" and "eval_dataset" not in more:
+    if test_rows is None and args.eval_strategy != "no":
         test_rows = load_rows(script, algorithm, test=True)
     keywords: dict[str, Any] = {
         "model": model.model_name_or_path,
@@ -189,8 +190,9 @@ def _trainer(
         "train_dataset": rows,
         "eval_dataset": test_rows,
         "quantization_config": get_quantization_config(model),
-        **more,
     }
+    if ref_model is not None:
+        keywords["ref_model"] = ref_model
     if algorithm == "grpo":
         reward_model = script.reward_model_name_or_path
         keywords["reward_funcs"] = [*([reward_model] if reward_model else []), *rewards]

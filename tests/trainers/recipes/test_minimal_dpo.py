@@ -113,11 +113,11 @@ def test_sections_and_names_of_the_original(options, tmp_path):
 @pytest.mark.parametrize(("subset", "n"), [("train", 20), ("train[:10%]", 2), ("train[:5]+train[15:]", 10)])
 def test_a_subset_of_a_local_file_is_split(options, subset, n):
     _, more = options("--subset", subset, "--val_ratio", 0.5)
-    rows, held_out = more["rows"], more["trainer_arguments"]["eval_dataset"]
+    rows, held_out = more["rows"], more["test_rows"]
     assert (len(rows), len(held_out)) == (n // 2, n // 2)
     assert not {row["prompt"] for row in rows} & {row["prompt"] for row in held_out}
     _, more = options("--subset", subset, "--val_ratio", 0)
-    assert len(more["rows"]) == n and "eval_dataset" not in more["trainer_arguments"]
+    assert len(more["rows"]) == n and more["test_rows"] is None
 
 
 def test_messages_need_no_chat_template(options, world, tmp_path):
