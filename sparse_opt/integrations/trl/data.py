@@ -37,7 +37,7 @@ FromArray = Callable[[list[Any]], dict[str, Any]]
 def load_rows(
     script_arguments: Any, algorithm: Algorithm, *, test: bool = False, from_array: FromArray | None = None
 ) -> Dataset | IterableDataset:
-    """Load the rows that TRL's ScriptArguments name, and check each of them for the algorithm; arguments of `read_rows`.
+    """Load the rows that TRL's ScriptArguments name, and check each for the algorithm; arguments of `read_rows`.
 
     Raises:
         ConfigError, DataError: as `read_rows`; or TRL would not train a row as written.
