@@ -92,7 +92,7 @@ def advice(memory_bytes: int, *, has_bf16: bool) -> list[dict[str, Any]]:
     It chooses the first of three ways that has memory for one sequence of `LENGTH` tokens per forward pass, from the
     most accurate to the one that takes the least memory: all weights; a tenth of them under a mask; the same with
     recomputed activations. The first uses the profile balanced on devices with bf16 units and conservative on others;
-    the other two use aggressive, with `dtype=fp16` on devices without bf16 units.
+    the other two use aggressive, with `fp16=true` on devices without bf16 units.
 
     Returns:
         Rows with model, profile, options (to add on the command line), batch_size (0 if nothing fits), bytes_per_weight
@@ -115,8 +115,9 @@ def _first_that_fits(shape: Shape, memory_bytes: float, ways: list[tuple[str, st
         n_sequences = int((memory_bytes - shape.n_weights * per_weight) // (LENGTH * per_token))
         if n_sequences >= 1:
             batch_size = min(_LARGEST_BATCH, 1 << (n_sequences.bit_length() - 1))
-            options = [f"batch_size={batch_size}", f"gradient_accumulation_steps={_LARGEST_BATCH // batch_size}"]
-            options += ["dtype=fp16"] if dtype == "fp16" else []
+            steps = _LARGEST_BATCH // batch_size
+            options = [f"per_device_train_batch_size={batch_size}", f"gradient_accumulation_steps={steps}"]
+            options += ["fp16=true"] if dtype == "fp16" else []
             options += ["gradient_checkpointing=true"] if checkpointing else []
             return {**row, "profile": profile, "options": options, "batch_size": batch_size}
     return row

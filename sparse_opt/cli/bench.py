@@ -39,8 +39,8 @@ BENCHMARKS = {
         "the accuracy that the loops reach on generated arithmetic: dense, LoRA and sparse, by rate and pattern",
     ),
     "profiles": (
-        "training.profiles.main",
-        "RFT's profiles compared with plain training: time, memory, accuracy, and each setting alone",
+        "training.profiles",
+        "RFT's profiles compared with plain training: tokens per second, memory, accuracy",
     ),
     "scale": (
         "scale.main",

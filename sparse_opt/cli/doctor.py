@@ -164,8 +164,8 @@ def _advice_lines(found: dict[str, Any]) -> list[str]:
         table(("Llama of", "profile", "options", "per weight", "per token"), rows, n_words=3),
         f"RFT on {found['device']}, sequences of {found['length']} tokens: weights x bytes per weight (weight, "
         f"gradient, optimizer) + batch_size x {found['length']} x bytes per token (activations) within "
-        f"{found['share']:.0%} of {format_bytes(found['memory_bytes'])}. 'none fits': more GPUs (--parallel fsdp) or "
-        "--mode lora",
+        f"{found['share']:.0%} of {format_bytes(found['memory_bytes'])}. 'none fits': more GPUs (--fsdp) or "
+        "--use_peft",
     ]
 
 

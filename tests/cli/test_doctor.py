@@ -160,10 +160,10 @@ def test_advises_a_profile_and_batch_size_by_the_gpus_memory():
 
     found = doctor._advice(torch_with(9, 80))
     text = "\n".join(doctor._advice_lines(found))
-    assert "balanced" in text and "batch_size=32 gradient_accumulation_steps=1" in text
+    assert "balanced" in text and "per_device_train_batch_size=32 gradient_accumulation_steps=1" in text
     assert "RFT on A GPU, sequences of 1024 tokens" in text and "within 90% of 80.0 GiB" in text
     old = "\n".join(doctor._advice_lines(doctor._advice(torch_with(7, 16))))
-    assert "conservative" in old and "balanced" not in old and "dtype=fp16" in old
+    assert "conservative" in old and "balanced" not in old and "fp16=true" in old
 
 
 def test_without_a_gpu_the_advice_says_so(sparse_opt):

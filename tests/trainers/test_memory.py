@@ -107,7 +107,7 @@ def test_advice_fits_and_prefers_all_weights():
             assert row["batch_size"] == 0 or used <= 0.9 * memory
     assert [row["profile"] for row in small] == ["balanced", "aggressive", "aggressive", None, None]
     assert [row["profile"] for row in large] == ["balanced"] * 4 + ["aggressive"]
-    assert large[0]["options"] == ["batch_size=32", "gradient_accumulation_steps=1"]
+    assert large[0]["options"] == ["per_device_train_batch_size=32", "gradient_accumulation_steps=1"]
     (row, *_) = advice(16 * 2**30, has_bf16=False)
     assert row["profile"] == "conservative"
-    assert "dtype=fp16" in advice(16 * 2**30, has_bf16=False)[2]["options"]
+    assert "fp16=true" in advice(16 * 2**30, has_bf16=False)[2]["options"]

@@ -131,7 +131,7 @@ _fields = [(n, str | None, _option(None, " or ".join(values))) for n, (values, _
 _Options = make_dataclass("_Options", _fields, bases=(RLTOptions,), kw_only=True)
 
 
-def _translate(values: dict[str, Any]) -> dict[str, Any]:
+def _translate(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """The values of the command line, with TRL's and the mask's options that follow from the originals'."""
     used = dict(values)
     for name in ("student_model", *_FIXED):  # words of Hydra and YAML

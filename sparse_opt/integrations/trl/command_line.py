@@ -15,7 +15,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,8 +65,8 @@ class GRPOScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "exact_match (column answer), accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
-            "get_soft_overlong_punishment, or import paths of functions: my_package.rewards.function"
+            "help": "exact_match, number (both read the column answer), accuracy_reward, reasoning_accuracy_reward, "
+            "think_format_reward, get_soft_overlong_punishment, or import paths: my_package.rewards.function"
         },
     )
 
@@ -107,6 +107,8 @@ class Options:
 
 
 class _Parser(TrlParser):
+    has_sections = False
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see '{self.prog} --help')")
 
@@ -120,8 +122,10 @@ class Recipe:
         options: dataclass of its own options; a field's metadata has its help, as for TRL's parser.
         defaults: TRL's options that have another default.
         description, epilog: what `--help` says.
-        translate: from the values of the command line to those that the dataclasses are made of, for options that set
-            others; `options.yaml` has the former. None uses the values as they are.
+        aliases: other names of options -> the options, in files and words.
+        has_sections: whether files have sections, keys that group options.
+        translate: from the values of the command line and the names of those that were given to the values that the
+            dataclasses are made of. `options.yaml` has the former, which it may change. None uses them as they are.
     """
 
     name: str
@@ -129,10 +133,12 @@ class Recipe:
     defaults: dict[str, Any]
     description: str
     epilog: str = ""
-    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    has_sections: bool = False
+    translate: Callable[[dict[str, Any], set[str]], dict[str, Any]] | None = None
 
 
-def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
+def parser(algorithm: str, recipe: Recipe | None = None) -> _Parser:
     """The parser of `sparse-opt train ALGORITHM`, or of a recipe on that algorithm."""
     script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
     classes: Any = (MaskArguments, script, CONFIGS[algorithm], ModelConfig)
@@ -144,7 +150,21 @@ def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
     if recipe is not None:
         name, description, epilog = recipe.name, recipe.description, recipe.epilog
         classes = (recipe.options, *classes)
-    made = _Parser(
+    made = make_parser(name, classes, description, epilog)
+    if not torch.accelerator.is_available():
+        made.set_defaults(use_cpu=True, bf16=False)
+    if recipe is not None:
+        made.set_defaults(**recipe.defaults)
+        made.has_sections = recipe.has_sections
+        for alias, option in recipe.aliases.items():
+            action = made._option_string_actions[f"--{alias}"] = made._option_string_actions[f"--{option}"]
+            action.option_strings = [*action.option_strings, f"--{alias}"]
+    return made
+
+
+def make_parser(name: str, classes: Any, description: str, epilog: str = "") -> _Parser:
+    """The parser of `sparse-opt train NAME` with the fields of these dataclasses as options."""
+    return _Parser(
         classes,
         prog=f"sparse-opt train {name}",
         usage=f"sparse-opt train {name} [--config FILE] [--key value ...] [key=value ...]",
@@ -153,11 +173,6 @@ def parser(algorithm: str, recipe: Recipe | None = None) -> TrlParser:
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    if not torch.accelerator.is_available():
-        made.set_defaults(use_cpu=True, bf16=False)
-    if recipe is not None:
-        made.set_defaults(**recipe.defaults)
-    return made
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -171,10 +186,10 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return super()._format_action_invocation(shown)
 
 
-def _print_help(of: TrlParser, recipe: Recipe | None, *, everything: bool) -> None:
+def _print_help(of: _Parser, recipe: Recipe | None, *, everything: bool) -> None:
     shown = {"help", *_COMMON, *(option.name for option in fields(MaskArguments))}
     if recipe is not None:
-        shown |= {*recipe.defaults, *(option.name for option in fields(recipe.options))}
+        shown |= {*recipe.defaults, *recipe.aliases.values(), *(option.name for option in fields(recipe.options))}
     if not everything:
         hidden = [action for action in of._actions if action.dest not in shown]
         for action in hidden:
@@ -195,18 +210,9 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     if "-h" in argv or "--help" in argv or "--help_all" in argv:
         _print_help(of, recipe, everything="--help_all" in argv)
         raise SystemExit(0)
-    words, given = _words(of, argv)
-    namespace, rest = of.parse_known_args(words)
-    if rest:
-        if _WORD.match(rest[0]):
-            _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
-        of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
-    values = vars(namespace)
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name} is {value}, expected a finite number")
+    values, given = read_options(of, argv)
     try:
-        used = values if recipe is None or recipe.translate is None else recipe.translate(values)
+        used = values if recipe is None or recipe.translate is None else recipe.translate(values, given)
         *own, mask, script, training, model = of.parse_dict(dict(used))
     except (ValueError, ImportError) as error:  # of TRL's checks
         hint = " Set --per_device_train_batch_size times --gradient_accumulation_steps to such a multiple."
@@ -226,7 +232,25 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     return Options(script, training, model, mask, own[0] if own else None, values, frozenset(given))
 
 
-def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
+def read_options(of: _Parser, argv: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+    """The values of all options of a parser, and the names of those that files and words give; see `parse`."""
+    if "-h" in argv or "--help" in argv:
+        of.print_help()
+        raise SystemExit(0)
+    words, given = _words(of, argv)
+    namespace, rest = of.parse_known_args(words)
+    if rest:
+        if _WORD.match(rest[0]):
+            _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
+        of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
+    values = vars(namespace)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name} is {value}, expected a finite number")
+    return values, given
+
+
+def _words(of: _Parser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
     """The options of files and words as flags, files first; and the names of those that are given."""
     from_files: list[str] = []
     flags: list[str] = []
@@ -263,7 +287,7 @@ def _words(of: TrlParser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
     return from_files + flags, given
 
 
-def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
+def _flags_of(of: _Parser, file: Path, given: set[str]) -> list[str]:
     """The options of a YAML file as flags; values without a flag become the parser's defaults, as in TRL."""
     content = read_yaml(file, "config file") or {}
     if not isinstance(content, dict):
@@ -274,7 +298,7 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
     for name, value in variables.items():
         os.environ[name] = str(value)
     flags: list[str] = []
-    for key, value in content.items():
+    for key, value in _without_sections(of, content, file).items():
         action = _find(of, f"--{key}", f"config file {file}")
         given.add(action.dest)
         if isinstance(value, bool) and action.type is str and not action.choices:
@@ -301,14 +325,28 @@ def _flags_of(of: TrlParser, file: Path, given: set[str]) -> list[str]:
     return flags
 
 
-def _takes_objects(of: TrlParser, name: str) -> bool:
+def _without_sections(of: _Parser, content: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The options of a file whose parser has sections, wherever they are in it."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        is_section = of.has_sections and isinstance(value, dict) and f"--{key}" not in of._option_string_actions
+        for name, inner in (value if is_section else {key: value}).items():
+            if name in found:
+                raise ConfigError(
+                    f"config file {file}: '{name}' is given twice, the second time in '{key}': give it once"
+                )
+            found[name] = inner
+    return found
+
+
+def _takes_objects(of: _Parser, name: str) -> bool:
     """Whether an option may be a list or have keys, by its annotation; the parser changes the types of the fields."""
     annotations = [inspect.get_annotations(base) for of_class in of.dataclass_types for base in of_class.__mro__]
     annotation = str(next((found[name] for found in annotations if name in found), "")).lower()
     return "dict" in annotation or "list" in annotation
 
 
-def _find(of: TrlParser, key: str, source: str) -> argparse.Action:
+def _find(of: _Parser, key: str, source: str) -> argparse.Action:
     action = of._option_string_actions.get(key)
     if action is None:
         names = [name[2:] for name in of._option_string_actions if "-" not in name[2:]]

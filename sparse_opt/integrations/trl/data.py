@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,22 +31,32 @@ CONVERSATIONS = ("messages", "conversations")
 _COMPLETIONS = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": ()}
 
 
-def load_rows(script_arguments: Any, algorithm: Algorithm, *, test: bool = False) -> Dataset | IterableDataset:
-    """Load the rows that TRL's ScriptArguments name, and check each of them for the algorithm.
+FromArray = Callable[[list[Any]], dict[str, Any]]
+
+
+def load_rows(
+    script_arguments: Any, algorithm: Algorithm, *, test: bool = False, from_array: FromArray | None = None
+) -> Dataset | IterableDataset:
+    """Load the rows that TRL's ScriptArguments name, and check each for the algorithm; arguments of `read_rows`.
 
     Raises:
         ConfigError, DataError: as `read_rows`; or TRL would not train a row as written.
     """
-    name = script_arguments.dataset_name
-    return _checked(as_trl_rows(read_rows(script_arguments, test=test), name, algorithm), name, algorithm)
+    name, rows = script_arguments.dataset_name, read_rows(script_arguments, test=test, from_array=from_array)
+    return _checked(as_trl_rows(rows, name, algorithm), name, algorithm)
 
 
-def read_rows(script_arguments: Any, *, test: bool = False) -> Dataset | IterableDataset:
+def read_rows(
+    script_arguments: Any, *, test: bool = False, from_array: FromArray | None = None
+) -> Dataset | IterableDataset:
     """The rows that TRL's ScriptArguments name, with the columns that they have.
 
     `dataset_name` is a .json, .jsonl, .csv or .parquet file, a folder of such files, a folder written by
     `save_to_disk`, or a dataset's name on the hub. `dataset_train_split` may have slices, as "train[:10%]+train[90%:]";
     with `test` the rows are those of `dataset_test_split`.
+
+    Args:
+        from_array: makes a row of one that is an array in a JSON file; None refuses such rows, as a ValueError does.
 
     Raises:
         ConfigError: no such file or folder, or no such split of it.
@@ -66,7 +76,7 @@ def read_rows(script_arguments: Any, *, test: bool = False) -> Dataset | Iterabl
     elif script_arguments.dataset_streaming:
         raise ConfigError(f"--dataset_streaming is for datasets of the hub; {name} is local: leave the option out")
     else:
-        rows = _local_rows(path, script_arguments.dataset_config, split, option)
+        rows = _local_rows(path, script_arguments.dataset_config, split, option, from_array)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
     return rows
@@ -81,7 +91,7 @@ def _load(source: str, /, **options: Any) -> Any:
         raise DataError(f"dataset {where} cannot be read: {one_line(error.__cause__ or error)}") from error
 
 
-def _local_rows(path: Path, config: str | None, split: str, option: str) -> Dataset:
+def _local_rows(path: Path, config: str | None, split: str, option: str, from_array: Any) -> Dataset:
     """The rows of a local file or folder in `split`, which has the syntax of `datasets`."""
     saved: Any = {}
     if path.is_file():
@@ -99,7 +109,7 @@ def _local_rows(path: Path, config: str | None, split: str, option: str) -> Data
     requested = [part.partition("[")[0].strip() for part in split.split("+")]
     if missing := [name for name in requested if name not in files]:
         raise ConfigError(f"--{option} {split}: {path} has no split {missing[0]!r}, only {', '.join(files)}")
-    splits = {name: saved[name] if saved else _read(files[name]) for name in dict.fromkeys(requested)}
+    splits = {name: saved[name] if saved else _read(files[name], from_array) for name in dict.fromkeys(requested)}
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     except (ValueError, AssertionError) as error:
@@ -109,7 +119,7 @@ def _local_rows(path: Path, config: str | None, split: str, option: str) -> Data
     )
 
 
-def _read(files: Sequence[Path]) -> Dataset:
+def _read(files: Sequence[Path], from_array: Any) -> Dataset:
     """The rows of files of one type. No reader infers a type from text."""
     for file in files:
         if file.suffix not in _READERS:
@@ -119,7 +129,7 @@ def _read(files: Sequence[Path]) -> Dataset:
                 raise DataError(f"{file} has no rows")
     names, kind = [str(file) for file in files], _READERS[files[0].suffix]
     if kind == "json":
-        return _dataset([row for file in files for row in _json_rows(file)], listed(names))
+        return _dataset([row for file in files for row in _json_rows(file, from_array)], listed(names))
     if kind == "parquet":
         return _load("parquet", data_files=names, split="train")
     try:
@@ -142,7 +152,7 @@ class _Float(float):
         return number
 
 
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+def _json_rows(file: Path, from_array: Any) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, or of a JSON array.
 
     Arrow's parser would make datetimes of dates and floats of large integers, and crashes on text that is nested too
@@ -166,6 +176,11 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
             f"{where}: {one_line(error)}; expected one JSON object a line, or an array of objects"
         ) from error
     for number, row in enumerate(rows, 1):
+        if isinstance(row, list) and from_array is not None:
+            try:
+                row = from_array(row)
+            except ValueError as error:
+                raise DataError(f"{file}, row {number}: found {shortened(row)}, {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number}: found {shortened(row)}, expected a JSON object")
         if _is_deeper(row, N_LEVELS + 1):

@@ -36,12 +36,16 @@ class MarginsCallback(TrainerCallback):
     TRL logs only their mean. Its trainer gathers the margins of all processes with `accelerator.gather`, and the
     callback reads them there; process 0 writes. A resumed run rewrites the steps after its checkpoint.
 
+    Args:
+        folder: the folder to write to, in place of that one.
+
     Raises:
         SparseOptError: the trainer gathers no tensor with the mean that it logs as `rewards/margins`.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, folder: Path | None = None) -> None:
         self._trainer = trainer
+        self._given = folder
         self._gather = trainer.accelerator.gather
         self._gathered: list[Tensor] = []  # in this micro-batch
         self._margins: list[Tensor] = []  # of the micro-batches of this step
@@ -83,7 +87,7 @@ class MarginsCallback(TrainerCallback):
         return gathered
 
     def _folder(self, args: Any) -> Path:
-        return Path(args.output_dir) / MARGINS_FOLDER
+        return self._given or Path(args.output_dir) / MARGINS_FOLDER
 
 
 def write_margins(folder: Path, epoch: int, step: int, margins: Tensor) -> dict[str, float]:

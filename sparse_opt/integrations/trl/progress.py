@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-SECONDS_BETWEEN_LINES = 30.0
+from ...progress import SECONDS_BETWEEN_LINES, duration
+
 _SHOWN = ("loss", "reward", "rewards/margins")
 
 
@@ -34,10 +35,4 @@ class ProgressLines(TrainerCallback):
         self._said = now
         left = (now - self._started) / (step - self._first) * (state.max_steps - step)
         shown = "".join(f", {name} {float(value):.4g}" for name, value in self._logs.items())
-        print(f"step {step} of {state.max_steps}{shown}, {_duration(left)} left", file=sys.stderr, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+        print(f"step {step} of {state.max_steps}{shown}, {duration(left)} left", file=sys.stderr, flush=True)

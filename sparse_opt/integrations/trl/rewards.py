@@ -2,8 +2,8 @@
 
     --reward_funcs exact_match think_format_reward my_package.rewards.short_answers
 
-`exact_match` is defined here; the other names are those of TRL's own script (`trl/scripts/grpo.py`). Any other function
-is named by its import path; Python's path and the current folder are searched.
+`exact_match` and `number` are defined here; the other names are those of TRL's own script (`trl/scripts/grpo.py`). Any
+other function is named by its import path; Python's path and the current folder are searched.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from ...errors import ConfigError, DataError
 from ...options import nearest
 
+TOLERANCE = 0.05  # of `number`, relative
 RewardFunction = Callable[..., Any]
 _TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -57,6 +58,37 @@ def _decimal(text: str) -> Decimal | None:
         return None
 
 
+def number(completions: Sequence[Any], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1.0 if a completion's number is within 5 % of the column `answer`, else 0.0; None if the answer has no number.
+
+    Both are rounded to three decimals, and an answer of 0 has no close number: the verdict of a course's exercise in
+    converting units (KramCoder/ADL-3, `is_answer_valid`).
+    """
+    rewards: list[float | None] = []
+    for completion, expected in zip(completions, map(str, answer), strict=True):
+        found = number_in(completion if isinstance(completion, str) else completion[-1]["content"])
+        right = number_in(expected)
+        if right is None:
+            rewards.append(None)
+            continue
+        right = round(right, 3)
+        rewards.append(float(found is not None and abs(round(found, 3) - right) < TOLERANCE * abs(right)))
+    return rewards
+
+
+def number_in(text: str) -> float | None:
+    """The first number between the last <answer> and its end, or without the tag the last number of the text."""
+    _, opened, rest = text.rpartition("<answer>")
+    found = _NUMBER.findall(rest.partition("</answer>")[0] if opened else text)
+    if not found:
+        return None
+    value = float((found[0] if opened else found[-1]).replace(",", ""))
+    return value if math.isfinite(value) else None
+
+
+_OWN = {"exact_match": exact_match, "number": number}
+
+
 def load_rewards(names: Sequence[str]) -> list[RewardFunction]:
     """The functions of these names, each with the checks of `checked`.
 
@@ -67,8 +99,8 @@ def load_rewards(names: Sequence[str]) -> list[RewardFunction]:
 
 
 def _load(name: str) -> RewardFunction:
-    if name == "exact_match":
-        return exact_match
+    if name in _OWN:
+        return _OWN[name]
     if name in _TRL:
         from trl import rewards
 
@@ -78,9 +110,7 @@ def _load(name: str) -> RewardFunction:
         return function(max_completion_len=1280, soft_punish_cache=256) if made else function
     module_name, _, function_name = name.rpartition(".")
     if not module_name:
-        raise ConfigError(
-            f"unknown reward function '{name}'{nearest(name, ('exact_match', *_TRL))}; or write module.function"
-        )
+        raise ConfigError(f"unknown reward function '{name}'{nearest(name, (*_OWN, *_TRL))}; or write module.function")
     folder = str(Path.cwd())  # not on the path of a console script; last, so that it hides no installed package
     sys.path.append(folder)
     try:

@@ -56,6 +56,7 @@ def train(
     test_rows: Any = None,
     rewards: Sequence[Any] | None = None,
     prepare: Callable[[Any], object] | None = None,
+    ref_model: Any = None,
 ) -> int:
     """Train with TRL, save the model, and return 0.
 
@@ -63,6 +64,7 @@ def train(
         rows, test_rows: `datasets.Dataset` to train on and to evaluate on; None loads those of the options.
         rewards: reward functions of GRPO; None loads those of the options.
         prepare: called with the trainer before training begins.
+        ref_model: reference of a dense DPO run; None is the policy at the start.
 
     Raises:
         ConfigError: options contradict each other or the model.
@@ -81,7 +83,7 @@ def train(
     args.disable_tqdm = args.disable_tqdm or not (is_main and sys.stderr.isatty())
     hide_progress_bars(always=not is_main)
     rows = load_rows(options.script, algorithm) if rows is None else rows
-    trainer = _trainer(algorithm, options, rows, test_rows, mask, rewards)
+    trainer = _trainer(algorithm, options, rows, test_rows, mask, rewards, ref_model)
     _require_rows(trainer, rows)
     check_tokenized(trainer, rows)
     trainer.add_callback(RowsDigest(rows))
@@ -164,7 +166,13 @@ def _random_mask(options: Options) -> MaskSet:
 
 
 def _trainer(
-    algorithm: Algorithm, options: Options, rows: Any, test_rows: Any, mask: MaskSet | None, rewards: Sequence[Any]
+    algorithm: Algorithm,
+    options: Options,
+    rows: Any,
+    test_rows: Any,
+    mask: MaskSet | None,
+    rewards: Sequence[Any],
+    ref_model: Any,
 ) -> Any:
     script, args, model = options.script, options.training, options.model
     args.model_init_kwargs = {
@@ -183,6 +191,8 @@ def _trainer(
         "eval_dataset": test_rows,
         "quantization_config": get_quantization_config(model),
     }
+    if ref_model is not None:
+        keywords["ref_model"] = ref_model
     if algorithm == "grpo":
         reward_model = script.reward_model_name_or_path
         keywords["reward_funcs"] = [*([reward_model] if reward_model else []), *rewards]

@@ -1,0 +1,300 @@
+"""Compares the profiles of `sparse-opt train rft` with plain training: seconds, tokens per second, memory and accuracy.
+
+Each configuration runs the stages datagen, train and test in a process of its own, after a warm-up on few rows:
+
+- plain: one prompt at a time, all weights in fp32, batches in random order, torch's AdamW as it is by default;
+- each profile, as `--profile NAME` sets it.
+
+A step has 32 examples in every configuration. Without a model it generates sums, and a Llama that SFT on
+demonstrations, only some of them right, has prepared. All configurations start from the same weights; a repeat is
+another seed.
+
+The accuracy of a profile holds if it is at most three standard errors below plain's. These are binomial, of the
+difference of two shares of the test's prompts. The exit code is 1 if the accuracy of a profile does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_opt.cli.parser import CommandParser
+from sparse_opt.integrations.rates import rate_factor
+from sparse_opt.integrations.trl.train import run as train_with_trl
+from sparse_opt.tables import format_bytes, table
+from sparse_opt.trainers.arithmetic import make_arithmetic
+from sparse_opt.trainers.recipes import rft
+
+from ..common.harness import Benchmark, Report, job_main, out_of_range, run_in_process
+from ..common.report import machine_name
+
+STAGES = ("datagen", "train", "test")
+# Options of a stage that are not those of a profile.
+PLAIN: dict[str, dict[str, Any]] = {
+    "datagen": {"batch_size": 1},
+    "train": {
+        "per_device_train_batch_size": 32,
+        "bf16": False,
+        "optim": "adamw_torch",
+        "gradient_checkpointing": False,
+    },
+    "test": {"batch_size": 1},
+}
+# A CPU trains this start in a minute; about a third of its sampled answers are right.
+ARITHMETIC: dict[str, Any] = {"max_operand": 29, "n_train": 600, "p_right": 0.5}
+SIGMAS = 3.0
+COUNTS = ("n_prompts", "oversample", "train_steps", "n_test", "repeats", "start_steps", "n_layers")
+_EPILOG = """examples:
+  sparse-opt bench profiles                                    # sums, on this machine
+  sparse-opt bench profiles --device cuda --hidden_size 768 --n_layers 14 --learning_rate 1e-4 --answers think \\
+      --n_prompts 64 --n_test 75 --train_steps 30              # a Llama of 107 million weights
+  sparse-opt bench profiles --model_name_or_path M --dataset_name train.json --test_dataset_name valid.json \\
+      --verifier number --max_completion_length 100"""
+
+
+def _options(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--profiles", nargs="+", choices=rft.PROFILES, default=list(rft.PROFILES), help="profiles to compare")
+    add("--model_name_or_path", help="name or folder of a model; default: a small one for sums")
+    add("--dataset_name", help="prompts with answers to train on; with --model_name_or_path")
+    add("--test_dataset_name", help="prompts with answers to test on; with --model_name_or_path")
+    add("--verifier", default=None, help="as of train rft; default: exact_match for sums, else number")
+    add("--answers", choices=("plain", "think"), default="plain", help="sums: '42', or with the calculation")
+    add("--hidden_size", type=int, default=128, help="sums: width of the model")
+    add("--n_layers", type=int, default=2, help="sums: layers of the model")
+    add("--start_steps", type=int, default=600, help="sums: steps of SFT that prepare the model")
+    add("--n_prompts", type=int, default=256, help="prompts to sample completions of")
+    add("--oversample", type=int, default=8, help="completions of each prompt")
+    add("--temperature", type=float, default=1.0, help="temperature of these completions")
+    add("--max_completion_length", type=int, help="tokens of a completion; default: what sums need, 8 or 32")
+    add("--train_steps", type=int, default=100, help="steps of 32 examples")
+    add("--learning_rate", type=float, default=1e-3, help="peak rate; times density^-0.75 under a mask")
+    add("--max_length", type=int, default=64, help="tokens of a training example")
+    add("--n_test", type=int, default=300, help="prompts to test on, greedily")
+    add("--repeats", type=int, default=3, help="runs of every configuration, each with another seed")
+    add("--seed", type=int, default=0, help="seed of the first repeat, and of the sums")
+
+
+def _problem(args: Namespace) -> str:
+    given = [args.model_name_or_path, args.dataset_name, args.test_dataset_name]
+    if None in given and given != [None] * 3:
+        return "expected all of --model_name_or_path, --dataset_name and --test_dataset_name, or none for sums"
+    if None not in given and args.max_completion_length is None:
+        return "expected --max_completion_length with --model_name_or_path"
+    args.max_completion_length = args.max_completion_length or {"plain": 8, "think": 32}[args.answers]
+    args.verifier = args.verifier or ("exact_match" if args.model_name_or_path is None else "number")
+    return out_of_range(args, *COUNTS, "max_completion_length") or out_of_range(args, "max_length", at_least=2)
+
+
+def _measure(args: Namespace, report: Report) -> None:
+    report["settings"] = {name: value for name, value in vars(args).items() if name not in ("output", "config")}
+    report["start"], report["rows"] = None, []
+    with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_") as name:
+        folder = Path(name)
+        common = {"use_cpu": args.device == "cpu"}
+        sampling = {**common, "verifier": args.verifier, "max_completion_length": args.max_completion_length}
+        model, data, test_data = args.model_name_or_path, args.dataset_name, args.test_dataset_name
+        if model is None:
+            sizes = {"answers": args.answers, "hidden_size": args.hidden_size, "n_layers": args.n_layers}
+            world = make_arithmetic(folder / "sums", **ARITHMETIC, **sizes, seed=args.seed)
+            data, test_data = world / "data/train.jsonl", world / "data/test.jsonl"
+            model, commands = folder / "start", [["sft", _start_options(args, world, folder / "start") | common]]
+        else:
+            commands = []
+        sampling |= {"model_name_or_path": model}
+        test = {**sampling, "dataset_name": test_data, "dataset_split": f"train[:{args.n_test}]"}
+        report["start"] = _run(folder, "start", [*commands, ["test", {**test, **PLAIN["test"], "batch_size": 256}]])
+        if report["start"] is None:
+            return
+        datagen = {**sampling, "dataset_name": data, "dataset_split": f"train[:{args.n_prompts}]", "keep": "all"}
+        datagen |= {"oversample": args.oversample, "temperature": args.temperature}
+        names = ["plain", *args.profiles]
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        train = {**common, "model_name_or_path": model, "max_steps": args.train_steps, "max_length": args.max_length}
+        train |= {"learning_rate": args.learning_rate, "save_strategy": "no"}
+        train |= {"logging_steps": args.train_steps}  # the last one counts the tokens of all steps
+        options = {"datagen": datagen, "train": train, "test": test}
+        for repeat in range(args.repeats):
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:  # none is always the first
+                own = {stage: _own_options(name, stage, args.learning_rate) for stage in STAGES}
+                commands = [[s, {**options[s], **own[s], "seed": args.seed + repeat}] for s in STAGES]
+                found = _run(folder, name, commands)
+                if found is not None:
+                    results[name].append(found)
+                report["rows"] = [_row(name, results[name]) for name in names]
+    plain = report["rows"][0]
+    for row in report["rows"] if plain["n_repeats"] else ():
+        if row["n_repeats"]:
+            row["accuracy_check"] = accuracy_check(row["accuracy"][0], plain["accuracy"][0], row["n_test"])
+
+
+def _start_options(args: Namespace, world: Path, folder: Path) -> dict[str, Any]:
+    return {
+        "model_name_or_path": world / "model",
+        "dataset_name": world / "data/demonstrations.jsonl",
+        "output_dir": folder,
+        "per_device_train_batch_size": 64,
+        "max_steps": args.start_steps,
+        "learning_rate": 1e-3,
+        "warmup_steps": 20,
+        "gradient_checkpointing": False,
+        "max_length": args.max_length,
+        "save_strategy": "no",
+    }
+
+
+def _own_options(name: str, stage: str, learning_rate: float) -> dict[str, Any]:
+    if name == "plain":
+        return PLAIN[stage]
+    density = rft.TRAINING["mask_density"][0][rft.PROFILES.index(name)]
+    rate = {"learning_rate": learning_rate * rate_factor(density)} if stage == "train" and density else {}
+    return {"profile": name, **rate}
+
+
+def _run(folder: Path, name: str, commands: list[list[Any]]) -> dict[str, Any] | None:
+    """What `run` measures in a process of its own; None, with its message printed, if it failed."""
+    plain = [[stage, {key: str(value) for key, value in options.items()}] for stage, options in commands]
+    with tempfile.TemporaryDirectory(dir=folder) as outputs:
+        return run_in_process(f"{__package__}.profiles", name, {"commands": plain, "folder": outputs}, folder)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the commands of a job, those of all three stages after a warm-up on few rows; returns their measurements."""
+    folder, measured = Path(job["folder"]), {}
+    for few in (True, False) if len(job["commands"]) == len(STAGES) else (False,):
+        outputs = folder / ("few" if few else "all")
+        for stage, options in job["commands"]:
+            options = {"output_dir": str(outputs / stage), **options}
+            if stage == "train":
+                kept = next((outputs / "datagen").glob("rft.json*"))
+                if few:  # none of its answers may be right
+                    kept = outputs / "rows.jsonl"
+                    kept.write_text(8 * '{"prompt": "1 + 1 =", "completion": " 2"}\n', encoding="utf-8")
+                options |= {"dataset_name": str(kept), **({"max_steps": "2"} if few else {})}
+            elif few:
+                options["dataset_split"] = "train[:8]"
+            if stage == "test" and "train" in dict(job["commands"]):
+                options["model_name_or_path"] = str(outputs / "train")
+            measured[stage] = _timed(stage, options)
+    return {"stages": measured}
+
+
+def _timed(stage: str, options: dict[str, str]) -> dict[str, Any]:
+    words = [f"--{name}={value}" for name, value in options.items()]
+    on_gpu = torch.cuda.is_available() and options["use_cpu"] == "False"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    train_with_trl("sft", words) if stage == "sft" else rft.run([stage, *words])
+    found: dict[str, Any] = {"wall_s": time.perf_counter() - began}
+    found["peak_memory_bytes"] = torch.cuda.max_memory_allocated() if on_gpu else None
+    folder = Path(options["output_dir"])
+    if stage in ("sft", "train"):
+        logs = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+        log = {name: value for row in logs for name, value in row.items()}  # of each number the last
+        return {**found, "work_s": log["train_runtime"], "tokens_per_s": log["num_tokens"] / log["train_runtime"]}
+    report = json.loads((folder / rft.REPORT_FILE).read_text(encoding="utf-8"))
+    names = ("tokens_per_s", "accuracy", "answer_rate", "n_prompts", "n_completions", "n_kept")
+    return {**found, "work_s": report["seconds"], **{name: report[name] for name in names if name in report}}
+
+
+def _row(name: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """name -> [middle, lowest, highest] over the repeats: of shares the mean in the middle, else the median."""
+    row: dict[str, Any] = {"name": name, "kind": "plain" if name == "plain" else "profile", "n_repeats": len(results)}
+    if not results:
+        return row
+
+    def of(values: list[float], middle: Any = statistics.median) -> list[float]:
+        return [middle(values), min(values), max(values)]
+
+    for stage in STAGES:
+        stages = [result["stages"][stage] for result in results]
+        names = [name for name in ("wall_s", "work_s", "tokens_per_s", "peak_memory_bytes") if stages[0][name]]
+        row[stage] = {"peak_memory_bytes": None} | {name: of([found[name] for found in stages]) for name in names}
+    row["work_s"] = of([sum(result["stages"][stage]["work_s"] for stage in STAGES) for result in results])
+    row["n_kept"] = of([result["stages"]["datagen"]["n_kept"] for result in results])
+    tests = [result["stages"]["test"] for result in results]
+    row |= {"accuracy": of([found["accuracy"] for found in tests], statistics.fmean), "n_test": tests[0]["n_prompts"]}
+    return row | {"results": list(results)}
+
+
+def accuracy_check(accuracy: float, plain: float, n_prompts: int) -> dict[str, Any]:
+    """Whether an accuracy is at most three standard errors of a difference below plain's.
+
+    The standard error is that of two independent shares of n prompts, sqrt(2 p (1 - p) / n) with p the mean of both.
+    """
+    mean = (accuracy + plain) / 2
+    tolerance = SIGMAS * math.sqrt(2 * mean * (1 - mean) / n_prompts)
+    return {"difference": accuracy - plain, "tolerance": tolerance, "holds": accuracy >= plain - tolerance}
+
+
+def _failures(report: Report, args: Namespace) -> list[str]:
+    if report["start"] is None:
+        return ["WRONG RESULT: the model that all configurations start from could not be made or tested"]
+    wrong = []
+    for row in report["rows"]:
+        if row["n_repeats"] < args.repeats:
+            wrong.append(f"WRONG RESULT: {row['name']} ran {row['n_repeats']} times, expected {args.repeats}")
+        check = row.get("accuracy_check")
+        if check is not None and not check["holds"]:
+            found = f"accuracy of {row['name']} is {row['accuracy'][0]:.4f}, {-check['difference']:.4f} below plain"
+            wrong.append(f"WRONG RESULT: {found}; the tolerance is {check['tolerance']:.4f}")
+    return wrong
+
+
+def text(report: Report) -> str:
+    """The report for a terminal."""
+    settings, rows = report["settings"], [row for row in report["rows"] if "accuracy_check" in row]
+    what = settings["model_name_or_path"] or "sums, a small Llama"
+    before = "" if report["start"] is None else f", accuracy {report['start']['stages']['test']['accuracy']:.4f} before"
+    lines = [
+        f"RFT on {what}{before}: {settings['n_prompts']} prompts x {settings['oversample']} completions, "
+        f"{settings['train_steps']} steps, {settings['n_test']} test prompts; {machine_name(report)}"
+    ]
+    headers = ["profile", *(f"{stage} s" for stage in STAGES), "all s", "x plain", "datagen tok/s", "train tok/s"]
+    cells = []
+    for row in rows:
+        peak = row["train"]["peak_memory_bytes"]
+        cell = [row["name"], *(_spread(row[stage]["work_s"], "{:.2f}") for stage in STAGES)]
+        cell += [f"{row['work_s'][0]:.2f}", f"{rows[0]['work_s'][0] / row['work_s'][0]:.2f}"]
+        cell += [f"{row[stage]['tokens_per_s'][0]:.0f}" for stage in ("datagen", "train")]
+        cell += [format_bytes(int(peak[0])) if peak else "-", _spread(row["accuracy"], "{:.4f}")]
+        cells.append([*cell, "yes" if row["accuracy_check"]["holds"] else "NO"])
+    if cells:
+        lines += [table([*headers, "peak", "accuracy", "holds"], cells)]
+        lines += ["medians of the repeats (lowest - highest), without loading; of the accuracy the mean"]
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    middle, lowest, highest = (form.format(value) for value in values)
+    return middle if lowest == highest else f"{middle} ({lowest} - {highest})"
+
+
+_benchmark = Benchmark(
+    name="profiles",
+    doc=__doc__,
+    epilog=_EPILOG,
+    options=_options,
+    problem=_problem,
+    measure=_measure,
+    text=text,
+    failures=_failures,
+    output="bench/results/profiles_{device}.json",
+    device="auto",
+)
+main = _benchmark.main
+
+if __name__ == "__main__":
+    sys.exit(job_main(run))

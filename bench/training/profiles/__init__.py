@@ -1,1 +1,0 @@
-"""Benchmark of RFT's profiles against plain training."""
