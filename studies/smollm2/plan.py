@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,55 +15,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.masks.patterns import PATTERNS
 
-from ..training import beyond, rounded
+from ..training import ADAPTERS, SOURCES, Trained, beyond, rounded
 
 PLAN = Path(__file__).with_name("study.yaml")
 TUNING_SEED, FINDING_SEED = 1000, 2000
-EARLY = (2, 5, 10)  # percent of the steps of a dense run
-WHOLE = ("dense", "sgd", "again", "subnetwork")
 OF_DENSE = ("again", "subnetwork")  # compared with the dense run of their seed
-ADAPTERS = ("lora", "shira", "supertuning")
-SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}" for percent in EARLY))
 WIDEN = 2  # rates that tuning tries beyond the lowest or highest, at most
-
-
-class Trained(NamedTuple):
-    """What a run trains; `parse` reads a word as study.yaml lists them."""
-
-    source: str
-    amount: float | None = None  # an adapter's rank, or percent of the weights
-    pattern: str | None = None
-
-    @classmethod
-    def parse(cls, word: str) -> Trained:
-        source, *rest = word.split(":")
-        if source in WHOLE and not rest:
-            return cls(source)
-        if source in ADAPTERS and len(rest) == 1 and rest[0].isdigit():
-            return cls(source, float(rest[0]))
-        pattern = rest[1] if len(rest) == 2 else "element"
-        is_mask = source in (*SOURCES, "lean") and len(rest) in (1, 2) and re.fullmatch(r"\d+(\.\d+)?", rest[0])
-        if not is_mask or not 0 < float(rest[0]) < 100 or pattern not in PATTERNS:
-            raise ConfigError(
-                f"trained {word}: expected {', '.join(WHOLE)}, an adapter with its rank (lora:8), or a mask's source, "
-                "a percentage below 100 and a pattern (random:2.5:tile64)"
-            )
-        return cls(source, float(rest[0]), pattern)
-
-    def __str__(self) -> str:
-        amount = "" if self.amount is None else f":{self.amount:g}"
-        return self.source + amount + (f":{self.pattern}" if self.pattern not in (None, "element") else "")
-
-    @property
-    def is_mask(self) -> bool:
-        return self.pattern is not None
-
-    @property
-    def share_of_run(self) -> float:
-        """The share of a dense run's steps that the mask is found in; 0 for other sources."""
-        return int(self.source.removeprefix("early")) / 100 if self.source.startswith("early") else 0.0
 
 
 class Subject(NamedTuple):
@@ -126,7 +83,8 @@ def read_parts(settings: Mapping[str, Any]) -> list[Part]:
                 subject = Subject(entry.get("algorithm", "grpo"), task, str(Trained.parse(word)))
                 tuned_by = subject._replace(trained=entry.get("rate_of", subject.trained))
                 seeds = tuple(entry.get("seeds", (0, 1, 2)))
-                parts.append(Part(subject, tuned_by, seeds, tuple(entry["claims"]), tier))
+                claims = tuple(entry.get("claims", ()))
+                parts.append(Part(subject, tuned_by, seeds, claims, tier, entry.get("n_steps")))
     return parts
 
 
@@ -260,26 +218,6 @@ class Study:
         if trained.source in SOURCES:
             trained = trained._replace(source="random")
         return subject.algorithm, "dense" if trained.source == "again" else str(trained)
-
-    def equal_time(self) -> list[Part]:
-        """Parts of masks with as many steps as they make in the time of a dense run, by the times of their steps.
-
-        These are masks of every source at 2.5 % in tiles, and random ones of all sizes. The first part of a dense run,
-        in which a mask is found, counts as time; the backward pass of one batch for other sources does not.
-        """
-        found = []
-        for part in self.parts:
-            trained, algorithm = part.trained, part.subject.algorithm
-            compared = trained.source == "random" or (trained.amount == 2.5 and trained.pattern != "element")
-            if not (4 in part.claims and part.seeds and trained.is_mask and trained.source != "found" and compared):
-                continue
-            dense = self.step_seconds.get((algorithm, "dense"))
-            own = self.step_seconds.get(self.timed_as(part.subject) or ("", ""))
-            of_dense = self.settings[algorithm]["max_steps"]
-            n_steps = int((1 - trained.share_of_run) * of_dense * dense / own) if dense and own else of_dense
-            if n_steps != of_dense:
-                found.append(replace(part, claims=(4,), tier=len(self.settings["plan"]), n_steps=n_steps))
-        return found
 
     def in_order(self, parts: Iterable[Part]) -> list[Part]:
         """The parts in the order of work: of each tier tuning and first seed of every part, then the other seeds."""

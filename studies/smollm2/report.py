@@ -20,7 +20,8 @@ from typing import Any
 
 from sparse_opt.tables import markdown_table
 
-from .plan import PLAN, SOURCES, TUNING_SEED, Study
+from ..training import SOURCES
+from .plan import PLAN, TUNING_SEED, Run, Study
 from .verdicts import OF_SCORES, best_of, compared, difference, law, overlaps, ratio, score_of, verdict
 
 RESULTS = Path(__file__).with_name("results")
@@ -92,9 +93,7 @@ def overlap_table(study: Study) -> str:
     """Weights that two runs have both changed, in relation to chance."""
     by_kind = defaultdict(list)
     for first, second, counts in overlaps(study, study.of_claim(2, study.tasks)):
-        names = ("algorithm", "task", "seed")
-        kind = ", ".join(name for name in names if getattr(first, name) != getattr(second, name))
-        by_kind[kind].append(counts)
+        by_kind[difference_of(first, second)].append(counts)
     rows = []
     for kind, found in sorted(by_kind.items()):
         ratios, smaller = [ratio(counts) for counts in found], [min(c["n"], c["n_other"]) for c in found]
@@ -108,6 +107,11 @@ def overlap_table(study: Study) -> str:
     headers = ("runs differ in", "pairs", "in common", "by chance in tensors", "and exponents", "ratio",
                "its standard error")  # fmt: skip
     return markdown_table(headers, rows)
+
+
+def difference_of(first: Run, second: Run) -> str:
+    """In which of algorithm, task and seed two runs differ, in words."""
+    return ", ".join(name for name in ("algorithm", "task", "seed") if getattr(first, name) != getattr(second, name))
 
 
 def closeness_table(study: Study) -> str:
@@ -156,12 +160,12 @@ def source_table(study: Study, task: str) -> str:
 def equal_time_table(study: Study) -> str:
     """The held-out scores of masks in the time of their task's dense runs."""
     rows = []
-    scored = [part for part in (*study.parts, *study.equal_time()) if has_seeds(study.rows_of(part))]
     for dense in study.of_claim(4, study.tasks):
-        if dense not in scored or dense.subject.trained != "dense":
+        timed = [part for part in study.parts if part.n_steps and part.subject.task == dense.subject.task]
+        timed = [part for part in timed if has_seeds(study.rows_of(part))]
+        if dense.subject.trained != "dense" or not timed:
             continue
-        timed = [part for part in scored if part.n_steps and part.subject.task == dense.subject.task]
-        for part in [dense, *timed] if timed else []:
+        for part in (dense, *timed):
             runs, of_dense = study.rows_of(part), score_of(study.rows_of(dense))
             found = difference(score_of(runs), of_dense)
             known = part is not dense and not math.isnan(found.error)
@@ -187,7 +191,7 @@ def score_table(study: Study) -> str:
     """What GRPO learned and forgot by task, without masks of one seed, which `source_table` has; first the start."""
     rows = []
     of_grpo = [part for part in study.parts if part.subject.algorithm == "grpo"]
-    of_grpo = [part for part in of_grpo if len(part.seeds) != 1 or not part.trained.is_mask]
+    of_grpo = [part for part in of_grpo if part.claims and (len(part.seeds) != 1 or not part.trained.is_mask)]
     for task in study.tasks:
         if start := study.starts.get(task):
             rows.append((task, "nothing", "", "", f"{start['accuracy']:.3f}", "", "", "", *forgotten([start]), ""))
@@ -286,12 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.write:
         print("\n\n".join(f"## {name}\n\n{table(study)}" for name, table in TABLES.items()))
         return 0
-    from .figures import plot, plot_updates
+    from .figures import plot
 
     page = ROOT / "docs/study.md"
     page.write_text(filled(page.read_text(encoding="utf-8"), study), encoding="utf-8")
     plot(study, ROOT / "docs/figures/study.png")
-    plot_updates(study, ROOT / "docs/figures/study_updates.png")
     return 0
 
 
