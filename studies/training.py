@@ -34,6 +34,14 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     aside.replace(file)
 
 
+def fill_tables(page: Path, tables: Mapping[str, str]) -> None:
+    """Replace what is between `<!-- table: NAME -->` and `<!-- end -->` on a page, for the names in `tables`."""
+    names = "|".join(tables)
+    span = re.compile(rf"(?<=^<!-- table: )({names})( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+    text = page.read_text(encoding="utf-8")
+    page.write_text(span.sub(lambda found: f"{found[1]}{found[2]}\n{tables[found[1]]}\n\n", text), encoding="utf-8")
+
+
 def rounded(rate: float) -> float:
     """A learning rate with six digits, because 3e-5 * 0.3 has seventeen."""
     return float(f"{rate:.6g}")
@@ -51,6 +59,8 @@ def beyond(tried: Sequence[float], best: float) -> list[float]:
     return [rounded(max(rate / 10 for rate in tried if 1.01 * rate / 10 < best))]
 
 
+ROOT = Path(__file__).parents[1]
+TUNING_SEED = 1000
 EARLY = (2, 5, 10)  # percent of the steps of a dense run
 WHOLE = ("dense", "sgd", "again", "subnetwork")
 ADAPTERS = ("lora", "shira", "supertuning")

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from sparse_opt.bench.common.plots import COLOURS
 
-from ..training import SOURCES
-from .plan import TUNING_SEED, Part, Study
+from ..training import SOURCES, TUNING_SEED
+from .plan import Part, Study
 from .report import has_seeds
 from .verdicts import score_of
 

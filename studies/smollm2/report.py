@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +19,11 @@ from typing import Any
 
 from sparse_opt.tables import markdown_table
 
-from ..training import SOURCES
-from .plan import PLAN, TUNING_SEED, Run, Study
+from ..training import ROOT, SOURCES, TUNING_SEED, fill_tables
+from .plan import PLAN, Run, Study
 from .verdicts import OF_SCORES, best_of, compared, difference, law, overlaps, ratio, score_of, verdict
 
 RESULTS = Path(__file__).with_name("results")
-ROOT = Path(__file__).parents[2]
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -274,12 +272,6 @@ TABLES: dict[str, Callable[[Study], str]] = {
 }
 
 
-def filled(page: str, study: Study) -> str:
-    """A page with its tables made anew, between `<!-- table: NAME -->` and `<!-- end -->`."""
-    span = re.compile(r"(?<=^<!-- table: )(\w+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
-    return span.sub(lambda found: f"{found[1]}{found[2]}\n{TABLES[found[1]](study)}\n\n", page)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.smollm2.report", description=__doc__.partition(":")[0])
     parser.add_argument("--output_dir", type=Path, default=RESULTS, help="folder of results.jsonl (%(default)s)")
@@ -292,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from .figures import plot
 
-    page = ROOT / "docs/study.md"
-    page.write_text(filled(page.read_text(encoding="utf-8"), study), encoding="utf-8")
+    fill_tables(ROOT / "docs/study.md", {name: table(study) for name, table in TABLES.items()})
     plot(study, ROOT / "docs/figures/study.png")
     return 0
 

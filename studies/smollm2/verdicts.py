@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import NormalDist, mean, stdev
 from typing import Any, NamedTuple
 
-from ..training import Trained
-from .plan import OF_DENSE, TUNING_SEED, Part, Run, Study, Subject
+from ..training import TUNING_SEED, Trained
+from .plan import OF_DENSE, Part, Run, Study, Subject
 
 OF_SCORES = (3, 4, 5, 6, 8)  # claims whose verdict is from differences of scores
 MARGIN, GAIN = 0.05, 0.1  # of accuracy
