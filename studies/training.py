@@ -127,8 +127,7 @@ def train(algorithm: str, options: Mapping[str, Any], folder: Path) -> dict[str,
                 of_state = sum(optimizer.nbytes().values())
             else:
                 tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-                tensors += [param.grad for group in optimizer.param_groups for param in group["params"]
-                            if param.grad is not None]  # fmt: skip
+                tensors += [param for group in optimizer.param_groups for param in group["params"]]  # their gradients
                 of_state = sum(tensor.nbytes for tensor in tensors)
             self.measured = {
                 "log": state.log_history,

@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from matplotlib.figure import Figure
-
+from sparse_opt.analysis.output_files import new_figure, save_png
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.tables import markdown_table
 
@@ -107,7 +106,7 @@ def plot(results: Results, panels: dict[str, tuple[str, dict[str, str]]], path: 
     Args:
         panels: title -> algorithm, and label of a line -> what is trained.
     """
-    figure = Figure(figsize=(4.6 * len(panels), 4.4), layout="constrained")
+    figure = new_figure(4.6 * len(panels), 4.4)
     labelled: dict[str, Any] = {}
     for axes, (title, (algorithm, lines)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for colour, (label, trained) in zip(_COLOURS, lines.items(), strict=False):
@@ -121,7 +120,7 @@ def plot(results: Results, panels: dict[str, tuple[str, dict[str, str]]], path: 
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = labelled.values(), labelled.keys()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labelled), 6), frameon=False)
-    figure.savefig(path, dpi=110)
+    save_png(figure, path)
 
 
 def smooth(curve: Sequence[float]) -> list[float]:

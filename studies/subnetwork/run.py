@@ -4,9 +4,9 @@
     python -m studies.subnetwork.run --write                    # the table of docs/results.md from subnetwork.json
 
 A dense DPO run determines which weights move by more than 1e-5. A second run from the same start, over the same
-batches, trains only those. The results are shares of weights within 1e-4 and 1e-5 of the dense run's: of all weights, and of the
-trained ones alone, because the others differ by 1e-5 at most. The weights are fp32; in rows of bf16 they are rounded to
-bf16 at the start and before they are compared.
+batches, trains only those. The results are shares of weights within 1e-4 and 1e-5 of the dense run's: of all weights,
+and of the trained ones alone, because the others differ by 1e-5 at most. The weights are fp32; in rows of bf16 they are
+rounded to bf16 at the start and before they are compared.
 """
 
 from __future__ import annotations

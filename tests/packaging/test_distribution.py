@@ -69,8 +69,7 @@ def test_wheel_holds_the_settings_that_modules_read(wheel_files, checkout):
         f"sparse_opt/{path.relative_to(checkout)}" for path in (checkout / "trainers/profiles").glob("*/*.yaml")
     }
     assert profiles, "trainers/profiles has no settings"
-    of_benchmarks = {"sparse_opt/bench/training/learning/learning.yaml", "sparse_opt/bench/study/study.yaml"}
-    assert profiles | of_benchmarks <= wheel_files
+    assert profiles <= wheel_files
 
 
 def test_wheel_holds_no_sources_tests_or_results(wheel_files):
