@@ -84,6 +84,13 @@ def test_no_run_of_the_kept_study_is_missing_and_all_are_in_the_plan():
     assert {(run.subject, run.n_steps) for run in kept.rows} == planned
 
 
+@pytest.mark.parametrize("name", ["small", "large", "tiles"])
+def test_the_plans_of_arithmetic_can_begin(name, tmp_path):
+    plan = Study(tmp_path, Path(learning.__file__).with_name(f"{name}.yaml"))
+    assert {run.seed for run in runner.jobs(plan, plan.parts)} == {TUNING_SEED}
+    assert {part.subject.algorithm for part in plan.parts} <= plan.settings.keys()
+
+
 def test_each_part_is_tuned_and_runs_its_seeds_at_the_best_rate(study):
     plan = study({"trained": ["dense"], "claims": [4]}, {"trained": ["again"], "seeds": [0], "rate_of": "dense"})
     runs = [run for run in finish(plan, lambda run: 0.9) if run.task == "sums"]
