@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -20,6 +21,7 @@ from sparse_opt import MaskSet
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.optim.sparse_optimizer import SparseOptimizer
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -123,16 +125,16 @@ def train(algorithm: str, options: Mapping[str, Any], folder: Path) -> dict[str,
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # accelerate's wrapper
-            if hasattr(optimizer, "nbytes"):
-                of_state = sum(optimizer.nbytes().values())
+            if isinstance(optimizer, SparseOptimizer):
+                of_optimizer = sum(optimizer.nbytes().values())
             else:
-                tensors = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+                tensors = [value for of in optimizer.state.values() for value in of.values() if torch.is_tensor(value)]
                 tensors += [param for group in optimizer.param_groups for param in group["params"]]  # their gradients
-                of_state = sum(tensor.nbytes for tensor in tensors)
+                of_optimizer = sum(tensor.nbytes for tensor in tensors)
             self.measured = {
                 "log": state.log_history,
                 "step_time_s": median(self.seconds),
-                "optimizer_bytes": of_state,
+                "optimizer_bytes": of_optimizer,
                 "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             }
 
@@ -173,9 +175,8 @@ def load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), AutoTokenizer.from_pretrained(
-        folder, padding_side="left"
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
 @torch.no_grad()
@@ -236,7 +237,7 @@ def make_mask(
         dataset: for fisher and snip: rows, and how many to score the weights by.
     """
     name = str(trained).replace(":", "_") + (f"_seed{seed}" if trained.source == "random" else "")
-    file, aside = folder / f"{name}.safetensors", folder / f"aside_{name}.safetensors"
+    file, aside = folder / f"{name}.safetensors", folder / f"aside_{os.getpid()}_{name}.safetensors"
     if file.is_file():
         return file
     folder.mkdir(parents=True, exist_ok=True)
@@ -271,7 +272,7 @@ def work(
     """Call `keep(job, do(job))` for all jobs, each in a process of its own; return the number that failed.
 
     Args:
-        jobs: called after each job; yields those that can begin, unfinished ones first.
+        jobs: called after each job; yields those that are left and can begin, in their order.
     """
     running: dict[Any, Any] = {}
     failed: set[Any] = set()

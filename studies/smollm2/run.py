@@ -2,7 +2,7 @@
 
     python -m studies.smollm2.run --output_dir study --workers 8
     python -m studies.smollm2.run --output_dir study --claims 1 4 --dry_run
-    python -m studies.smollm2.run --output_dir small --plan studies/smollm2/small.yaml    # on a CPU
+    python -m studies.smollm2.run --output_dir small --plan studies/learning/small.yaml    # on a CPU
 
 Everything that is trained has learning rates of its own: tuning makes one run with a seed of its own at each of a few
 rates, scored on questions that are neither trained on nor held out, and further ones while the best is the lowest or
