@@ -10,9 +10,8 @@
 | `kernels.dram_bytes` | the bytes that the ops move, counted by Nsight Compute, next to their minimum |
 | `delta` | patches, delta logs and mask finding |
 | `training.baseline` | training end to end, sparse, dense and LoRA: time of each part of a step, and peak memory |
-| `training.learning` | what the loops learn on generated arithmetic, by mode, learning rate and mask pattern |
 | `training.profiles` | RFT's profiles compared with plain training: tokens per second, memory, accuracy |
-| `training.delta_logging`, `training.trl_memory`, `training.subnetwork` | see their docstrings |
+| `training.delta_logging`, `training.trl_memory` | see their docstrings |
 | `report_tables` | the generated tables of the documentation, from the JSON of measured runs |
 | `common.harness` | the command line, report and exit code of every benchmark |
 | `common.spread` | the spread between runs of the same code, from files of `pytest bench` |

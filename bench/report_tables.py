@@ -25,7 +25,6 @@ from .kernels import access_rates, bounds, dram_bytes
 from .kernels.table import main as kernels
 from .kernels.table import targets
 from .scale import report as scale_report
-from .study import published as study
 from .training import trl_memory
 from .training.baseline import report as baseline_report
 from .training.delta_logging import report as logging_report
@@ -40,7 +39,6 @@ DOCUMENTS = (
     Path("docs/delta_logs.md"),
     Path("docs/distributed.md"),
     Path("docs/weight_sync.md"),
-    Path("docs/study.md"),
     Path("docs/verl.md"),
 )
 SPAN = re.compile(r"(?<=^<!-- table: )([a-z0-9_]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
@@ -293,8 +291,6 @@ verl_tables = {
     )
     for name in ("verl", "verl_unfused")
 }
-# Of `sparse-opt bench study`: an output folder without the model and the runs.
-STUDY = Path("study/smollm2")
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -319,10 +315,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tiles": tile_table,
     "tile_baselines": tile_baseline_table,
     **verl_tables,
-    "study_verdicts": lambda results: study.verdicts(results / STUDY),
-    "study_scores": lambda results: study.scores(results / STUDY),
-    "study_sources": lambda results: study.sources(results / STUDY),
-    "study_equal_time": lambda results: study.at_equal_time(results / STUDY),
 }
 
 

@@ -34,10 +34,6 @@ BENCHMARKS = {
         "kernels.table.main",
         "every op and optimizer on the shapes of a 3B model, with bandwidth bounds, peers and targets",
     ),
-    "learning": (
-        "training.learning.main",
-        "the accuracy that the loops reach on generated arithmetic: dense, LoRA and sparse, by rate and pattern",
-    ),
     "profiles": (
         "training.profiles",
         "RFT's profiles compared with plain training: tokens per second, memory, accuracy",
@@ -45,10 +41,6 @@ BENCHMARKS = {
     "scale": (
         "scale.main",
         "the largest model of one GPU: peak memory and time of a DPO step, by model size, dense, LoRA and sparse",
-    ),
-    "study": (
-        "study.main",
-        "claims about sparse training on a pretrained model: runs, tables and verdicts; resumable",
     ),
     "verl": (
         "verl.main",

