@@ -57,10 +57,9 @@ def run_squash(args: Namespace) -> None:
 
 def run_convert(args: Namespace) -> None:
     """Write any log as a new delta log."""
-    from sparse_opt.trainers.run.outputs import check_new_folder
-
     from ...delta.export import convert
     from ...delta.log import DeltaLog
+    from ...model_folder import check_new_folder
 
     if args.keyframe_every is not None and args.keyframe_every < 1:
         raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: expected 1 or more")

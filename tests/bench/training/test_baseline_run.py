@@ -27,10 +27,10 @@ from sparse_opt.bench.training.baseline.modes import Job, prepare
 from sparse_opt.bench.training.baseline.report import FIRST_LOSS_ATOL, summary, wrong_results
 from sparse_opt.bench.training.baseline.run import Sections, compile_layers, covered, even_share, run
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.data.encoding import TokenSequence, collate
-from sparse_opt.trainers.policy.branch_attention import Pieces
-from sparse_opt.trainers.policy.logprobs import token_logprobs
-from sparse_opt.trainers.policy.models import load_policy
+from sparse_opt.trainers.batches import TokenSequence, collate
+from sparse_opt.trainers.shared_prompts import Pieces
+from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.trainers.models import load_policy
 from sparse_opt.trainers.run import graphs
 
 MODES = ("dense", "sparse", "lora", "shira")
