@@ -35,8 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.files import new_folder
-from sparse_opt.model_folder import check_new_folder, save_model, writing
+from sparse_opt.files import check_new_folder, new_folder, save_model, writing
 
 from .console import run_module
 

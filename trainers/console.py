@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_opt.errors import ConfigError, SparseOptError
-from sparse_opt.model_folder import check_new_folder, writing
+from sparse_opt.files import check_new_folder, writing
 
 METRICS_FILE = "metrics.jsonl"
 _SECONDS_BETWEEN_LINES = 2.0

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_opt.model_folder import save_model
+from sparse_opt.files import save_model
 
 from .batches import (
     ShuffledOrder,

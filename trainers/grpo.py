@@ -23,8 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparse_opt.files import save_model
 from sparse_opt.integrations.trl.rewards import RewardFunction, load_rewards
-from sparse_opt.model_folder import save_model
 
 from .batches import Prompt, ShuffledOrder, load_prompts, require_known_tokens
 from .console import Metrics, run_module

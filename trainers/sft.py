@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparse_opt.model_folder import save_model
+from sparse_opt.files import save_model
 
 from .batches import ShuffledOrder, TokenBatch, chunks, collate_examples, load_examples, require_known_tokens
 from .console import Metrics, run_module

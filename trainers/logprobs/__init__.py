@@ -27,8 +27,7 @@ from .. import shared_prompts
 from ..batches import TokenBatch
 from ..models import attends_without_masks, has_compiled_layers, skip_padding_masks
 from .chunked import linear_logprobs, selected_logprobs
-from .output_layer import hidden_states, plain_head
-from .weight_grad import WeightGrad
+from .output_layer import WeightGrad, hidden_states, plain_head
 
 
 def completion_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:

@@ -3,7 +3,7 @@
 `selected_logprobs` takes logits in chunks of rows. `linear_logprobs` computes the logits one slice of the vocabulary at
 a time. If `fused`, the work on a slice's logits between its two matrix products is compiled: one or two kernels read
 the logits and write the input of the second product. A batch with few logits is then one slice, of which that input is
-kept for the backward pass (`one_slice`); all others are computed a second time there, and never held as a whole.
+kept for the backward pass (`fused.OneSlice`); all others are computed a second time there, and never held as a whole.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import fused as fused_work
-from .one_slice import OneSlice
-from .weight_grad import WeightGrad
+from .output_layer import WeightGrad
 
 # Maximum number of logits held at once: 2^24 elements are 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
@@ -123,8 +122,8 @@ def linear_logprobs(
     The products are accumulated in fp32 (accumulating slices in bf16 biases training, as TRL found:
     https://github.com/huggingface/trl, kernels/chunked_logprob.py) and rounded once. The gradient of the weight is
     computed from kept or recomputed values, one slice of words at a time and over all positions at once, so that each
-    of its elements is one product with one rounding, as in a linear layer (in `one_slice` the product's second operand
-    is rounded, too). It is computed at the end of the backward pass, see `WeightGrad`. Fused losses of other libraries
+    of its elements is one product with one rounding, as in a linear layer (in `fused.OneSlice` the product's second
+    operand is rounded, too). It is computed at the end of the backward pass, see `WeightGrad`. Fused losses of other libraries
     keep this gradient in fp32, twice the size of a bf16 weight, from the start of the backward pass or earlier.
 
     Args:
@@ -153,7 +152,7 @@ def linear_logprobs(
         weight_grad,
     )
     if fused and labels.numel() * len(weight) <= _KEPT_ELEMENTS and hidden.dtype != torch.float16:
-        flat = OneSlice.apply(*operands)
+        flat = fused_work.OneSlice.apply(*operands)
     else:
         flat = _LinearLogprobs.apply(*operands, fused)
     return flat.view(labels.shape)

@@ -88,7 +88,7 @@ def reconstruct(delta_log_dir: Path, step: int, model_name: str, output_dir: Pat
 def _reconstruct(log: Log, step: int, model_name: str, output_dir: Path) -> str:
     from sparse_opt.trainers.pretrained import load_causal_lm, load_tokenizer_from
 
-    from ...model_folder import check_new_folder, save_model
+    from ...files import check_new_folder, save_model
     from ...progress import hide_progress_bars
 
     check_new_folder(output_dir, "output_dir")
@@ -115,7 +115,7 @@ def run_export(args: Namespace) -> None:
     """Write a step in one of the formats of `delta.export`."""
     from ...delta.export import export_state, export_values
     from ...delta.pt import export_pt
-    from ...model_folder import check_new_folder
+    from ...files import check_new_folder
 
     if args.format != "pt" and len(args.step) > 1:
         raise ConfigError(f"option 'step' is {args.step}: format {args.format} takes one step")
