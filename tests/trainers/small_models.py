@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
-from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence
+from sparse_opt.trainers.batches import TokenBatch, TokenSequence
 
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7}
 
@@ -51,3 +51,25 @@ def assert_same_gradients(ours, theirs):
     for name, grad in theirs.items():
         # Sums over some 100 positions and 211 words, accumulated in different orders.
         torch.testing.assert_close(ours[name], grad, rtol=0, atol=200 * 2**-23 * grad.abs().max().item(), msg=name)
+
+
+def with_lora(model):
+    """The model in peft's wrapper, with an adapter that changes what it writes."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return wrapped
+
+
+@torch.no_grad()
+def plain_table(model, ids, temperature=1.0):
+    """log_softmax(logits / temperature) at each position of one sequence, without padding or cache: [T, V] fp32."""
+    return (
+        model(torch.tensor([ids], device=model.device), use_cache=False).logits[0].float() / temperature
+    ).log_softmax(-1)
