@@ -18,10 +18,17 @@ from transformers import (
 )
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers.data.encoding import TokenSequence, collate
-from sparse_opt.trainers.policy.adapters import add_lora, add_shira, add_supertuning, shira_rank
-from sparse_opt.trainers.policy.logprobs import token_logprobs
-from sparse_opt.trainers.policy.models import load_policy, make_masks_skippable, resolve_device, skip_padding_masks
+from sparse_opt.trainers.batches import TokenSequence, collate
+from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.trainers.models import (
+    add_lora,
+    add_shira,
+    load_model,
+    make_masks_skippable,
+    resolve_device,
+    shira_rank,
+    skip_padding_masks,
+)
 
 FP32_EPS = 2**-23
 BATCH = collate([TokenSequence(list(range(3, 40)), 2), TokenSequence(list(range(50, 60)), 4)], pad_id=0)
@@ -91,8 +98,8 @@ def test_log_probabilities_wait_for_no_number(plain):
 
 
 @pytest.mark.parametrize("padded_on", ["left", "right", "both"])
-def test_a_loaded_policy_is_like_any_other_model(dpo_options, model_folder, padded_on):
-    policy = load_policy(dpo_options(), torch.device("cpu")).eval()
+def test_a_loaded_policy_is_like_any_other_model(model_folder, padded_on):
+    policy = load_model(model_folder, torch.device("cpu"), "fp32").eval()
     other = AutoModelForCausalLM.from_pretrained(model_folder, dtype=next(policy.parameters()).dtype).eval()
     width, ids = 24, list(range(40, 54))
     before = {"left": width - len(ids), "right": 0, "both": 3}[padded_on]
@@ -224,36 +231,6 @@ def test_sparse_adapters_start_as_no_change_and_train_alone():
     for adapters, same in ((again, True), (other, False)):
         drawn = adapters.base_model.model.model.layers[1].self_attn.q_proj.shira_indices["default"]
         assert torch.equal(drawn, query.shira_indices["default"]) == same
-
-
-def test_supertuning_trains_the_largest_values_and_as_many_as_lora():
-    peft = pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
-    if not hasattr(peft, "SupertuningConfig"):
-        pytest.skip(f"peft {peft.__version__} has no Super-Tuning")
-    model = small(LlamaConfig, tie_word_embeddings=True).bfloat16()
-    with torch.no_grad():
-        before = token_logprobs(model, BATCH)
-    weight = model.model.layers[1].mlp.up_proj.weight.detach().clone()
-    adapted = add_supertuning(model, rank=3)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    per_layer = 3 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 48))
-    # Each of 14 layers has part of a value less.
-    assert 0 <= 2 * per_layer - sum(p.numel() for p in trained.values()) <= 14
-    layer = model.model.layers[1].mlp.up_proj
-    chosen = torch.zeros(weight.numel(), dtype=torch.bool)
-    chosen[layer.supertuning_indices["default"].long()] = True
-    assert weight.flatten()[chosen].abs().min() >= weight.flatten()[~chosen].abs().max()
-    with torch.no_grad():
-        assert torch.equal(token_logprobs(model, BATCH), before)
-        for parameter in trained.values():
-            parameter.fill_(0.1)
-        with adapted.disable_adapter():
-            assert torch.equal(token_logprobs(model, BATCH), before)
-    token_logprobs(model, BATCH).sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained.values())
-    with pytest.raises(ConfigError, match="Super-Tuning of rank 60 needs"):
-        add_supertuning(small(LlamaConfig), rank=60)
 
 
 @pytest.mark.parametrize("density", [0.06, 0.1, 0.3, 0.5])

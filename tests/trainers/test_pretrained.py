@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparse_opt.errors import DataError
-from sparse_opt.trainers.policy.pretrained import load_config_from, load_pretrained, load_tokenizer_from
+from sparse_opt.trainers.pretrained import load_config_from, load_pretrained, load_tokenizer_from
 
 
 @pytest.fixture

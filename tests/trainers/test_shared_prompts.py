@@ -7,51 +7,35 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import assert_same_gradients, small
+from small_models import assert_same_gradients, grads_of, small
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    GPT2Config,
-    GPTNeoConfig,
-    JambaConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    MixtralConfig,
-    OpenAIGPTConfig,
-    Qwen2Config,
-)
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers.data import shared_prompts
-from sparse_opt.trainers.data.encoding import TokenSequence, collate_examples
-from sparse_opt.trainers.data.shared_prompts import (
+from sparse_opt.trainers import logprobs as logprobs_module
+from sparse_opt.trainers import shared_prompts
+from sparse_opt.trainers.batches import TokenSequence, collate, collate_examples
+from sparse_opt.trainers.dpo import dpo_loss
+from sparse_opt.trainers.logprobs import completion_logprobs, fused, token_logprobs
+from sparse_opt.trainers.models import add_lora, attends_without_masks, compile_layers, make_masks_skippable
+from sparse_opt.trainers.sampling import Rollout
+from sparse_opt.trainers.shared_prompts import (
+    BranchRow,
+    Pieces,
+    SeparateRows,
+    branch_mask,
+    branch_offsets,
     check_shared_prompts,
     collate_shared_prompts,
+    lay_out,
     n_row_tokens,
     n_shared_tokens,
+    supports,
 )
-from sparse_opt.trainers.dpo import dpo_loss
-from sparse_opt.trainers.policy import branch_attention
-from sparse_opt.trainers.policy import logprobs as logprobs_module
-from sparse_opt.trainers.policy.adapters import add_lora
-from sparse_opt.trainers.policy.branch_attention import Pieces, SeparateRows
-from sparse_opt.trainers.policy.logprobs import completion_logprobs, fused, token_logprobs, token_logprobs_and_states
-from sparse_opt.trainers.policy.models import attends_without_masks, compile_layers, make_masks_skippable
 
 EPS = 2**-23
 PAD = 0
-EAGER = {"attn_implementation": "eager"}
-MODELS = {
-    "llama": (LlamaConfig, {}),
-    "llama-eager": (LlamaConfig, EAGER),
-    "qwen2": (Qwen2Config, {}),
-    "gpt2": (GPT2Config, {}),  # learned positions, and an output layer tied to the embedding
-    "gpt2-eager": (GPT2Config, EAGER),
-    "mistral-window": (MistralConfig, {"sliding_window": 40}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
-}
+MODELS = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 
 
 def tokens(n, seed):
@@ -88,15 +72,13 @@ PAIRS = {
     ),
 }
 ALL = [found for found, _ in PAIRS.values()]
-LONGEST_ROW = max(map(n_row_tokens, ALL))
 
 
 @pytest.fixture(params=MODELS)
 def model(request):
     """As the loops load it."""
-    config_class, changes = MODELS[request.param]
-    found = small(config_class, **changes)
-    assert make_masks_skippable(found) == (request.param in ("llama", "qwen2"))
+    found = small(MODELS[request.param])
+    assert make_masks_skippable(found)
     return found
 
 
@@ -128,8 +110,6 @@ def test_counts_of_a_batch():
     assert batch.n_trained == separate.n_trained == int(batch.completion_mask.sum())
     assert batch.n_tokens == sum(map(n_row_tokens, ALL)) == separate.n_tokens - sum(n for _, n in PAIRS.values())
     assert batch.first_trained == int(batch.completion_mask.any(dim=0).nonzero()[0])
-    expected = [sequence.n_trained for column in zip(*ALL, strict=True) for sequence in column]
-    assert batch.n_trained_of_sequences().tolist() == separate.n_trained_of_sequences().tolist() == expected
 
 
 def test_rows_are_padded_to_a_multiple():
@@ -162,17 +142,6 @@ def test_shapes_of_padded_rows_follow_from_three_lengths():
     assert 1 < len(shapes) == len(lengths) < 10
 
 
-def test_no_pairs():
-    batch = collate_shared_prompts([], PAD)
-    assert batch.input_ids.shape[0] == batch.n_tokens == batch.n_trained == 0
-    assert batch.sequence_sums(torch.zeros(0, batch.input_ids.shape[1] - batch.first_trained)).shape == (0,)
-
-
-def test_a_row_of_a_long_prompt_has_five_eighths_of_the_tokens():
-    long = pair(tokens(96, 0), tokens(32, 1), tokens(32, 2))
-    assert n_row_tokens(long) == 96 + 32 + 32 + 1 and collate_examples([long], PAD).n_tokens == 256
-
-
 # Training on them
 
 
@@ -200,26 +169,28 @@ def assert_trains_like_separate_rows(model, pairs):
 
 
 def test_sums_losses_and_gradients_are_those_of_separate_rows(model):
-    check_shared_prompts(model, LONGEST_ROW)
+    check_shared_prompts(model)
     assert_trains_like_separate_rows(model, ALL)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", ["equal completions", "no prompt, equal starts", "a border within the other's prompt"])
 def test_gradients_of_a_pair_alone(name):
     model = small(LlamaConfig)
     make_masks_skippable(model)
     found = []
-    for collate in (collate_shared_prompts, collate_examples):
+    for make_batch in (collate_shared_prompts, collate_examples):
         model.zero_grad()
         # Unlike DPO's, the gradients of equal completions do not cancel.
-        (completion_logprobs(model, collate([PAIRS[name][0]], PAD)) * torch.tensor([1.0, -0.5])).sum().backward()
+        (completion_logprobs(model, make_batch([PAIRS[name][0]], PAD)) * torch.tensor([1.0, -0.5])).sum().backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert_same_gradients(*found)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters(checkpointing):
-    model = add_lora(small(Qwen2Config), 2).train()
+    model = small(Qwen2Config)
+    make_masks_skippable(model)
+    model = add_lora(model, 2).train()
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, which would hide lora_A
@@ -228,7 +199,7 @@ def test_adapters(checkpointing):
         base = model.get_base_model()
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    check_shared_prompts(model, LONGEST_ROW)
+    check_shared_prompts(model)
     assert_trains_like_separate_rows(model, ALL)
 
 
@@ -244,7 +215,7 @@ def test_compiled_layers(monkeypatch):
     make_masks_skippable(model)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
-    check_shared_prompts(model, LONGEST_ROW)
+    check_shared_prompts(model)
     assert_trains_like_separate_rows(model, ALL)
 
 
@@ -273,10 +244,10 @@ LAYOUTS = {"pieces": Pieces, "separate rows": SeparateRows}
 def without_mask(request, monkeypatch):
     """Attention in one of the two ways, on a CPU."""
     monkeypatch.setattr(shared_prompts, "lay_out", LAYOUTS[request.param].of)
-    monkeypatch.setattr(branch_attention, "supports", lambda layout, dtype, device: True)
-    monkeypatch.setattr(branch_attention, "varlen_attn", attention_by_pieces)
-    monkeypatch.setattr(branch_attention, "_OPTIONS", {"window_size": None, "enable_gqa": None})
-    monkeypatch.setattr(logprobs_module, "branch_mask", None)  # not called
+    monkeypatch.setattr(shared_prompts, "supports", lambda layout, dtype, device: True)
+    monkeypatch.setattr(shared_prompts, "varlen_attn", attention_by_pieces, raising=False)
+    monkeypatch.setattr(shared_prompts, "_OPTIONS", {"window_size": None, "enable_gqa": None})
+    monkeypatch.setattr(shared_prompts, "branch_mask", None)  # not called
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
@@ -289,23 +260,6 @@ def test_attention_without_a_mask_is_that_of_separate_rows(config_class, checkpo
         enable({"use_reentrant": False})
     assert_trains_like_separate_rows(model, ALL)
     assert_trains_like_separate_rows(model, [PAIRS["no prompt"][0]])
-
-
-def test_attention_without_a_mask_of_many_completions(without_mask):
-    model = small(LlamaConfig)
-    make_masks_skippable(model)
-    groups = [[TokenSequence(PROMPT + tokens(3 + i, i), 9) for i in range(n)] for n in (1, 4)]
-    batch = collate_shared_prompts(groups, PAD)
-    separate = collate_examples([[sequence] for group in groups for sequence in group], PAD)
-    found, expected = token_logprobs(model, batch), token_logprobs(model, separate)
-    torch.testing.assert_close(found.sum(), expected.sum(), rtol=0, atol=22 * 30 * 8 * EPS)
-    assert_same_gradients(grads_of_sum(model, found), grads_of_sum(model, expected))
-
-
-def grads_of_sum(model, logprobs):
-    model.zero_grad()
-    logprobs.sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("without_mask", ["separate rows"], indirect=True)
@@ -340,11 +294,11 @@ def test_attention_without_a_mask_is_as_good_as_with_one(layout, compiled, monke
     exact = [gradients(model, batch) for batch in batches]  # in fp32, by a mask
     model.bfloat16()
     assert attends_without_masks(model)
-    assert all(branch_attention.supports(batch.branch_layout, torch.bfloat16, device) for batch in batches)
+    assert all(supports(batch.branch_layout, torch.bfloat16, device) for batch in batches)
     if compiled:
         compile_layers(model)
     found = [gradients(model, batch) for batch in batches]
-    monkeypatch.setattr(branch_attention, "supports", lambda layout, dtype, device: False)
+    monkeypatch.setattr(shared_prompts, "supports", lambda layout, dtype, device: False)
     masked = [gradients(model, batch) for batch in batches]
     for (sums, _, grads), (exact_sums, _, exact_grads), (their_sums, _, their_grads) in zip(
         found, exact, masked, strict=True
@@ -358,36 +312,6 @@ def test_attention_without_a_mask_is_as_good_as_with_one(layout, compiled, monke
         assert ours <= 2 * theirs
 
 
-def test_under_autocast():
-    assert_as_good_under_autocast(small(LlamaConfig))
-
-
-def test_without_a_mask_under_autocast(without_mask):
-    model = small(LlamaConfig)
-    make_masks_skippable(model)
-    assert_as_good_under_autocast(model)
-
-
-def assert_as_good_under_autocast(model):
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        shared, separate = (
-            completion_logprobs(model, collate(ALL, PAD)) for collate in (collate_shared_prompts, collate_examples)
-        )
-    exact = completion_logprobs(model, collate_examples(ALL, PAD)).detach()
-    # No further from the fp32 values than twice the separate rows in bf16 are.
-    assert (shared - exact).norm() <= 2 * (separate - exact).norm()
-
-
-def test_states_are_those_that_predict():
-    model = small(LlamaConfig)
-    batch = collate_shared_prompts(ALL, PAD)
-    logprobs, states = token_logprobs_and_states(model, batch)
-    labels = batch.input_ids[:, batch.first_trained :]
-    expected = model.lm_head(states).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    trained = batch.completion_mask[:, batch.first_trained :]
-    torch.testing.assert_close(logprobs[trained], expected[trained], rtol=0, atol=30 * 8 * EPS)
-
-
 @pytest.mark.parametrize("branch", [1, 2])
 def test_no_token_sees_the_other_completion(model, branch):
     batch = collate_shared_prompts(ALL, PAD)
@@ -396,9 +320,7 @@ def test_no_token_sees_the_other_completion(model, branch):
     with torch.no_grad():
         before, after = token_logprobs(model, batch), token_logprobs(model, changed)
     others = batch.branches[:, batch.first_trained :] != branch
-    # Bits, but in a mixture of experts the number of tokens of an expert changes.
-    atol = 30 * 8 * EPS if model.config.model_type == "mixtral" else 0
-    torch.testing.assert_close(after[others], before[others], rtol=0, atol=atol)
+    assert torch.equal(after[others], before[others])
     assert not torch.equal(before[~others], after[~others])
 
 
@@ -410,87 +332,240 @@ def causal_mask_only(branches, dtype):
 
 
 def test_a_mask_without_branches_is_detected(monkeypatch):
-    model = small(LlamaConfig)
-    with monkeypatch.context() as patch:
-        patch.setattr(logprobs_module, "branch_mask", causal_mask_only)
-        with pytest.raises(AssertionError, match="not close"):
-            assert_trains_like_separate_rows(model, ALL)
     monkeypatch.setattr(shared_prompts, "branch_mask", causal_mask_only)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM lets a completion depend on the other one in its row"):
-        check_shared_prompts(model, LONGEST_ROW)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_trains_like_separate_rows(small(LlamaConfig), ALL)
 
 
-# Models for which it would be wrong
+@pytest.mark.parametrize(("config_class", "changes"), [(GPT2Config, {}), (MistralConfig, {"sliding_window": 40})])
+def test_a_model_that_may_not_attend_to_all_tokens_is_refused(config_class, changes):
+    model = small(config_class, **changes)
+    assert not make_masks_skippable(model)
+    with pytest.raises(ConfigError, match=f"'share_prompts': a model of type {model.config.model_type} with attention"):
+        check_shared_prompts(model)
 
 
-def tiny(config_class, **sizes):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_class(vocab_size=64, **sizes))
+# Several completions of a prompt in a row
+
+
+def group(n_prompt, lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 200, (n_prompt + sum(lengths),), generator=generator).tolist()
+    prompt, rest = ids[:n_prompt], ids[n_prompt:]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [TokenSequence(prompt + rest[a : a + n], n_prompt) for a, n in zip(starts, lengths, strict=True)]
+
+
+GROUPS = [group(9, [4, 1, 7, 3], 0), group(1, [2, 5, 1, 2], 1), group(14, [6, 6, 2, 9], 2)]
+
+
+def rollout_of(per_row):
+    sequences = [sequence for one in GROUPS for sequence in one]
+    batch = collate(sequences, 0)
+    zeros = torch.zeros(batch.completion_mask[:, batch.first_trained :].shape)
+    return Rollout(batch, zeros, torch.ones(12, dtype=torch.bool), sequences, completions_per_row=per_row)
+
+
+def test_a_row_of_a_group():
+    row = collate_shared_prompts(GROUPS[:1], pad_id=2)
+    prompt = GROUPS[0][0].ids[:9]
+    own = [sequence.ids[8:] for sequence in GROUPS[0]]  # the prompt's last token, and the completion
+    ids = [*prompt[:8], *own[0], *own[1], *own[2], *own[3]]
+    assert n_row_tokens(GROUPS[0]) == len(ids) == row.n_tokens == 8 + 5 + 2 + 8 + 4
+    assert row.input_ids[0].tolist() == [*ids, *[2] * (32 - len(ids))]
+    assert branch_offsets(GROUPS[0]) == [0, 5, 7, 15]
+    assert row.branches[0, : len(ids)].tolist() == [0] * 8 + [1] * 5 + [2] * 2 + [3] * 8 + [4] * 4
+    assert row.position_ids[0, 8:15].tolist() == [8, 9, 10, 11, 12, 8, 9]
+    assert row.completion_mask[0].nonzero()[:, 0].tolist() == [9, 10, 11, 12, 14, *range(16, 23), 24, 25, 26]
+    assert (row.first_trained, row.n_trained) == (9, 15)
+
+
+@pytest.mark.parametrize("per_row", [2, 3, 9])
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_and_gradients_are_those_of_separate_rows(name, per_row):
+    sequences = [sequence for one in GROUPS for sequence in one]
+    batch = collate(sequences, 0)
+    factors = torch.randn(batch.completion_mask[:, batch.first_trained :].shape, generator=torch.manual_seed(0))
+    alone, grouped = small(MODELS[name]), small(MODELS[name])
+    for model in (alone, grouped):
+        make_masks_skippable(model)
+    expected = token_logprobs(alone, batch, 0.7)
+    found = rollout_of(per_row).token_logprobs(grouped, 0.7)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (found != 0).equal(batch.completion_mask[:, batch.first_trained :])
+    assert_same_gradients(grads_of(grouped, found * factors), grads_of(alone, expected * factors))
+
+
+def test_parts_of_a_rollout_share_rows():
+    rollout = rollout_of(4)
+    model = small(LlamaConfig)
+    whole = rollout.token_logprobs(model, 1.0)
+    for rows in (slice(2, 7), slice(0, 12), [11, 3]):
+        part = rollout.select(rows)
+        assert part.completions_per_row == 4
+        torch.testing.assert_close(part.token_logprobs(model, 1.0), rollout.cut(whole, rows), rtol=1e-5, atol=1e-5)
+
+
+# Attention by itself
+
+
+N_TOKENS = 80
+ROWS = {
+    "two completions": [BranchRow(20, [30, 50]), BranchRow(33, [60, 70]), BranchRow(2, [41, 80])],
+    "one token each": [BranchRow(20, [21, 22]), BranchRow(1, [2, 3])],
+    "one completion": [BranchRow(33, [60])],
+    "nothing shared": [BranchRow(0, [40, 75]), BranchRow(0, [80])],
+    "one to five completions": [
+        BranchRow(9, [14, 16, 24, 28, 60]),
+        BranchRow(14, [21, 28, 31]),
+        BranchRow(0, [40, 80]),
+        BranchRow(33, [60]),
+    ],
+}
+
+
+def branches_of(rows):
+    """As `collate_shared_prompts` makes them: 0 in shared tokens, then 1, 2, ...; the last with the padding."""
+    branches = torch.zeros(len(rows), N_TOKENS, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        for branch, (start, _) in enumerate(row.own()):
+            branches[number, start:] = branch + 1
+    return branches
+
+
+def is_token(rows):
+    return torch.arange(N_TOKENS) < torch.tensor([row.ends[-1] for row in rows])[:, None]
+
+
+def inputs(rows, n_kv_heads=2, dtype=torch.float64, device="cpu"):
+    """Query, key and value, as views of [B, T, heads, size], and the gradient of the output, which padding lacks."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        torch.randn(len(rows), N_TOKENS, n_heads, 16, generator=generator, dtype=torch.float64)
+        for n_heads in (4, n_kv_heads, n_kv_heads, 4)
+    ]
+    parts[3] *= is_token(rows)[:, :, None, None]
+    query, key, value, grad = (part.to(device, dtype) for part in parts)
+    return [part.transpose(1, 2).requires_grad_() for part in (query, key, value)], grad
+
+
+def masked(query, key, value, branches, scaling):
+    n_groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(n_groups, 1) for part in (key, value))
+    mask = branch_mask(branches, query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).transpose(1, 2)
+
+
+def assert_equals_masked(rows, layout, n_kv_heads=2, scaling=None):
+    parts, grad = inputs(rows, n_kv_heads)
+    found, expected = layout.attend(*parts, scaling), masked(*parts, branches_of(rows), scaling)
+    of_token = is_token(rows)
+    # Sums of at most 80 products, in two orders; a gradient sums those of up to five sequences and two heads.
+    atol = 10 * 80 * 2**-52 * 16
+    torch.testing.assert_close(found[of_token], expected[of_token], rtol=0, atol=atol)
+    assert found.isfinite().all()
+    grads, expected_grads = (torch.autograd.grad(output, parts, grad) for output in (found, expected))
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+        assert not ours.transpose(1, 2)[~of_token].any()
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("name", ROWS)
+def test_separate_rows_are_the_attention_of_a_mask(name, n_kv_heads):
+    assert_equals_masked(ROWS[name], SeparateRows.of(ROWS[name], N_TOKENS), n_kv_heads)
+
+
+def test_scaling():
+    rows = ROWS["two completions"]
+    assert_equals_masked(rows, SeparateRows.of(rows, N_TOKENS), scaling=0.6)
+
+
+def test_a_layout_in_which_completions_see_each_other_differs():
+    rows = ROWS["two completions"]
+    wrong = SeparateRows.of([BranchRow(row.n_shared, row.ends[-1:]) for row in rows], N_TOKENS)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_equals_masked(rows, wrong)
+
+
+def assert_as_good(ours, theirs, exact):
+    """An error of at most twice theirs, but for the rounding of the values themselves."""
+    rounding = torch.finfo(ours.dtype).eps / 2 * exact.norm()
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ROWS)
+def test_separate_rows_on_a_gpu_are_as_good_as_a_mask(name, compiled):
+    rows, device, dtype = ROWS[name], torch.device("cuda"), torch.bfloat16
+    layout = SeparateRows.of(rows, N_TOKENS).map(lambda tensor: tensor.to(device))
+    assert supports(layout, dtype, device)
+    branches, of_token = branches_of(rows).to(device), is_token(rows).to(device)
+
+    def attend(query, key, value):
+        return layout.attend(query, key, value, None)
+
+    def results(attention, dtype):
+        parts, grad = inputs(rows, dtype=dtype, device=device)
+        output = attention(*parts)
+        return output[of_token], *torch.autograd.grad(output, parts, grad)
+
+    def by_mask(*parts):
+        return masked(*parts, branches, None)
+
+    exact = results(by_mask, torch.float64)
+    found = results(torch.compile(attend) if compiled else attend, dtype)
+    for ours, theirs, expected in zip(found, results(by_mask, dtype), exact, strict=True):
+        assert ours.dtype == dtype
+        assert_as_good(ours, theirs, expected)
+
+
+@pytest.mark.gpu
+def test_copies_on_a_gpu_are_deterministic(monkeypatch):
+    """With a deterministic attention: the kernels of torch's own need not be."""
+    rows, device = ROWS["one to five completions"], torch.device("cuda")
+    layout = SeparateRows.of(rows, N_TOKENS).map(lambda tensor: tensor.to(device))
+
+    def results():
+        parts, grad = inputs(rows, dtype=torch.bfloat16, device=device)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            output = layout.attend(*parts, None)
+        return output, *torch.autograd.grad(output, parts, grad)
+
+    first = results()
+    for _ in range(5):
+        assert all(map(torch.equal, results(), first))
+
+
+# Which of the two
+
+
+def row_of(n_shared, n_own):
+    """A row of completions with these numbers of tokens."""
+    return BranchRow(n_shared, [n_shared + sum(n_own[: i + 1]) for i in range(len(n_own))])
 
 
 @pytest.mark.parametrize(
-    ("make", "cause"),
+    ("rows", "expected"),
     [
-        (
-            lambda: small(MistralConfig, sliding_window=LONGEST_ROW - 1),
-            f"MistralForCausalLM attends to a window of {LONGEST_ROW - 1} tokens .sliding_window., and a row has up to "
-            f"{LONGEST_ROW}",
-        ),
-        (
-            lambda: small(Qwen2Config, sliding_window=4, use_sliding_window=True, max_window_layers=1),
-            "Qwen2ForCausalLM attends to a window of 4 tokens",
-        ),
-        (
-            lambda: tiny(
-                GPTNeoConfig, hidden_size=16, num_layers=2, num_heads=2, window_size=8,
-                attention_types=[[["global", "local"], 1]],
-            ),
-            "GPTNeoForCausalLM attends to a window of 8 tokens .window_size.",
-        ),
-        (lambda: tiny(BloomConfig, hidden_size=16, n_layer=1, n_head=2), "BloomForCausalLM takes no position ids"),
-        (
-            lambda: tiny(MambaConfig, hidden_size=16, num_hidden_layers=1, state_size=4),
-            "MambaForCausalLM takes no position ids",
-        ),
-        (
-            lambda: tiny(
-                JambaConfig, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-                num_key_value_heads=2, use_mamba_kernels=False,
-            ),
-            "JambaForCausalLM has layers of linear_attention",
-        ),
-        (
-            lambda: tiny(OpenAIGPTConfig, n_embd=16, n_layer=1, n_head=2),
-            "OpenAIGPTLMHeadModel fails with a 4D mask and position ids",
-        ),
+        ([row_of(383, [129, 129])] * 16, SeparateRows),
+        ([row_of(511, [513, 400])] * 4, SeparateRows),
+        ([row_of(383, [129])], SeparateRows),
+        ([row_of(0, [512, 512])], SeparateRows),
+        ([row_of(2047, [129] * 16)], Pieces),
+        ([row_of(383, [129] * 8)], Pieces),
+        ([row_of(1000, [9, 9])], Pieces),  # the prompt's pairs twice
+        ([row_of(383, [129, 129]), *[row_of(99, [29, 29])] * 15], Pieces),  # mostly padding
     ],
-    ids=["window", "window of some layers", "local layers", "alibi", "recurrent", "hybrid", "2D masks only"],
+    ids=["pairs", "long completions", "one completion", "nothing shared", "16 completions", "8 completions",
+         "short completions", "one long pair"],
 )  # fmt: skip
-def test_a_model_is_refused_with_the_cause(make, cause):
-    with pytest.raises(ConfigError, match=f"option 'share_prompts': {cause}.*leave it out"):
-        check_shared_prompts(make(), LONGEST_ROW)
+def test_the_way_follows_from_the_numbers_of_pairs(rows, expected):
+    assert type(lay_out(rows, max(row.ends[-1] for row in rows))) is expected
 
 
-def test_a_window_that_is_not_used_is_no_window():
-    check_shared_prompts(small(Qwen2Config, sliding_window=4, use_sliding_window=False), LONGEST_ROW)
-
-
-def test_attention_that_takes_no_4d_mask_is_refused():
-    model = small(LlamaConfig)
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(
-        ConfigError, match="LlamaForCausalLM runs with attention 'flash_attention_2', which takes no 4D"
-    ):
-        check_shared_prompts(model, LONGEST_ROW)
-
-
-def test_a_model_that_counts_positions_on_is_refused(monkeypatch):
-    model = small(GPT2Config)
-    embed = model.transformer.wpe.forward
-    monkeypatch.setattr(model.transformer.wpe, "forward", lambda ids: embed(torch.arange(ids.shape[1])[None]))
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel gives a completion other logits than in a row of its own"):
-        check_shared_prompts(model, LONGEST_ROW)
-
-
-def test_a_model_in_bf16_is_accepted():
-    check_shared_prompts(small(LlamaConfig).to(torch.bfloat16), LONGEST_ROW)
+def test_neither_way_replaces_the_mask_on_a_cpu():
+    rows = ROWS["two completions"]
+    for layout in (Pieces.of(rows, N_TOKENS), SeparateRows.of(rows, N_TOKENS)):
+        assert not supports(layout, torch.bfloat16, torch.device("cpu"))

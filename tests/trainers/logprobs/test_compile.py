@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import pytest
 import torch
-from rollout_models import snapshot
-from safetensors.torch import load_file
 from small_models import EPS, random_sequences, small
 from test_logprobs import Head, with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, LlamaConfig
 
-from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers import dpo
-from sparse_opt.trainers.data.encoding import collate
-from sparse_opt.trainers.policy import models
-from sparse_opt.trainers.policy.logprobs import chunked as logprobs_module
-from sparse_opt.trainers.policy.logprobs import fused as fused_module
-from sparse_opt.trainers.policy.logprobs import token_logprobs
-from sparse_opt.trainers.policy.logprobs.chunked import linear_logprobs
-from sparse_opt.trainers.policy.models import compile_layers, frozen_copy, has_compiled_layers
-from sparse_opt.trainers.rollouts import ContinuousBatchingEngine, GenerateEngine, Sampling
+from sparse_opt.trainers import models
+from sparse_opt.trainers.batches import collate
+from sparse_opt.trainers.logprobs import chunked as logprobs_module
+from sparse_opt.trainers.logprobs import fused as fused_module
+from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.trainers.logprobs.chunked import linear_logprobs
+from sparse_opt.trainers.models import compile_layers, frozen_copy, has_compiled_layers
+from sparse_opt.trainers.modes import dense_training
+from sparse_opt.trainers.sampling import Sampling, generate
 
 
 @pytest.fixture
@@ -171,32 +167,6 @@ def test_only_models_with_compiled_layers_are_fused(graphs):
     torch.testing.assert_close(found, plain, rtol=0, atol=32 * 40 / 0.8 * EPS[torch.float32])
 
 
-# The option
-
-
-def test_a_compiled_run_is_the_run(tmp_path, model_folder, pairs_file, mask_file):
-    words = f"--policy_name {model_folder} --dataset {pairs_file} --dtype fp32 --device cpu --n_steps 2 --batch_size 2"
-    words += " --max_length 64 --learning_rate 1e-3 --seed 5 --sample_steps 2"
-    modes = {"dense": "", "sparse": f" --mode sparse --mask {mask_file}"}
-    for mode, more in modes.items():
-        losses, weights = [], []
-        for flag in ("false", "true"):
-            folder = tmp_path / mode / flag
-            with torch.compiler.set_stance("force_eager"):  # inductor takes long on a CPU
-                command = f"train minimal_dpo {words}{more} --compile {flag} --output_dir {folder}"
-                assert main(command.split()) == 0
-            rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            losses.append([row["loss"] for row in rows])
-            weights.append(load_file(folder / "final" / "model.safetensors"))
-        # What is fused orders the sum of a label's probability otherwise: log-probabilities of 64 tokens, each of
-        # logits up to 20 or so, and beta 0.1.
-        assert losses[1] == pytest.approx(losses[0], abs=0.1 * 64 * 20 * EPS[torch.float32])
-        assert weights[0].keys() == weights[1].keys()
-        assert {name: tensor.shape for name, tensor in weights[0].items()} == {
-            name: tensor.shape for name, tensor in weights[1].items()
-        }
-
-
 # The layers share a graph. torch.compile leaves torch's own LayerNorm, one kernel, as it is.
 @pytest.mark.parametrize(
     ("config_class", "names", "n_graphs"),
@@ -224,14 +194,11 @@ def test_the_last_norm_and_the_rotary_embedding_are_compiled(config_class, names
     assert len(graphs) == n_graphs
 
 
-def test_policy_and_second_model_are_compiled(dpo_options, tmp_path, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **_: compiled.append(layer))
-    run = dpo.TrainingRun(dpo_options(compile=True), "dpo", "preference")
-    inner = run.model.model
-    assert compiled == [*inner.layers, inner.norm, inner.rotary_emb]
-    run.reference()
-    assert len(compiled) == 8 and compiled[4] is not compiled[0]
+def test_policy_and_second_model_are_compiled():
+    trained = dense_training(small(LlamaConfig), 1e-3)
+    assert trained.reference is not trained.policy
+    trained.compile()
+    assert has_compiled_layers(trained.policy) and has_compiled_layers(trained.reference)
 
 
 def test_names_stay():
@@ -284,21 +251,19 @@ def test_models_without_layers_are_refused():
     assert not has_compiled_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize("engine_class", [GenerateEngine, ContinuousBatchingEngine])
-def test_rollouts_run_eagerly(engine_class):
+def test_sampling_runs_eagerly():
     model, graphs = small(LlamaConfig), []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    prompts, sampling = [[5, 6, 7], [8]], Sampling(4, temperature=0.0)
-    engine = engine_class(model, pad_id=0, eos_ids=[210])
-    expected = engine.generate(prompts, 1, sampling)
+    def sample():
+        return generate(model, [[5, 6, 7], [8]], Sampling(4, temperature=0.0), pad_id=0, eos_ids=[210])
+
+    expected = sample()
     for layer in model.model.layers:
         layer.compile(backend=backend)
-    before = snapshot(model)
-    assert engine.generate(prompts, 1, sampling) == expected
-    assert graphs == [] and snapshot(model) == before
+    assert sample() == expected and graphs == []
     model(torch.tensor([[5, 6, 7]]), use_cache=False)
     assert graphs  # outside they are compiled

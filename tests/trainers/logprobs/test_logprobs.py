@@ -11,10 +11,10 @@ from transformers import (
 )
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.trainers.data.encoding import collate
-from sparse_opt.trainers.policy.logprobs import chunked as logprobs_module
-from sparse_opt.trainers.policy.logprobs import completion_logprobs, token_logprobs
-from sparse_opt.trainers.policy.logprobs.chunked import linear_logprobs, selected_logprobs
+from sparse_opt.trainers.batches import collate
+from sparse_opt.trainers.logprobs import chunked as logprobs_module
+from sparse_opt.trainers.logprobs import completion_logprobs, token_logprobs
+from sparse_opt.trainers.logprobs.chunked import linear_logprobs, selected_logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

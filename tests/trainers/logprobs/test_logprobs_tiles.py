@@ -14,11 +14,11 @@ from transformers import LlamaConfig
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 from sparse_opt.optim.gradients.gradient_buffer import GradientBuffer
-from sparse_opt.trainers.data.encoding import collate
-from sparse_opt.trainers.policy import logprobs as logprobs_package
-from sparse_opt.trainers.policy.logprobs import chunked as logprobs_module
-from sparse_opt.trainers.policy.logprobs import fused, token_logprobs
-from sparse_opt.trainers.policy.logprobs.fused import weight_operand
+from sparse_opt.trainers import logprobs as logprobs_package
+from sparse_opt.trainers.batches import collate
+from sparse_opt.trainers.logprobs import chunked as logprobs_module
+from sparse_opt.trainers.logprobs import fused, token_logprobs
+from sparse_opt.trainers.logprobs.fused import weight_operand
 
 EPS32 = torch.finfo(torch.float32).eps
 ours = pytest.mark.skipif(

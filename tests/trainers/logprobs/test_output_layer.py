@@ -20,10 +20,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from sparse_opt.trainers.data.encoding import collate
-from sparse_opt.trainers.policy import logprobs as logprobs_module
-from sparse_opt.trainers.policy.logprobs import output_layer, token_logprobs
-from sparse_opt.trainers.policy.logprobs.chunked import selected_logprobs
+from sparse_opt.trainers import logprobs as logprobs_module
+from sparse_opt.trainers.batches import collate
+from sparse_opt.trainers.logprobs import output_layer, token_logprobs
+from sparse_opt.trainers.logprobs.chunked import selected_logprobs
 
 
 @pytest.mark.parametrize(
