@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ MODES = {
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """Sums of numbers up to 9, and `start`: a model that answers some of them."""
-    folder = make_arithmetic(tmp_path_factory.mktemp("worlds") / "sums", max_operand=9, n_train=80, n_test=10)
-    run(sft.main, folder, "start", data="demonstrations", model="model", n_steps=250, learning_rate=3e-3)
+    sizes = {"max_operand": 9, "n_train": 80, "n_test": 10, "n_demonstrations": 800, "hidden_size": 64}
+    folder = make_arithmetic(tmp_path_factory.mktemp("worlds") / "sums", **sizes)
+    run(sft.main, folder, "start", data="demonstrations", model="model", n_steps=150, learning_rate=5e-3)
     return folder
 
 
@@ -48,18 +50,16 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sft_learns(world, mode):
-    rows = run(sft.main, world, f"sft_{mode}", "demonstrations", n_steps=30, learning_rate=2e-3, **MODES[mode])
-    assert [row["step"] for row in rows] == list(range(1, 31))
-    rows = run(
-        sft.main, world, f"sft_{mode}_new", "demonstrations", "model", n_steps=30, learning_rate=3e-3, **MODES[mode]
-    )
-    assert mean(rows[-5:], "loss") < 0.8 * mean(rows[:2], "loss")
+    """The right answers, after demonstrations of which half are wrong."""
+    rows = run(sft.main, world, f"sft_{mode}", "preferences", n_steps=40, learning_rate=3e-3, **MODES[mode])
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert mean(rows[-5:], "loss") < 0.9 * mean(rows[:3], "loss")
     assert {"forward_s", "backward_s", "clip_s", "step_s", "grad_norm", "n_tokens"} <= rows[0].keys()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dpo_learns_and_its_first_loss_is_ln_2(world, mode):
-    rows = run(dpo.main, world, f"dpo_{mode}", "preferences", n_steps=30, learning_rate=1e-3, **MODES[mode])
+    rows = run(dpo.main, world, f"dpo_{mode}", "preferences", n_steps=30, learning_rate=2e-3, **MODES[mode])
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[0]["margin"] == pytest.approx(0, abs=1e-4)
     assert mean(rows[-5:], "loss") < 0.66 and mean(rows[-5:], "accuracy") > 0.65
@@ -67,20 +67,18 @@ def test_dpo_learns_and_its_first_loss_is_ln_2(world, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_grpo_learns(world, mode):
-    options = {"n_steps": 40, "learning_rate": 1e-3, "max_completion_length": 4, "batch_size": 16, **MODES[mode]}
-    rows = run(grpo.main, world, f"grpo_{mode}", "train", **options)
+    """To write tokens with even ids, by a reward function as TRL calls it."""
+    options = {"n_steps": 15, "learning_rate": 3e-3, "max_completion_length": 4, "batch_size": 8, **MODES[mode]}
+    rows = run(grpo.main, world, f"grpo_{mode}", "train", reward="token_rewards.even_tokens", **options)
     assert all(row["ratio_error"] == 0 for row in rows)  # one update on each rollout
-    assert mean(rows[-10:], "reward") > mean(rows[:10], "reward") + 0.05
+    assert mean(rows[-3:], "reward") > mean(rows[:3], "reward") + 0.1
 
 
-def test_rewards_that_reinforce_even_tokens_are_called_as_trl_calls_them(world):
-    reward = "token_rewards.even_tokens"
-    rows = run(
-        grpo.main, world, "even", "train", reward=reward, n_steps=8, learning_rate=1e-2, max_completion_length=4,
-        beta=0.01, num_iterations=2, rows_per_pass=32,
-    )  # fmt: skip
-    assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
+def test_a_rollout_is_used_for_several_updates(world):
+    options = {"beta": 0.01, "num_iterations": 2, "rows_per_pass": 32, "max_completion_length": 4}
+    rows = run(grpo.main, world, "twice", "train", n_steps=2, learning_rate=1e-3, **options)
     assert rows[0]["k3"] > 0 and rows[0]["ratio_error"] > 0  # of the second update on the first rollout
+    assert 0 <= rows[0]["reward"] < 0.5  # exact_match, of a model that knows few sums
     assert {"rollout_s", "reward_s", "reference_s"} <= rows[0].keys()
 
 
@@ -167,7 +165,7 @@ def test_a_wrong_call_is_one_line_and_leaves_nothing(model_folder, pairs_file, t
     assert dpo.main([*argv, *words.split()]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
-    pytest.importorskip("re").search(message, err) or pytest.fail(err)
+    assert re.search(message, err), err
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
