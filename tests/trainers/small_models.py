@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
 from sparse_opt.trainers.batches import TokenBatch, TokenSequence
+from sparse_opt.trainers.logprobs.chunked import selected_logprobs
 
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7}
 
@@ -73,3 +74,33 @@ def plain_table(model, ids, temperature=1.0):
     return (
         model(torch.tensor([ids], device=model.device), use_cache=False).logits[0].float() / temperature
     ).log_softmax(-1)
+
+
+class Head:
+    """Hidden states, a weight and labels with their exact log-probabilities and gradients, in fp64."""
+
+    def __init__(self, dtype: torch.dtype, temperature: float, n_words: int = 300, n_confident: int = 5):
+        torch.manual_seed(0)
+        self.weight = torch.randn(n_words, 24).to(dtype)
+        self.labels = torch.randint(n_words, (4, 7))
+        self.hidden = torch.randn(4, 7, 24)
+        # A policy is often nearly certain: hidden states along a word's own weight make its probability 1 - 1e-6 or so.
+        words = self.labels.view(-1)[:n_confident]
+        self.hidden.view(-1, 24)[:n_confident] = temperature * 1.2 * self.weight[words].float()
+        self.hidden = self.hidden.to(dtype)
+        self.upstream = torch.randn(4, 7)
+        exact = [tensor.double().requires_grad_() for tensor in (self.hidden, self.weight)]
+        table = (exact[0] @ exact[1].T / temperature).log_softmax(-1)
+        self.selected = table.gather(-1, self.labels[..., None])[..., 0]
+        self.grads = torch.autograd.grad((self.selected * self.upstream).sum(), exact)
+        self.temperature = temperature
+
+    def run(self, logprobs) -> list[torch.Tensor]:
+        """[log-probabilities, d hidden, d weight] of `logprobs(hidden, weight, labels, temperature)`."""
+        leaves = [tensor.clone().requires_grad_() for tensor in (self.hidden, self.weight)]
+        found = logprobs(*leaves, self.labels, self.temperature)
+        return [found, *torch.autograd.grad((found * self.upstream).sum(), leaves)]
+
+
+def with_logits(hidden, weight, labels, temperature):
+    return selected_logprobs(hidden @ weight.T, labels, temperature)

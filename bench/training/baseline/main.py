@@ -280,7 +280,7 @@ def run(args: Namespace, report: Report) -> None:
     """Run every mode in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
         jobs = _prepare(Path(folder), args, report)
-        results = [_run(job, Path(folder), own_data=args.dataset is None) for job in jobs]
+        results = [_run(job, Path(folder)) for job in jobs]
     rows = [summary(result, args.n_warmup) for result in results if result is not None]
     report |= {"ratios": ratios(rows), "shared_ratios": shared_ratios(rows), "rows": rows}
     if args.plot is not None and rows:
@@ -361,11 +361,9 @@ def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
     return mask
 
 
-def _run(job: Job, folder: Path, own_data: bool) -> dict[str, Any] | None:
+def _run(job: Job, folder: Path) -> dict[str, Any] | None:
     """One mode in a process of its own, so that its peaks are its own; None, with its error printed, if it failed."""
-    # The cache of `datasets` for the random words is deleted with them.
-    caches = {"HF_DATASETS_CACHE": str(folder / "datasets")} if own_data else {}
-    return run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), folder, caches)
+    return run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), folder)
 
 
 def failures(report: Report, args: Namespace) -> list[str]:

@@ -6,8 +6,7 @@ import functools
 
 import pytest
 import torch
-from small_models import EPS, random_sequences, small
-from test_logprobs import Head, with_logits
+from small_models import EPS, Head, random_sequences, small, with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, LlamaConfig
 

@@ -4,11 +4,18 @@ import copy
 
 import pytest
 import torch
-from small_models import EPS, assert_same_gradients, grads_of, plain_logprobs, random_sequences, small
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    LlamaConfig,
+from small_models import (
+    EPS,
+    Head,
+    assert_same_gradients,
+    grads_of,
+    plain_logprobs,
+    random_sequences,
+    small,
+    with_logits,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.trainers.batches import collate
@@ -69,36 +76,6 @@ def test_models_that_give_logits_everywhere(model):
         cut, whole = completion_logprobs(model, batch), completion_logprobs(EverywhereModel(), batch)
     # The output layer multiplies matrices of another height, whose sums over 32 products may be ordered differently.
     torch.testing.assert_close(cut, whole, rtol=0, atol=30 * 6 * 8 * EPS[torch.float32])
-
-
-class Head:
-    """Hidden states, a weight and labels with their exact log-probabilities and gradients, in fp64."""
-
-    def __init__(self, dtype: torch.dtype, temperature: float, n_words: int = 300, n_confident: int = 5):
-        torch.manual_seed(0)
-        self.weight = torch.randn(n_words, 24).to(dtype)
-        self.labels = torch.randint(n_words, (4, 7))
-        self.hidden = torch.randn(4, 7, 24)
-        # A policy is often nearly certain: hidden states along a word's own weight make its probability 1 - 1e-6 or so.
-        words = self.labels.view(-1)[:n_confident]
-        self.hidden.view(-1, 24)[:n_confident] = temperature * 1.2 * self.weight[words].float()
-        self.hidden = self.hidden.to(dtype)
-        self.upstream = torch.randn(4, 7)
-        exact = [tensor.double().requires_grad_() for tensor in (self.hidden, self.weight)]
-        table = (exact[0] @ exact[1].T / temperature).log_softmax(-1)
-        self.selected = table.gather(-1, self.labels[..., None])[..., 0]
-        self.grads = torch.autograd.grad((self.selected * self.upstream).sum(), exact)
-        self.temperature = temperature
-
-    def run(self, logprobs) -> list[torch.Tensor]:
-        """[log-probabilities, d hidden, d weight] of `logprobs(hidden, weight, labels, temperature)`."""
-        leaves = [tensor.clone().requires_grad_() for tensor in (self.hidden, self.weight)]
-        found = logprobs(*leaves, self.labels, self.temperature)
-        return [found, *torch.autograd.grad((found * self.upstream).sum(), leaves)]
-
-
-def with_logits(hidden, weight, labels, temperature):
-    return selected_logprobs(hidden @ weight.T, labels, temperature)
 
 
 @pytest.fixture(params=[1, 28 * 64, 10**9], ids=["slices of 1", "slices of 64", "one slice"])
