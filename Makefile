@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl test-learning test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -136,7 +136,7 @@ OF_BACKEND := not distributed and not documented and not interrupts and not dama
 
 # Other torch defaults are tried with the reference in test-optim.
 test-reference: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/logprobs/test_logprobs_tiles.py \
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/logprobs/test_logprobs_tiles.py \
 	  -k "$(OF_BACKEND) and not test_torch_defaults"
 
 # Of the defaults of torch, the default device alone.
@@ -187,9 +187,6 @@ $(VERL)/.installed: pyproject.toml setup.py
 	  torch==2.13.0 verl==0.9.1 transformers==5.9.0 uvicorn fastapi cachetools setuptools wheel
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing sparse-opt" \
 	  $(VERL)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash hypothesis pytest
-
-test-learning: $(VENV)/.test build ## every loop learns, three seeds each: minutes of training
-	SPARSE_OPT_LEARNING=1 OMP_NUM_THREADS=1 $(PYTEST) tests/trainers/test_learning.py
 
 test-browser: $(VENV)/.browser build ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
 	$(PYTEST) tests/analysis -k browser

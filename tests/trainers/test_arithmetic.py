@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.integrations.trl.rewards import exact_match
-from sparse_opt.trainers.arithmetic import TAGS, ArithmeticConfig, Question, all_questions, main, make_arithmetic
+from sparse_opt.trainers.arithmetic import ArithmeticConfig, Question, all_questions, main, make_arithmetic
 from sparse_opt.trainers.batches import load_examples, load_prompts
 
 SMALL = {"hidden_size": 32, "n_layers": 1, "max_operand": 19, "n_train": 300, "n_test": 60, "n_demonstrations": 900}
@@ -72,18 +72,6 @@ def test_explanations_add_up():
         assert total == int(question.answer) == value(question.prompt)
 
 
-def test_explanations_of_near_misses_lead_to_them(tmp_path):
-    folder = make_arithmetic(tmp_path / "a", answers="think", p_right=0.0, **SMALL)
-    for row in rows_of(folder, "demonstrations"):
-        explanation, answer = re.fullmatch("<think>(.*)</think>(.*)", row["completion"]).groups()
-        *low, high = (int(column.split("=")[1]) for column in explanation.split(","))
-        assert (
-            int(str(high) + "".join(str(digit % 10) for digit in reversed(low))) == int(answer) != value(row["prompt"])
-        )
-    for row in rows_of(folder, "explanations"):
-        assert int(row["solution"]) == value(row["question"])
-
-
 def test_near_misses_are_one_or_ten_off_and_never_negative():
     generator = random.Random(0)
     for question in all_questions(12, ["+", "-"]):
@@ -101,16 +89,6 @@ def test_same_seed_same_bytes(tmp_path, folder):
     assert bytes_of(again) == bytes_of(folder)
     same = {name for name, content in bytes_of(other).items() if content == bytes_of(folder)[name]}
     assert "model/model.safetensors" not in same and not {f"data/{name}.jsonl" for name in FILES} & same
-
-
-def test_any_text_comes_back(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    for text in ("17+25=", " a ,b 's . \n\t x", r"\boxed{\frac{1}{2}}", "é数🙂", "".join(TAGS), "<think>a b</think>42"):
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer.convert_ids_to_tokens(tokenizer("17+<think>")["input_ids"]) == ["1", "7", "+", "<think>"]
-    assert tokenizer.chat_template is None
-    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
 
 
 def test_loads_as_any_model(folder):
@@ -135,13 +113,6 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     with pytest.raises(ConfigError, match="exists and is not empty"):
         make_arithmetic(tmp_path, **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparse_opt.trainers.arithmetic.make_rows", lambda config: {"train": [{"a": object()}]})
-    with pytest.raises(TypeError):
-        make_arithmetic(tmp_path / "a", **SMALL)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    GPT2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -142,22 +141,6 @@ def test_masks_are_skipped_where_it_is_asked_for(monkeypatch):
     assert masks.were_made() == [True]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_layers_skip_the_mask_again(monkeypatch, reentrant):
-    model = small(LlamaConfig).train()
-    make_masks_skippable(model)
-    token_logprobs(model, BATCH).sum().backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    masks = Masks(model, monkeypatch)
-    token_logprobs(model, BATCH).sum().backward()
-    assert masks.were_made() == [False, False]
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, expected[name]), name
-
-
 @pytest.mark.parametrize(
     ("config_class", "changes"),
     [
@@ -172,13 +155,6 @@ def test_other_attention_keeps_its_masks(config_class, changes):
     before = model.config._attn_implementation
     assert not make_masks_skippable(model)
     assert model.config._attn_implementation == before
-
-
-def test_a_saved_model_knows_nothing_of_it(tmp_path):
-    model = small(LlamaConfig)
-    make_masks_skippable(model)
-    model.save_pretrained(tmp_path)
-    assert model.config._attn_implementation not in (tmp_path / "config.json").read_text()
 
 
 def test_adapters_start_as_no_change_and_train_alone():
@@ -203,36 +179,6 @@ def test_adapters_start_as_no_change_and_train_alone():
             assert torch.equal(token_logprobs(model, BATCH), before)
 
 
-def test_sparse_adapters_start_as_no_change_and_train_alone():
-    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
-    model = small(LlamaConfig, tie_word_embeddings=True).bfloat16()
-    with torch.no_grad():
-        before = token_logprobs(model, BATCH)
-    adapted = add_shira(model, rank=3, seed=5)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained and all("shira_weight" in name for name in trained)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    # q, k, v, o: 32 x (32, 16, 16, 32); gate, up, down: 32 x 48
-    per_layer = 3 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 48))
-    assert sum(p.numel() for p in trained.values()) == 2 * per_layer
-    query = model.model.layers[1].self_attn.q_proj
-    rows, columns = query.shira_indices["default"].long()
-    assert len(set((rows * 32 + columns).tolist())) == 3 * (32 + 32)
-    with torch.no_grad():
-        assert torch.equal(token_logprobs(model, BATCH), before)
-        for parameter in trained.values():
-            parameter.fill_(0.1)
-        assert not torch.equal(token_logprobs(model, BATCH), before)
-        with adapted.disable_adapter():
-            assert torch.equal(token_logprobs(model, BATCH), before)
-    token_logprobs(model, BATCH).sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained.values())
-    again, other = (add_shira(small(LlamaConfig), rank=3, seed=seed) for seed in (5, 6))
-    for adapters, same in ((again, True), (other, False)):
-        drawn = adapters.base_model.model.model.layers[1].self_attn.q_proj.shira_indices["default"]
-        assert torch.equal(drawn, query.shira_indices["default"]) == same
-
-
 @pytest.mark.parametrize("density", [0.06, 0.1, 0.3, 0.5])
 def test_the_rank_of_sparse_adapters_is_the_closest(density):
     pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
@@ -254,28 +200,3 @@ def test_the_rank_of_sparse_adapters_is_the_closest(density):
 def test_devices_that_cannot_train(name):
     with pytest.raises(ConfigError, match="expected auto, cpu, cuda or cuda:N$"):
         resolve_device(name)
-
-
-@pytest.mark.gpu
-def test_a_gpu_that_is_not_there():
-    count = torch.cuda.device_count()
-    assert resolve_device(f"cuda:{count - 1}") == torch.device("cuda", count - 1)
-    with pytest.raises(ConfigError, match=f"'cuda:{count}': there are {count} CUDA devices here$"):
-        resolve_device(f"cuda:{count}")
-
-
-def test_sparse_adapters_that_cannot_be():
-    with pytest.raises(ConfigError, match="^SHiRA cannot have density 0.01: .* of rank 1, is 0.0604$"):
-        shira_rank(small(LlamaConfig), 0.01)
-    with pytest.raises(ConfigError, match="^SHiRA cannot have density 0.9: it needs rank 15, .* allows 10$"):
-        shira_rank(small(LlamaConfig), 0.9)
-    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=1))
-    with pytest.raises(
-        ConfigError, match="^SHiRA adapts torch.nn.Linear, and transformer.h.0.attn.c_attn is a Conv1D$"
-    ):
-        shira_rank(gpt2, 0.5)
-    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
-    with pytest.raises(ConfigError, match="^SHiRA of rank 11 needs 528 values of a weight of 16 x 32 = 512$"):
-        add_shira(small(LlamaConfig), rank=11, seed=0)
-    with pytest.raises(ConfigError, match="c_attn is a Conv1D$"):
-        add_shira(gpt2, rank=1, seed=0)

@@ -83,57 +83,6 @@ def test_eos_is_held_back(share_prompts):
     assert all(len(completion) >= 4 and not set(completion[:4]) & set(eos_ids) for completion in held)
 
 
-def distance(counts, probabilities):
-    """(chi-square, what it stays below but for one in some ten thousand draws); rare tokens are counted as one."""
-    expected = probabilities * counts.sum()
-    common = expected >= 5
-    counts = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    degrees = len(counts) - 1
-    return float(((counts - expected) ** 2 / expected).sum()), degrees + 4 * math.sqrt(2 * degrees)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "wrong"),
-    [
-        ({"temperature": 0.7}, {"temperature": 1.0}),
-        ({"top_k": 9}, {}),
-        ({"temperature": 1.3, "top_p": 0.6}, {"temperature": 1.3}),
-    ],
-    ids=["cold", "top_k", "top_p"],
-)
-def test_first_tokens_follow_the_distribution(sampling, wrong):
-    model, prompt = small(LlamaConfig), PROMPTS[0]
-    logits = plain_table(model, prompt)[-1]
-
-    def probabilities(temperature=1.0, top_k=0, top_p=1.0):
-        table, order = (logits / temperature).softmax(-1).sort(descending=True)
-        kept = torch.arange(len(table)) < (top_k or len(table))
-        kept &= table.cumsum(-1) - table < top_p  # the token that passes the share is in
-        return torch.zeros_like(table).scatter(0, order, table * kept / (table * kept).sum())
-
-    torch.manual_seed(7)
-    found = sampled(model, [prompt], n=2000, max_new_tokens=1, **{"temperature": 1.0, **sampling})
-    counts = torch.bincount(torch.tensor(found)[:, 0], minlength=211).float()
-    assert not counts[probabilities(**sampling) == 0].any()
-    chi_square, limit = distance(counts, probabilities(**sampling))
-    assert chi_square < limit
-    chi_square, limit = distance(counts, probabilities(**wrong))
-    assert chi_square > limit  # the test sees the difference
-
-
-def test_draws_follow_torchs_seed():
-    model = small(LlamaConfig)
-
-    def draw(seed):
-        torch.manual_seed(seed)
-        return sampled(model, n=3, temperature=1.0)
-
-    assert draw(1) == draw(1) != draw(2)
-    assert len({tuple(completion) for completion in draw(1)}) == 9
-
-
 LEAKS = {
     "temperature": 0.01,
     "top_k": 1,

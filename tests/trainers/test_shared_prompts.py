@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers import logprobs as logprobs_module
 from sparse_opt.trainers import shared_prompts
 from sparse_opt.trainers.batches import TokenSequence, collate, collate_examples
 from sparse_opt.trainers.dpo import dpo_loss
@@ -23,7 +22,6 @@ from sparse_opt.trainers.shared_prompts import (
     BranchRow,
     Pieces,
     SeparateRows,
-    branch_mask,
     branch_offsets,
     check_shared_prompts,
     collate_shared_prompts,
@@ -105,26 +103,6 @@ def test_a_row_holds_both_sequences_and_their_common_start_once(name):
     assert not row[~is_token].any() and not batch.completion_mask[0, ~is_token].any()
 
 
-def test_counts_of_a_batch():
-    batch, separate = collate_shared_prompts(ALL, PAD), collate_examples(ALL, PAD)
-    assert batch.n_trained == separate.n_trained == int(batch.completion_mask.sum())
-    assert batch.n_tokens == sum(map(n_row_tokens, ALL)) == separate.n_tokens - sum(n for _, n in PAIRS.values())
-    assert batch.first_trained == int(batch.completion_mask.any(dim=0).nonzero()[0])
-
-
-def test_rows_are_padded_to_a_multiple():
-    plain, padded = collate_shared_prompts(ALL, PAD), collate_shared_prompts(ALL, PAD, 12, separate_rows=True)
-    width, longest = plain.input_ids.shape[1], max(map(n_row_tokens, ALL))
-    assert padded.input_ids.shape == (len(ALL), longest + -longest % 24)  # of 12, and of 8 in any case
-    for name in ("input_ids", "attention_mask", "completion_mask", "position_ids"):
-        n = min(width, padded.input_ids.shape[1])
-        assert torch.equal(getattr(padded, name)[:, :n], getattr(plain, name)[:, :n])
-        assert not getattr(padded, name)[:, n:].any()
-    assert padded.first_trained == max(plain.first_trained // 12 * 12, 1)
-    assert (padded.n_tokens, padded.n_trained) == (plain.n_tokens, plain.n_trained)
-    assert collate_shared_prompts([], PAD, 12, separate_rows=True).input_ids.shape == (0, 24)
-
-
 def test_shapes_of_padded_rows_follow_from_three_lengths():
     """Rows of any prompts and completions, also of pairs that share nothing."""
     generator = torch.Generator().manual_seed(0)
@@ -173,19 +151,6 @@ def test_sums_losses_and_gradients_are_those_of_separate_rows(model):
     assert_trains_like_separate_rows(model, ALL)
 
 
-@pytest.mark.parametrize("name", ["equal completions", "no prompt, equal starts", "a border within the other's prompt"])
-def test_gradients_of_a_pair_alone(name):
-    model = small(LlamaConfig)
-    make_masks_skippable(model)
-    found = []
-    for make_batch in (collate_shared_prompts, collate_examples):
-        model.zero_grad()
-        # Unlike DPO's, the gradients of equal completions do not cancel.
-        (completion_logprobs(model, make_batch([PAIRS[name][0]], PAD)) * torch.tensor([1.0, -0.5])).sum().backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert_same_gradients(*found)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters(checkpointing):
     model = small(Qwen2Config)
@@ -199,22 +164,6 @@ def test_adapters(checkpointing):
         base = model.get_base_model()
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    check_shared_prompts(model)
-    assert_trains_like_separate_rows(model, ALL)
-
-
-def test_logits_as_returned(monkeypatch):
-    """As of models that modify the product of their output layer."""
-    monkeypatch.setattr(logprobs_module, "plain_head", lambda model: None)
-    assert_trains_like_separate_rows(small(LlamaConfig), ALL)
-
-
-def test_compiled_layers(monkeypatch):
-    monkeypatch.setattr(fused, "compiled", lambda function: function)  # inductor takes long on a CPU
-    model = small(LlamaConfig)
-    make_masks_skippable(model)
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
     check_shared_prompts(model)
     assert_trains_like_separate_rows(model, ALL)
 
@@ -324,19 +273,6 @@ def test_no_token_sees_the_other_completion(model, branch):
     assert not torch.equal(before[~others], after[~others])
 
 
-def causal_mask_only(branches, dtype):
-    """A wrong mask, under which the second completion sees the first."""
-    n = branches.shape[1]
-    mask = torch.full((n, n), torch.finfo(dtype).min, dtype=dtype).triu_(1)
-    return mask.expand(len(branches), 1, n, n)
-
-
-def test_a_mask_without_branches_is_detected(monkeypatch):
-    monkeypatch.setattr(shared_prompts, "branch_mask", causal_mask_only)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_trains_like_separate_rows(small(LlamaConfig), ALL)
-
-
 @pytest.mark.parametrize(("config_class", "changes"), [(GPT2Config, {}), (MistralConfig, {"sliding_window": 40})])
 def test_a_model_that_may_not_attend_to_all_tokens_is_refused(config_class, changes):
     model = small(config_class, **changes)
@@ -406,138 +342,6 @@ def test_parts_of_a_rollout_share_rows():
         torch.testing.assert_close(part.token_logprobs(model, 1.0), rollout.cut(whole, rows), rtol=1e-5, atol=1e-5)
 
 
-# Attention by itself
-
-
-N_TOKENS = 80
-ROWS = {
-    "two completions": [BranchRow(20, [30, 50]), BranchRow(33, [60, 70]), BranchRow(2, [41, 80])],
-    "one token each": [BranchRow(20, [21, 22]), BranchRow(1, [2, 3])],
-    "one completion": [BranchRow(33, [60])],
-    "nothing shared": [BranchRow(0, [40, 75]), BranchRow(0, [80])],
-    "one to five completions": [
-        BranchRow(9, [14, 16, 24, 28, 60]),
-        BranchRow(14, [21, 28, 31]),
-        BranchRow(0, [40, 80]),
-        BranchRow(33, [60]),
-    ],
-}
-
-
-def branches_of(rows):
-    """As `collate_shared_prompts` makes them: 0 in shared tokens, then 1, 2, ...; the last with the padding."""
-    branches = torch.zeros(len(rows), N_TOKENS, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        for branch, (start, _) in enumerate(row.own()):
-            branches[number, start:] = branch + 1
-    return branches
-
-
-def is_token(rows):
-    return torch.arange(N_TOKENS) < torch.tensor([row.ends[-1] for row in rows])[:, None]
-
-
-def inputs(rows, n_kv_heads=2, dtype=torch.float64, device="cpu"):
-    """Query, key and value, as views of [B, T, heads, size], and the gradient of the output, which padding lacks."""
-    generator = torch.Generator().manual_seed(0)
-    parts = [
-        torch.randn(len(rows), N_TOKENS, n_heads, 16, generator=generator, dtype=torch.float64)
-        for n_heads in (4, n_kv_heads, n_kv_heads, 4)
-    ]
-    parts[3] *= is_token(rows)[:, :, None, None]
-    query, key, value, grad = (part.to(device, dtype) for part in parts)
-    return [part.transpose(1, 2).requires_grad_() for part in (query, key, value)], grad
-
-
-def masked(query, key, value, branches, scaling):
-    n_groups = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(n_groups, 1) for part in (key, value))
-    mask = branch_mask(branches, query.dtype)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).transpose(1, 2)
-
-
-def assert_equals_masked(rows, layout, n_kv_heads=2, scaling=None):
-    parts, grad = inputs(rows, n_kv_heads)
-    found, expected = layout.attend(*parts, scaling), masked(*parts, branches_of(rows), scaling)
-    of_token = is_token(rows)
-    # Sums of at most 80 products, in two orders; a gradient sums those of up to five sequences and two heads.
-    atol = 10 * 80 * 2**-52 * 16
-    torch.testing.assert_close(found[of_token], expected[of_token], rtol=0, atol=atol)
-    assert found.isfinite().all()
-    grads, expected_grads = (torch.autograd.grad(output, parts, grad) for output in (found, expected))
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
-        assert not ours.transpose(1, 2)[~of_token].any()
-
-
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", ROWS)
-def test_separate_rows_are_the_attention_of_a_mask(name, n_kv_heads):
-    assert_equals_masked(ROWS[name], SeparateRows.of(ROWS[name], N_TOKENS), n_kv_heads)
-
-
-def test_scaling():
-    rows = ROWS["two completions"]
-    assert_equals_masked(rows, SeparateRows.of(rows, N_TOKENS), scaling=0.6)
-
-
-def test_a_layout_in_which_completions_see_each_other_differs():
-    rows = ROWS["two completions"]
-    wrong = SeparateRows.of([BranchRow(row.n_shared, row.ends[-1:]) for row in rows], N_TOKENS)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_equals_masked(rows, wrong)
-
-
-def assert_as_good(ours, theirs, exact):
-    """An error of at most twice theirs, but for the rounding of the values themselves."""
-    rounding = torch.finfo(ours.dtype).eps / 2 * exact.norm()
-    assert (ours - exact).norm() <= 2 * (theirs - exact).norm() + rounding
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ROWS)
-def test_separate_rows_on_a_gpu_are_as_good_as_a_mask(name, compiled):
-    rows, device, dtype = ROWS[name], torch.device("cuda"), torch.bfloat16
-    layout = SeparateRows.of(rows, N_TOKENS).map(lambda tensor: tensor.to(device))
-    assert supports(layout, dtype, device)
-    branches, of_token = branches_of(rows).to(device), is_token(rows).to(device)
-
-    def attend(query, key, value):
-        return layout.attend(query, key, value, None)
-
-    def results(attention, dtype):
-        parts, grad = inputs(rows, dtype=dtype, device=device)
-        output = attention(*parts)
-        return output[of_token], *torch.autograd.grad(output, parts, grad)
-
-    def by_mask(*parts):
-        return masked(*parts, branches, None)
-
-    exact = results(by_mask, torch.float64)
-    found = results(torch.compile(attend) if compiled else attend, dtype)
-    for ours, theirs, expected in zip(found, results(by_mask, dtype), exact, strict=True):
-        assert ours.dtype == dtype
-        assert_as_good(ours, theirs, expected)
-
-
-@pytest.mark.gpu
-def test_copies_on_a_gpu_are_deterministic(monkeypatch):
-    """With a deterministic attention: the kernels of torch's own need not be."""
-    rows, device = ROWS["one to five completions"], torch.device("cuda")
-    layout = SeparateRows.of(rows, N_TOKENS).map(lambda tensor: tensor.to(device))
-
-    def results():
-        parts, grad = inputs(rows, dtype=torch.bfloat16, device=device)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            output = layout.attend(*parts, None)
-        return output, *torch.autograd.grad(output, parts, grad)
-
-    first = results()
-    for _ in range(5):
-        assert all(map(torch.equal, results(), first))
-
-
 # Which of the two
 
 
@@ -563,9 +367,3 @@ def row_of(n_shared, n_own):
 )  # fmt: skip
 def test_the_way_follows_from_the_numbers_of_pairs(rows, expected):
     assert type(lay_out(rows, max(row.ends[-1] for row in rows))) is expected
-
-
-def test_neither_way_replaces_the_mask_on_a_cpu():
-    rows = ROWS["two completions"]
-    for layout in (Pieces.of(rows, N_TOKENS), SeparateRows.of(rows, N_TOKENS)):
-        assert not supports(layout, torch.bfloat16, torch.device("cpu"))

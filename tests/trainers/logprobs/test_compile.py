@@ -10,14 +10,13 @@ from small_models import EPS, Head, random_sequences, small, with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, LlamaConfig
 
-from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import models
 from sparse_opt.trainers.batches import collate
 from sparse_opt.trainers.logprobs import chunked as logprobs_module
 from sparse_opt.trainers.logprobs import fused as fused_module
 from sparse_opt.trainers.logprobs import token_logprobs
 from sparse_opt.trainers.logprobs.chunked import linear_logprobs
-from sparse_opt.trainers.models import compile_layers, frozen_copy, has_compiled_layers
+from sparse_opt.trainers.models import compile_layers, has_compiled_layers
 from sparse_opt.trainers.modes import dense_training
 from sparse_opt.trainers.sampling import Sampling, generate
 
@@ -88,45 +87,6 @@ def test_one_slice_on_a_gpu_is_as_good_as_a_linear_layer_with_all_logits(tempera
     for found, theirs, true in zip(head.run(fused), head.run(with_logits), exact, strict=True):
         assert found.dtype == theirs.dtype
         assert (found.cpu() - true).norm() <= 2 * (theirs.cpu() - true).norm()
-
-
-@pytest.mark.parametrize("trained", [(), ("hidden",), ("weight",)], ids=str)
-def test_only_what_needs_a_gradient_is_computed(one_slice, graphs, trained):
-    gen = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(n, 24, generator=gen) for name, n in (("hidden", 28), ("weight", 300))}
-    labels, incoming = torch.randint(300, (28,), generator=gen), torch.randn(28, generator=gen)
-
-    def run(function):
-        given = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in tensors.items()}
-        found = function(given["hidden"], given["weight"], labels, 0.8)
-        if trained:
-            (found * incoming).sum().backward()
-        return [found.detach(), *(given[name].grad for name in trained)]
-
-    # Logits of up to 30 are sums of 24 products, and a probability's relative error is its exponent's.
-    for one, other in zip(run(fused), run(linear_logprobs), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=24 * 30 * EPS[torch.float32] * other.abs().max().item())
-    of_one_slice = {(): {"logprobs_of"}, ("hidden",): {"terms_of", "hidden_gradient"}}
-    of_slices = {(): {"fold_sums"}, ("hidden",): {"fold"}}
-    expected = of_one_slice.get(trained, {"terms_of", "weight_operand"}) if one_slice else of_slices.get(trained)
-    assert set(graphs) == (expected or {"fold_sums", "grad_logits"})
-
-
-def test_fp16_is_not_one_slice(graphs):
-    """A sum of terms may exceed its range."""
-    hidden, weight = torch.randn(5, 8).half(), torch.randn(240, 8).half()
-    fused(hidden, weight, torch.arange(5))
-    assert graphs == ["fold_sums"]
-
-
-def test_other_sizes_take_the_same_graph(graphs, monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_KEPT_ELEMENTS", 0)
-    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 64)
-    monkeypatch.setattr(fused_module, "WIDE", 64)
-    for n in (5, 9, 12):
-        hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(240, 8, requires_grad=True)
-        fused(hidden, weight, torch.randint(240, (n,)), 0.9).sum().backward()
-    assert sorted(graphs) == ["fold"] * 2 + ["grad_logits"] * 2  # slices of 64 words, and the last one of 48
 
 
 def test_logits_of_one_slice_are_computed_once(monkeypatch):
@@ -200,14 +160,6 @@ def test_policy_and_second_model_are_compiled():
     assert has_compiled_layers(trained.policy) and has_compiled_layers(trained.reference)
 
 
-def test_names_stay():
-    model = small(LlamaConfig)
-    names = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
-    compile_layers(model)
-    assert has_compiled_layers(model) and not has_compiled_layers(frozen_copy(model))
-    assert [list(model.state_dict()), [name for name, _ in model.named_parameters()]] == names
-
-
 def test_compiled_layers_recompute_what_their_gradients_need(monkeypatch):
     # inductor's partition of forward and backward pass, run by torch: inductor itself takes long on a CPU.
     partitioned = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
@@ -242,12 +194,6 @@ def test_compiled_layers_recompute_what_their_gradients_need(monkeypatch):
     assert grads.keys() == expected.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max(), msg=name)
-
-
-def test_models_without_layers_are_refused():
-    with pytest.raises(ConfigError, match="option 'compile': Sequential has no list of layers of one class"):
-        compile_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    assert not has_compiled_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
 def test_sampling_runs_eagerly():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -144,113 +142,6 @@ def test_with_tiles_neither_logits_nor_the_dense_gradient_are_made(least_words):
         assert not any(N_WORDS in shape[1:] for shape in made.shapes)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_dense_gradient_where_it_is_asked_for(tied):
-    model, tiles, twin, _ = make(tied)
-    ours = torch.autograd.grad(loss_of(model), [model.lm_head.weight])
-    theirs = torch.autograd.grad(loss_of(twin), [twin.lm_head.weight])
-    assert torch.equal(*ours, *theirs) and tiles.compact_grad(model.lm_head.weight) is None
-    seen = []
-    model.lm_head.weight.register_hook(lambda grad: seen.append(grad.clone()))
-    loss_of(model).backward()
-    assert torch.equal(seen[0], *theirs)
-    active = tiles.mask.bool("model.embed_tokens.weight" if tied else "lm_head.weight")
-    assert torch.equal(tiles.compact_grad(model.lm_head.weight), theirs[0][active])
-
-
-@ours
-def test_backward_passes_of_two_threads_add_up():
-    """Whichever comes first, and also where one takes all logits at once, as the layer is out for the other one."""
-    model, tiles, _, _ = make(tied=False)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name == "lm_head.weight")  # torch's own accumulation takes no hooks in two threads
-    for n in (5, 3):
-        loss_of(model, n).backward()
-    expected = tiles.compact_grad(model.lm_head.weight).clone()
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(20):
-            tiles.zero_grad()
-            start = threading.Barrier(2)
-
-            def run(n, start=start):
-                loss = loss_of(model, n)
-                start.wait()
-                loss.backward()
-
-            list(pool.map(run, (5, 3)))
-            found = tiles.compact_grad(model.lm_head.weight)
-            assert (found - expected).abs().max() <= 200 * EPS32 * expected.abs().max()
-            torch.testing.assert_close(tiles.clip_grad_norm_(1.0), expected.norm(), rtol=100 * EPS32, atol=0)
-
-
-def test_a_backward_pass_that_fails_leaves_the_gradient_as_it_was(monkeypatch):
-    model, tiles, _, _ = make(tied=False)
-    loss_of(model).backward()
-    before = tiles.compact_grad(model.lm_head.weight).clone()
-    made, fails_at = logprobs_module._grad_logits, len(logprobs_module._word_slices(1, N_WORDS, fused=False))
-
-    def fails(*args):
-        nonlocal fails_at
-        fails_at -= 1
-        if not fails_at:
-            raise RuntimeError("on purpose")
-        return made(*args)
-
-    monkeypatch.setattr(logprobs_module, "_grad_logits", fails)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        loss_of(model, 3).backward()
-    assert torch.equal(tiles.compact_grad(model.lm_head.weight), before)
-
-
-@ours
-@needs_autograd
-def test_closing_in_the_forward_pass_gives_the_output_layer_back():
-    model, tiles, _, _ = make(tied=False)
-    model.model.norm.register_forward_hook(lambda *_: tiles.close())
-    loss_of(model).backward()
-    assert "forward" not in vars(model.lm_head) and model.lm_head.weight.grad is not None
-
-
-@ours
-@needs_autograd
-def test_closing_between_forward_and_backward_leaves_the_output_layers_dense_gradient():
-    model, tiles, twin, dense = make(tied=False)
-    losses = [loss_of(m) for m in (model, twin)]
-    for optimizer in (tiles, dense):
-        optimizer.close()
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(model.lm_head.weight.grad, twin.lm_head.weight.grad)
-    assert "forward" not in vars(model.lm_head)
-
-
-def test_gradients_of_the_output_layer_that_must_not_come_are_refused():
-    model, tiles, _, _ = make(tied=False)
-    loss_of(model).backward()
-    tiles.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match=r"gradient of .* arrived after clip_grad_norm_"):
-        loss_of(model).backward()
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_the_output_layers_tiles_under_a_grad_scaler(unscale):
-    model, tiles, twin, dense = make(tied=False, amp_scaling=True, lr=1e-3)
-    for m, o in ((model, tiles), (twin, dense)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for bad in (False, True, False):
-            scaler.scale(loss_of(m) * (float("inf") if bad else 1.0)).backward()
-            if unscale:
-                scaler.unscale_(o)
-                o.clip_grad_norm_(1e-3)
-            scaler.step(o)
-            scaler.update()
-            o.zero_grad()
-        assert scaler.get_scale() == 2.0**9
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        # Adam's first steps are lr whatever the gradient's size; errors weigh where it is small.
-        torch.testing.assert_close(p, q, rtol=0, atol=2e-5)
-
-
 def test_all_gradients_next_to_a_plain_computation():
     model, tiles, twin, dense = make(tied=True)
     dense.close()
@@ -261,10 +152,3 @@ def test_all_gradients_next_to_a_plain_computation():
         if (compact := tiles.compact_grad(parameter)) is not None:
             active = expected[name][tiles.mask.bool(name)]
             torch.testing.assert_close(compact, active, rtol=0, atol=200 * EPS32 * expected[name].abs().max().item())
-
-
-def test_a_tile_that_begins_above_a_slice_is_an_error(monkeypatch):
-    monkeypatch.setattr(logprobs_module, "_LEAST_WORDS", 100)
-    model, _tiles, _, _ = make(tied=False)
-    with pytest.raises(ValueError, match="rows from 100 on: expected a multiple of the tile size, 64"):
-        loss_of(model).backward()

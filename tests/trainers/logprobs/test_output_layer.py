@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from small_models import EPS, assert_same_gradients, grads_of, plain_logprobs, random_sequences, small
 from transformers import (
     CohereConfig,
@@ -159,41 +156,6 @@ def test_a_model_that_computes_with_its_logits_gets_them(all_logits, work):
     assert len(all_logits) == 1
 
 
-def test_a_model_may_ask_what_its_logits_are_like(all_logits):
-    def ask(x):
-        sizes = (tuple(x.shape), tuple(x.size()), x.size(-1), x.ndim, x.dim(), x.numel(), len(x), x.is_contiguous())
-        kinds = (x.dtype, x.device, x.layout, x.is_cuda, x.requires_grad, x.is_floating_point(), torch.is_tensor(x))
-        return *sizes, *kinds
-
-    model = with_logits_in(small(LlamaConfig), ask)
-    batch = collate(random_sequences(3, 211), pad_id=0)
-    model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    true = model.kept
-    token_logprobs(model, batch)
-    assert model.kept == true
-    assert not all_logits
-    with torch.no_grad():
-        token_logprobs(model, batch)
-    assert model.kept == tuple(False if answer is True and at == 12 else answer for at, answer in enumerate(true))
-
-
-def test_other_threads_have_their_output_layer(all_logits):
-    hidden = torch.randn(3, 32)
-    products = []
-
-    def multiply(_):
-        thread = threading.Thread(target=lambda: products.append(model.lm_head(hidden)))
-        thread.start()
-        thread.join()
-
-    model = with_logits_in(small(LlamaConfig), multiply)
-    batch = collate(random_sequences(3, 211), pad_id=0)
-    found = token_logprobs(model, batch)
-    torch.testing.assert_close(products[0], F.linear(hidden, model.lm_head.weight))
-    assert not all_logits  # what another thread does with the layer says nothing about the model
-    torch.testing.assert_close(found, plain_logprobs(model, batch), rtol=0, atol=30 * 8 * EPS[torch.float32])
-
-
 def test_two_threads_with_one_model(all_logits, caplog):
     both = threading.Barrier(2, timeout=30)
 
@@ -214,16 +176,6 @@ def test_two_threads_with_one_model(all_logits, caplog):
     for logprobs in found:
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=30 * 8 * EPS[torch.float32])
     assert "forward" not in vars(model.lm_head) and not caplog.records
-
-
-def test_an_output_layer_is_taken_out_once():
-    head = torch.nn.Linear(2, 3, bias=False)
-    with output_layer._recording_inputs(head) as seen:
-        with output_layer._recording_inputs(head) as again:  # as a thread that came at the same time
-            assert again is None
-        head(torch.zeros(1, 2))
-        assert len(seen) == 1
-    assert "forward" not in vars(head)
 
 
 def test_a_hook_that_is_taken_away_is_forgotten(all_logits, caplog):
@@ -248,13 +200,3 @@ def test_a_hook_that_is_taken_away_is_forgotten(all_logits, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and record.name == output_layer.__name__
     assert "LlamaForCausalLM" in record.message and "memory" in record.message and "\n" not in record.message
-
-
-def test_a_refused_model_is_released():
-    model = small(CohereConfig, logit_scale=0.25)
-    token_logprobs(model, collate(random_sequences(3, 211), pad_id=0))
-    assert model in output_layer._REFUSED
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
