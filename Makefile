@@ -136,7 +136,7 @@ OF_BACKEND := not distributed and not documented and not interrupts and not dama
 
 # Other torch defaults are tried with the reference in test-optim.
 test-reference: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/policy/logprobs/test_logprobs_tiles.py \
+	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/logprobs/test_logprobs_tiles.py \
 	  -k "$(OF_BACKEND) and not test_torch_defaults"
 
 # Of the defaults of torch, the default device alone.

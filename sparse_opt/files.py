@@ -1,4 +1,7 @@
-"""Atomic writes of files and folders: they appear under their final name complete or not at all, also after a crash."""
+"""Atomic writes of files and folders: they appear under their final name complete or not at all, also after a crash.
+
+And checks of output folders before long work.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from .errors import ConfigError, SparseOptError
 
 # Errors of link(2) on a file system without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -159,3 +166,51 @@ def new_folder(folder: Path, *, before_publishing: Callable[[], object] | None =
         fsync(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_new_folder(path: Path, option: str, *, ignored: str = "") -> None:
+    """Refuse a folder that cannot be created or is not empty, except for a file named `ignored`.
+
+    Nothing is changed on disk.
+
+    Raises:
+        ConfigError: the folder is refused; the message names `option`, the folder and the cause.
+    """
+    try:
+        if path.is_dir():
+            if any(entry.name != ignored for entry in path.iterdir()):
+                raise ConfigError(f"option '{option}': {path} exists and is not empty; choose another or remove it")
+        elif path.exists():
+            raise ConfigError(f"option '{option}': {path} exists and is not a folder")
+        parent = path.absolute()
+        while not parent.exists():
+            parent = parent.parent
+    except OSError as error:
+        raise ConfigError(f"option '{option}': {path} cannot be used: {error.strerror}") from error
+    if not parent.is_dir():
+        raise ConfigError(f"option '{option}': {path} cannot be created: {parent} is not a folder")
+    try:
+        # Only an attempt is conclusive: a file system may refuse what the permission bits allow.
+        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"option '{option}': {path} cannot be created in {parent}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A context that turns a write error, such as a full disk, into a SparseOptError that names `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SparseOptError(f"{path}: cannot be written: {one_line(error)}") from error
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model (of a PEFT model, its adapters) and its tokenizer in Hugging Face format to `folder`, atomically.
+
+    Raises:
+        SparseOptError: the folder cannot be written.
+    """
+    with writing(folder), new_folder(folder) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)

@@ -1,6 +1,5 @@
-"""Minimal training loops, one file per algorithm: `sft`, `dpo`, `grpo`, `ppo`, `rft` and `rlt`.
+"""Minimal training loops to read and to measure, one file per algorithm: `sft`, `dpo` and `grpo`, on one device.
 
-Each file defines its options, its losses as pure functions of tensors, and `train(config)`, and reads from top to
-bottom. Shared code is in `run`, `options`, `data`, `policy`, `rollouts` and `rewards`. The loops drive and measure the
-optimizer. docs/trainers.md is the page for users.
+Each file reads from top to bottom: options, loss, step, and the run. People train with `sparse-opt train`, which is TRL
+under a mask; `recipes` has the original research code's other algorithms.
 """

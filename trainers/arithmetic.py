@@ -34,11 +34,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparse_opt.config import option, require_number_ranges, run_module
 from sparse_opt.errors import ConfigError
-from sparse_opt.files import new_folder
+from sparse_opt.files import check_new_folder, new_folder, save_model, writing
 
-from .run.outputs import check_new_folder, save_checkpoint, writing
+from .console import run_module
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -64,33 +63,30 @@ _LARGEST_OPERAND = 999  # all questions are listed: a million of them
 class ArithmeticConfig:
     """Write generated arithmetic: a small model with its tokenizer, and questions with their answers."""
 
-    output_dir: Path = option(Path("arithmetic"), "new or empty folder")
-    max_operand: int = option(19, "operands are 0 to this", at_least=1, at_most=_LARGEST_OPERAND)
-    operations: list[str] = option(["+"], "operations in the questions: + or - or both; no answer is negative")
-    answers: Literal["plain", "think"] = option(
-        "plain", "demonstrations answer '42', or with the calculation: '<think>7+5+0=12,1+2+1=4</think>42'"
-    )
-    p_right: float = option(
-        0.5,
-        "share of demonstrations and explanations that are right; the others are near misses",
-        at_least=0,
-        at_most=1,
-    )
-    n_train: int = option(350, "questions to train on, in demonstrations, rollouts and preferences", at_least=1)
-    n_test: int = option(50, "held-out questions", at_least=1)
-    n_demonstrations: int = option(
-        20000, "demonstrations; beyond n_train, questions are answered more than once", at_least=1
-    )
-    hidden_size: int = option(128, f"width of the model, a multiple of {_HEAD_DIM}")
-    n_layers: int = option(2, "layers of the model", at_least=1)
-    seed: int = option(0, "seed of questions, answers and weights")
+    output_dir: Path = Path("arithmetic")  # new or empty folder
+    max_operand: int = 19  # operands are 0 to this
+    operations: str = "+"  # in the questions: + or - or +-; no answer is negative
+    answers: Literal["plain", "think"] = "plain"  # '42', or with the calculation: '<think>7+5+0=12,1+2+1=4</think>42'
+    p_right: float = 0.5  # share of demonstrations and explanations that are right; the others are near misses
+    n_train: int = 350  # questions to train on, in demonstrations, rollouts and preferences
+    n_test: int = 50  # held-out questions
+    n_demonstrations: int = 20000  # beyond n_train, questions are answered more than once
+    hidden_size: int = 128  # width of the model, a multiple of 32
+    n_layers: int = 2
+    seed: int = 0  # of questions, answers and weights
 
     def __post_init__(self) -> None:
-        require_number_ranges(self)
+        for name in ("n_train", "n_test", "n_demonstrations", "n_layers", "max_operand"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"option '{name}' is {getattr(self, name)}: expected at least 1")
+        if self.max_operand > _LARGEST_OPERAND:
+            raise ConfigError(f"option 'max_operand' is {self.max_operand}: expected at most {_LARGEST_OPERAND}")
+        if not 0 <= self.p_right <= 1:
+            raise ConfigError(f"option 'p_right' is {self.p_right}: expected 0 to 1")
         if self.hidden_size < _HEAD_DIM or self.hidden_size % _HEAD_DIM:
             raise ConfigError(f"option 'hidden_size' is {self.hidden_size}: expected a multiple of {_HEAD_DIM}")
         if not self.operations or not set(self.operations) <= {"+", "-"}:
-            raise ConfigError(f"option 'operations' is {','.join(self.operations)!r}: expected + or - or both")
+            raise ConfigError(f"option 'operations' is {self.operations!r}: expected + or - or +-")
         n_questions = len(all_questions(self.max_operand, self.operations))
         if self.n_train + self.n_test > n_questions:
             raise ConfigError(
@@ -173,7 +169,7 @@ def make_arithmetic(folder: Path, **options: Any) -> Path:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.hidden_size, config.n_layers, config.seed)
     with writing(folder), new_folder(folder) as aside:
-        save_checkpoint(model, tokenizer, aside / "model")
+        save_model(model, tokenizer, aside / "model")
         (aside / "data").mkdir()
         for name, rows in make_rows(config).items():
             text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -270,17 +266,14 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
         return LlamaForCausalLM(config)
 
 
-def _make(config: ArithmeticConfig) -> Path:
+def _make(config: ArithmeticConfig) -> None:
     options = {field.name: getattr(config, field.name) for field in fields(config)}
-    return make_arithmetic(options.pop("output_dir"), **options)
+    print(make_arithmetic(options.pop("output_dir"), **options))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
-    from sparse_opt.progress import hide_progress_bars
-
-    hide_progress_bars()
-    return run_module(ArithmeticConfig, _make, argv, prog="python -m sparse_opt.trainers.arithmetic")
+    return run_module(ArithmeticConfig, _make, argv, "arithmetic")
 
 
 if __name__ == "__main__":

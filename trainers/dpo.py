@@ -1,86 +1,91 @@
-"""Direct Preference Optimization (https://arxiv.org/abs/2305.18290) and its relatives, dense, sparse or with adapters.
+"""Direct Preference Optimization (https://arxiv.org/abs/2305.18290) and its relatives, in one file.
+
+    python -m sparse_opt.trainers.dpo --model M --data pairs.jsonl --mask masks/M.safetensors --output_dir runs/dpo
 
 The policy learns to prefer the chosen completion of each pair over the rejected one; beta controls how close it stays
-to a reference. The reference is the initial policy or another model. Dense training keeps it as a second, frozen model.
-Sparse training needs no second model, because `SparseAdamW.base_weights` swaps the initial values of the active
-elements in and out; neither does LoRA, which disables its adapters. With `reference: precomputed` no mode needs it
-during training. With `share_prompts` both completions of a pair are in one row behind their prompt, which is then
-computed once (see `data/shared_prompts.py`).
+to its initial weights, the reference. Sparse training needs no second model for the reference, because
+`SparseAdamW.base_weights` swaps the initial values of the active elements in and out; neither does LoRA, which disables
+its adapters. Training of all weights keeps a frozen copy.
 
-Not implemented: losses that need more than the four log-probability sums of a pair, and combinations of losses.
+This file is to be read and measured (`sparse-opt bench baseline dpo` times `dpo_step`). Train with
+`sparse-opt train dpo`, which is TRL under a mask: it has what is left out here, such as several GPUs, checkpoints,
+learning-rate schedules, evaluation, other models as reference, and losses that need more than the log-probability sums.
+bf16 weights have no fp32 master copies here: with --dtype bf16, updates below half a unit in the last place are lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_opt.config import option
-from sparse_opt.errors import ConfigError
+from sparse_opt.files import save_model
 
-from .data.encoding import TokenBatch, TokenSequence, collate_examples
-from .data.shared_prompts import check_shared_prompts, collate_shared_prompts, n_row_tokens
-from .options import GraphOptions, LoggedOptions, ReferenceOptions
-from .policy.logprobs import completion_logprobs
-from .policy.reference import Reference
-from .run.reporting.margins import MARGINS_FOLDER, MarginsLog
-from .run.reporting.progress import Progress
-from .run.reporting.samples import sample_completions
-from .run.training_run import TrainingRun
+from .batches import (
+    ShuffledOrder,
+    TokenBatch,
+    chunks,
+    collate_examples,
+    load_examples,
+    require_known_tokens,
+)
+from .console import Metrics, run_module
+from .graphs import GraphedSteps, require_graphs
+from .logprobs import completion_logprobs
+from .models import load_model, resolve_device
+from .modes import Section, Trained, train_model, untimed
+from .pretrained import load_tokenizer_from
+from .shared_prompts import check_shared_prompts, collate_shared_prompts
+from .timing import StepTimer
 
 LossType = Literal["sigmoid", "robust", "hinge", "ipo"]
-Pairs = Sequence[list[TokenSequence]]  # [chosen, rejected] each
 
 
-@dataclass(kw_only=True)
-class DPOConfig(LoggedOptions, GraphOptions, ReferenceOptions):
-    """Train a causal language model on preference pairs by DPO, dense, under a mask or with adapters."""
+# Options
 
-    beta: float = option(0.1, "strength of the pull towards the reference policy", above=0, aliases=("dpo_beta",))
-    loss_type: LossType = option("sigmoid", "loss of a pair: sigmoid (DPO), robust, hinge (SLiC) or ipo")
-    label_smoothing: float = option(
-        0.0,
-        "assumed share of pairs with swapped labels, for the losses sigmoid (then cDPO) and robust",
-        at_least=0,
-        below=0.5,
-    )
-    ipo_average: bool = option(False, "loss ipo: take log-probabilities per token, as TRL does, not their sums")
-    reference: Literal["weights", "precomputed"] = option(
-        "weights", "run the reference in each step, or once over all examples before training"
-    )
-    share_prompts: bool = option(
-        False, "compute the prompt of a pair once: a row holds the prompt and both completions, separated in attention"
-    )
-    log_margins: bool = option(False, "write each step's margins to log_dir")
-    log_dir: Path | None = option(None, "new or empty folder for margins; none is logs/margins in output_dir")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
-            raise ConfigError(
-                f"option 'label_smoothing' is {self.label_smoothing}: loss_type '{self.loss_type}' has none; expected "
-                "sigmoid or robust"
-            )
-        if self.ipo_average and self.loss_type != "ipo":
-            raise ConfigError(f"option 'ipo_average' is for loss_type ipo, not '{self.loss_type}'")
-        if self.mount_dir is not None and self.output_dir is None:
-            self.save_dir = self.save_dir or Path("dpo_model")
-            self.log_dir = self.log_dir or MARGINS_FOLDER
+@dataclass
+class DPOConfig:
+    """DPO on one device, of all weights, under a mask, or with LoRA."""
 
-    def further_folders(self) -> dict[str, Path]:
-        """Adds the folder of the margins."""
-        folders = super().further_folders()
-        if self.log_margins and self.log_dir is not None:
-            folders["log_dir"] = self.mounted(self.log_dir)
-        return folders
+    model: str  # hub name or local folder
+    data: str  # preference pairs: a .jsonl, .json or .parquet file, or a hub name
+    output_dir: Path  # new folder, for metrics.jsonl and the trained model
+    split: str = "train"  # of a hub dataset
+    max_length: int = 1024  # tokens of a prompt with its completion; longer completions lose their end
+
+    n_steps: int = 100
+    batch_size: int = 4  # pairs of a forward pass
+    accumulation: int = 1  # forward passes of a step
+    learning_rate: float = 1e-6
+    beta: float = 0.1  # strength of the pull towards the reference
+    loss_type: LossType = "sigmoid"
+    label_smoothing: float = 0.0  # assumed share of pairs with swapped labels, of sigmoid (cDPO) and robust
+
+    mask: str | None = None  # mask file: train its elements; of a pattern of tiles, compute only their gradients
+    density: float | None = None  # train a random mask of this density
+    pattern: str = "element"  # of the random mask: element, run16, run32, tile64 or tile128
+    lora_rank: int | None = None  # train adapters of this rank
+
+    precomputed_reference: bool = False  # run the reference once over all pairs, before the first step
+    share_prompts: bool = False  # compute the prompt of a pair once: one row holds it and both completions
+    compile: bool = False  # torch.compile the layers
+    cuda_graphs: bool = False  # replay whole steps as CUDA graphs; with a mask
+    pad_to_multiple_of: int = 1  # tokens; with cuda_graphs, each length of the batches has a graph of its own
+    gradient_checkpointing: bool = False
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    seed: int = 0  # of the order of the data, the random mask and LoRA's initial values
+
+
+# Loss
 
 
 def dpo_loss(
@@ -91,27 +96,23 @@ def dpo_loss(
     beta: float,
     loss_type: LossType = "sigmoid",
     label_smoothing: float = 0.0,
-    lengths: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each pair, a function of h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected).
 
     h is 0 while the policy equals the reference. With e the label smoothing:
 
     - sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h). e = 0 is equation 7 of DPO
-      (https://arxiv.org/abs/2305.18290), ln 2 at h = 0; e > 0 is cDPO (https://ericmitchell.ai/cdpo.pdf). TRL 1.16 does
-      not support e in this loss.
+      (https://arxiv.org/abs/2305.18290), ln 2 at h = 0; e > 0 is cDPO (https://ericmitchell.ai/cdpo.pdf).
     - robust: (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e). If labels are wrong with probability
       e, its expectation is the loss under the correct labels (https://arxiv.org/abs/2403.00409, equation 13).
-    - hinge: max(0, 1 - beta h), the SLiC loss on policy ratios (https://arxiv.org/abs/2305.10425,
-      https://arxiv.org/abs/2309.06657).
-    - ipo: (h - 1 / (2 beta))^2 (https://arxiv.org/abs/2310.12036, equation 17).
+    - hinge: max(0, 1 - beta h), the SLiC loss on policy ratios (https://arxiv.org/abs/2305.10425).
+    - ipo: (h - 1 / (2 beta))^2 (https://arxiv.org/abs/2310.12036, equation 17). TRL averages log-probabilities over
+      tokens; here they are sums.
 
     Args:
         policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B] fp32, log-probability sums over the completions.
         beta: strength of the pull towards the reference.
         label_smoothing: e of sigmoid and robust; 0 <= e < 0.5.
-        lengths: numbers of trained tokens [B] of the chosen and of the rejected completions. If given, h in ipo is a
-            difference of averages per token, as in TRL.
 
     Returns:
         losses [B], and the implicit rewards beta * (policy - ref) of the chosen [B] and of the rejected completions
@@ -119,222 +120,142 @@ def dpo_loss(
     """
     chosen_rewards = beta * (policy_chosen - ref_chosen)
     rejected_rewards = beta * (policy_rejected - ref_rejected)
+    margins = chosen_rewards - rejected_rewards
     if loss_type == "ipo":
-        chosen_ratio, rejected_ratio = policy_chosen - ref_chosen, policy_rejected - ref_rejected
-        if lengths is not None:
-            chosen_ratio, rejected_ratio = chosen_ratio / lengths[0], rejected_ratio / lengths[1]
-        losses = ipo_loss(chosen_ratio - rejected_ratio, beta)
+        losses = (margins / beta - 1 / (2 * beta)) ** 2
+    elif loss_type == "hinge":
+        losses = torch.relu(1 - margins)
+    elif label_smoothing == 0.0:
+        losses = -F.logsigmoid(margins)
     else:
-        losses = margin_loss(chosen_rewards - rejected_rewards, loss_type, label_smoothing)
+        right, wrong = -F.logsigmoid(margins), -F.logsigmoid(-margins)  # the loss if the label is right, or wrong
+        if loss_type == "robust":
+            losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+        else:
+            losses = (1 - label_smoothing) * right + label_smoothing * wrong
     return losses, chosen_rewards.detach(), rejected_rewards.detach()
 
 
-def margin_loss(margins: Tensor, loss_type: LossType, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each pair for the loss types that depend on the margin beta * h alone: [B]; see `dpo_loss`."""
-    if loss_type == "hinge":
-        return torch.relu(1 - margins)
-    right = -F.logsigmoid(margins)
-    if label_smoothing == 0.0:
-        return right
-    wrong = -F.logsigmoid(-margins)  # the loss if the label is wrong
-    if loss_type == "robust":
-        return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
-    return (1 - label_smoothing) * right + label_smoothing * wrong
+# Step
 
 
-def ipo_loss(h: Tensor, beta: float) -> Tensor:
-    """(h - 1 / (2 beta))^2 of each pair: [B]."""
-    return (h - 1 / (2 * beta)) ** 2
+def reference_logprobs(trained: Trained, batches: Sequence[TokenBatch]) -> list[Tensor]:
+    """Log-probability sums of each batch's completions under the initial weights: [2 x pairs] fp32."""
+    with torch.no_grad(), trained.reference_weights():
+        return [completion_logprobs(trained.reference, batch) for batch in batches]
 
 
-def train(config: DPOConfig) -> dict[str, Any]:
-    """Run DPO and return its summary: first and last metrics, median times, bytes, and the paths of its files.
+def dpo_step(
+    trained: Trained,
+    batches: Sequence[TokenBatch],
+    ref_logprobs: Sequence[Tensor] | None = None,
+    section: Section = untimed,
+    *,
+    beta: float,
+    loss_type: LossType = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> dict[str, Tensor]:
+    """One optimizer step on the mean loss of all pairs, without a synchronization.
 
-    Writes `output_dir/metrics.jsonl` during training and the model to `output_dir/final` at the end.
+    Args:
+        batches: of each forward pass; the first half of a batch's sequences is chosen, the second half rejected.
+        ref_logprobs: `reference_logprobs` of the batches; None computes them here.
 
-    Raises:
-        SparseOptError: one of its subclasses: before training if the options, data, model or mask do not fit together;
-            during training if the loss is not finite.
+    Returns:
+        loss and grad_norm, scalars; and the implicit rewards `chosen` and `rejected` of each pair.
     """
-    run = TrainingRun(config, "dpo", "preference")
-    collate = partial(collate_examples, pad_id=run.pad_id, multiple=config.length_multiple)
-    if config.share_prompts:
-        check_shared_prompts(run.model, _longest_row(run))
-        collate = partial(
-            collate_shared_prompts,
-            pad_id=run.pad_id,
-            multiple=config.length_multiple,
-            separate_rows=config.has_few_shapes,
-        )
-    reference = _reference_logprobs(config, run, collate)
-    with run:
-        margins_log = None
-        if config.log_margins and run.ranks.is_main:
-            margins_log = MarginsLog(run, config.further_folders().get("log_dir"))
-
-        def evaluate() -> dict[str, Tensor]:
-            assert run.eval_data is not None
-            found = torch.zeros(3, len(run.eval_data), dtype=torch.float32, device=run.device)
-            for rows in run.passes(len(run.eval_data)):
-                pairs = run.eval_data[rows]
-                batch = collate(pairs).to(run.device)
-                policy = completion_logprobs(run.model, batch)
-                found[:, rows] = torch.stack(
-                    _losses(config, batch, policy, reference.of([batch], reference.known([pairs]))[0])
-                )
-            losses, chosen, rejected = run.ranks.sum(found)
-            return {"loss": losses.mean(), **_reward_metrics(chosen, rejected)}
-
-        def take_step(batches: Iterable[TokenBatch], known: Sequence[Tensor]) -> Tensor:
-            batches, n_pairs = list(batches), config.examples_per_step
-            with run.time("reference"):
-                ref_logprobs = reference.of(batches, known)
-            found = torch.zeros(3, n_pairs, dtype=torch.float32, device=run.device)
-            with run.time("forward_backward"):
-                passes = run.training_passes(n_pairs)
-                for (rows, is_last), batch, ref in zip(passes, batches, ref_logprobs, strict=True):
-                    losses, chosen, rejected = _losses(config, batch, completion_logprobs(run.model, batch), ref)
-                    # The mean over all pairs of the step, independent of the number of forward passes and ranks.
-                    run.backward(losses.sum() / n_pairs, is_last)
-                    found[:, rows] = torch.stack([losses.detach(), chosen, rejected])
-            run.update()
-            return found
-
-        training_step = run.whole_step(take_step)
-        for step in run.steps(evaluate):
-            examples = run.examples_of(step)
-            known = reference.known([examples[rows] for rows in run.passes(len(examples))])
-            losses, chosen, rejected = run.ranks.sum(training_step(run.batches(step, collate), known))
-            if margins_log is not None:
-                margins_log.write(step, chosen - rejected)
-            if run.samples_due(step):
-                run.log_samples(step, sample_completions(run, [pair[0] for pair in examples[: config.batch_size]]))
-            computed = {"n_computed_tokens": sum(map(n_row_tokens, examples))} if config.share_prompts else {}
-            run.log(
-                step,
-                n_tokens=sum(len(sequence.ids) for pair in examples for sequence in pair),
-                loss=losses.mean(),
-                **_reward_metrics(chosen, rejected),
-                **computed,
-            )
-        return run.finish()
-
-
-def _losses(config: DPOConfig, batch: TokenBatch, policy: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`dpo_loss` of a batch of pairs, from log-probability sums [2B] of the policy and of the reference."""
-    (policy_chosen, policy_rejected), (ref_chosen, ref_rejected) = _halves(policy), _halves(ref)
-    lengths = None
-    if config.ipo_average:
-        chosen_lengths, rejected_lengths = _halves(batch.n_trained_of_sequences())
-        lengths = chosen_lengths, rejected_lengths
-    return dpo_loss(
-        policy_chosen,
-        policy_rejected,
-        ref_chosen,
-        ref_rejected,
-        config.beta,
-        config.loss_type,
-        config.label_smoothing,
-        lengths,
-    )
-
-
-def _longest_row(run: TrainingRun) -> int:
-    return max(map(n_row_tokens, [*run.data, *(run.eval_data or [])]))
-
-
-def _halves(values: Tensor) -> Tensor:
-    """[2, B] for [2B]; B may be 0."""
-    return values.view(2, len(values) // 2)
-
-
-def _reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    if ref_logprobs is None:
+        with section("reference"):
+            ref_logprobs = reference_logprobs(trained, batches)
+    n_pairs = sum(len(ref) for ref in ref_logprobs) // 2
+    losses, rewards = [], []
+    for batch, ref in zip(batches, ref_logprobs, strict=True):
+        with section("forward"):
+            chosen, rejected = completion_logprobs(trained.policy, batch).chunk(2)
+            of_pairs, *found = dpo_loss(chosen, rejected, *ref.chunk(2), beta, loss_type, label_smoothing)
+            loss = of_pairs.sum() / n_pairs
+        with section("backward"):
+            loss.backward()
+        losses.append(loss.detach())
+        rewards.append(torch.stack(found))
+    norm = trained.update(section)
+    chosen_rewards, rejected_rewards = torch.cat(rewards, dim=1)
     return {
-        "rewards_chosen": chosen.mean(),
-        "rewards_rejected": rejected.mean(),
-        "margin": (chosen - rejected).mean(),
-        "accuracy": (chosen > rejected).float().mean(),
+        "loss": sum(losses[1:], losses[0]),
+        "grad_norm": norm,
+        "chosen": chosen_rewards,
+        "rejected": rejected_rewards,
     }
 
 
-# The reference's log-probabilities
-
-Collate = Callable[[Pairs], TokenBatch]
+# The run
 
 
-@dataclass(frozen=True)
-class _ReferenceLogprobs:
-    """The reference's log-probability sums of batches of pairs: precomputed, or by forward passes of the reference."""
+def train(config: DPOConfig) -> None:
+    """Run DPO; see the module."""
+    device = resolve_device(config.device)
+    metrics = Metrics(config.output_dir, config.n_steps)
 
-    precomputed: _KnownLogprobs | None
-    reference: Reference | None
+    # Model
+    tokenizer = load_tokenizer_from(config.model)
+    pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    model = load_model(config.model, device, config.dtype, gradient_checkpointing=config.gradient_checkpointing)
+    trained = train_model(model, config, reference=not config.precomputed_reference)
 
-    def known(self, groups: Sequence[Pairs]) -> list[Tensor]:
-        """The sums [2B] of each group of pairs, or nothing if they are not precomputed."""
-        return [] if self.precomputed is None else [self.precomputed.of(pairs) for pairs in groups]
+    # Data
+    pairs = load_examples("preference", config.data, config.split, tokenizer, max_length=config.max_length)
+    require_known_tokens(model, tokenizer, (sequence.ids for pair in pairs for sequence in pair))
+    collate = partial(collate_examples, pad_id=pad_id, multiple=config.pad_to_multiple_of)
+    if config.share_prompts:
+        check_shared_prompts(model)
+        collate = partial(
+            collate_shared_prompts,
+            pad_id=pad_id,
+            multiple=config.pad_to_multiple_of,
+            separate_rows=config.cuda_graphs,
+        )
+    order, n_pairs = ShuffledOrder(len(pairs), config.seed), config.batch_size * config.accumulation
 
-    def of(self, batches: Sequence[TokenBatch], known: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The sums [2B] of each batch; `known` is the result of `known` for the same pairs."""
-        if self.reference is None:
-            return known
-        with torch.no_grad(), self.reference.weights():
-            return [completion_logprobs(self.reference.model, batch) for batch in batches]
+    # Reference
+    known: list[Tensor] = []  # [2] of each pair, if precomputed
+    if config.precomputed_reference:
+        for part in chunks(pairs, config.batch_size):
+            (sums,) = reference_logprobs(trained, [collate(part).to(device)])
+            known += sums.view(2, -1).unbind(dim=1)
+
+    # Steps
+    timer = StepTimer(device)
+    options = {"beta": config.beta, "loss_type": config.loss_type, "label_smoothing": config.label_smoothing}
+    if config.cuda_graphs:
+        require_graphs(trained.policy, trained.optimizer, device)
+
+        def whole_step(batches: Sequence[TokenBatch], refs: Sequence[Tensor]) -> dict[str, Tensor]:
+            return dpo_step(trained, batches, refs or None, **options)
+
+        graphs = GraphedSteps(whole_step, trained.optimizer)
+    for step in range(1, config.n_steps + 1):
+        passes = chunks(order.take((step - 1) * n_pairs, n_pairs), config.batch_size)
+        batches = [collate([pairs[index] for index in indices]).to(device) for indices in passes]
+        refs = (
+            [torch.stack([known[index] for index in indices], dim=1).flatten() for indices in passes] if known else None
+        )
+        if config.cuda_graphs:
+            with timer.section("step"):
+                found = graphs(batches, refs or [])
+        else:
+            found = dpo_step(trained, batches, refs, timer.section, **options)
+
+        # Metrics
+        chosen, rejected = found.pop("chosen"), found.pop("rejected")
+        found |= {"margin": (chosen - rejected).mean(), "accuracy": (chosen > rejected).float().mean()}
+        metrics.write(step, found, timer.read())
+    save_model(trained.policy, tokenizer, config.output_dir / "model")
 
 
-def _reference_logprobs(config: DPOConfig, run: TrainingRun, collate: Collate) -> _ReferenceLogprobs:
-    if config.reference == "precomputed":
-        return _ReferenceLogprobs(_precompute(config, run, collate), None)
-    return _ReferenceLogprobs(None, _reference(config, run))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run DPO with the options of a command line."""
+    return run_module(DPOConfig, train, argv, "dpo")
 
 
-def _reference(config: DPOConfig, run: TrainingRun) -> Reference:
-    """The reference during training. A model of its own is checked like the policy."""
-    reference = run.reference()
-    if config.share_prompts and config.ref_name is not None:
-        with reference.weights():
-            check_shared_prompts(reference.model, _longest_row(run))
-    return reference
-
-
-class _KnownLogprobs:
-    """Log-probability sums [2, n] of n pairs, keyed by `id(pair)`; the run's data keeps the pairs alive.
-
-    Of a pair that is repeated, the first sums are kept.
-    """
-
-    def __init__(self, pairs: Pairs, logprobs: Tensor):
-        self._device = logprobs.device
-        self._of: dict[int, tuple[float, float]] = {}
-        for pair, *sums in zip(pairs, *logprobs.tolist(), strict=True):
-            self._of.setdefault(id(pair), (sums[0], sums[1]))
-
-    def of(self, pairs: Pairs) -> Tensor:
-        """The sums of the chosen completions, then those of the rejected ones: [2B] fp32."""
-        columns = torch.tensor([self._of[id(pair)] for pair in pairs], dtype=torch.float32, device="cpu").T
-        return columns.reshape(-1).to(self._device)
-
-
-def _precompute(config: DPOConfig, run: TrainingRun, collate: Collate) -> _KnownLogprobs:
-    """Compute the reference's sums of all training pairs that the run uses, and of the evaluation pairs.
-
-    The pairs are batched as in the first epoch, so that on a CPU the steps of that epoch get the same bits as with
-    `reference: weights`. Later epochs batch the pairs differently, which can change the rounding of a sum.
-    """
-    first_epoch = -(-len(run.data) // config.examples_per_step)
-    batches = [run.examples_of(step) for step in range(1, min(config.n_steps, first_epoch) + 1)]
-    pairs: list[list[TokenSequence]] = []
-    passes: list[slice] = []
-    for batch in [*batches, run.eval_data or []]:
-        passes += run.passes(len(pairs) + len(batch), start=len(pairs))
-        pairs += batch
-    logprobs = torch.zeros(2, len(pairs), dtype=torch.float32, device=run.device)
-
-    # Before the first step the policy equals the reference in every mode.
-    reference = Reference(run.model, nullcontext) if config.ref_name is None else _reference(config, run)
-    progress = Progress("dpo reference", len(passes), hidden=not run.ranks.is_main)
-    with torch.no_grad(), reference.weights(), progress:
-        for n, rows in enumerate(passes, 1):
-            sums = completion_logprobs(reference.model, collate(pairs[rows]).to(run.device))
-            logprobs[:, rows] = _halves(sums)
-            progress.advance(n, {})
-    return _KnownLogprobs(pairs, run.ranks.sum(logprobs))
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,50 +1,85 @@
 """Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) and its variants: DAPO, Dr. GRPO, GSPO.
 
-Each prompt gets a group of completions; the advantage of a completion is its reward relative to its group. A group
-whose rewards are all equal gives no gradient. One rollout can be used for several optimizer steps; the ratio of each
-token is relative to the policy that sampled it.
+    python -m sparse_opt.trainers.grpo --model M --data prompts.jsonl --mask masks/M.safetensors --output_dir runs/grpo
 
-An engine whose probabilities differ from the policy's can be corrected for by `rollouts.importance`.
+Each prompt gets a group of completions, sampled from the policy; the advantage of a completion is its reward relative
+to its group. A group whose rewards are all equal gives no gradient. One rollout can be used for several optimizer
+steps; the ratio of each token is relative to the policy that sampled it.
 
-Not implemented: DAPO's dynamic sampling (resampling groups with equal rewards) and its penalty for long completions; an
-entropy bonus.
+This file is to be read and measured (`sparse-opt bench baseline grpo` times `rollout` and `grpo_step`). Train with
+`sparse-opt train grpo`, which is TRL under a mask: it has what is left out here, such as several GPUs, vLLM, several
+reward functions, checkpoints, schedules and evaluation. bf16 weights have no fp32 master copies here: with --dtype
+bf16, updates below half a unit in the last place are lost.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sparse_opt.config import option
-from sparse_opt.errors import ConfigError
+from sparse_opt.files import save_model
+from sparse_opt.integrations.trl.rewards import RewardFunction, load_rewards
 
-from .data.encoding import TokenSequence
-from .data.order import chunks
-from .data.shared_prompts import check_shared_prompts
-from .options import LoggedOptions, RolloutOptions
-from .policy.reference import Reference
-from .rewards.functions import Rewards, Scores, load_rewards
-from .rollouts import Engine, Rollout, configured_engine, sample
-from .run.rollout_step import (
-    completion_metrics,
-    engine_agreement,
-    reference_logprobs,
-    rollout_weights,
-    sample_rollout,
-    sample_rows,
-    sampling_of,
-    score_completions,
-)
-from .run.training_run import TrainingRun
+from .batches import Prompt, ShuffledOrder, load_prompts, require_known_tokens
+from .console import Metrics, run_module
+from .models import load_model, resolve_device
+from .modes import Section, Trained, train_model, untimed
+from .pretrained import load_tokenizer_from
+from .sampling import Rollout, Sampling, rollout, stop_ids
+from .shared_prompts import check_shared_prompts
+from .timing import StepTimer
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
 Scale = Literal["group", "batch", "none"]
 # Limits the scale of the advantages in a group of nearly equal rewards; TRL's value.
 _STD_FLOOR = 1e-4
+
+
+# Options
+
+
+@dataclass
+class GRPOConfig:
+    """GRPO on one device, of all weights, under a mask, or with LoRA."""
+
+    model: str  # hub name or local folder
+    data: str  # prompts: a .jsonl, .json or .parquet file, or a hub name
+    output_dir: Path  # new folder, for metrics.jsonl and the trained model
+    split: str = "train"  # of a hub dataset
+    max_prompt_length: int = 512  # tokens; longer prompts are dropped
+    reward: str = "exact_match"  # compares with the column answer; or module.function, called as TRL calls it
+
+    n_steps: int = 100  # rollouts
+    batch_size: int = 8  # prompts of a rollout
+    n_generations: int = 8  # completions of a prompt
+    max_completion_length: int = 256  # tokens
+    temperature: float = 1.0
+    num_iterations: int = 1  # optimizer steps on each rollout
+    rows_per_pass: int | None = None  # completions of a forward pass; none is all of a rollout
+    learning_rate: float = 1e-6
+    loss_type: LossType = "dapo"  # how the loss is averaged over tokens; gspo: one ratio per sequence
+    scale_rewards: Scale = "group"  # divide advantages by the standard deviation of the group, the batch, or nothing
+    beta: float = 0.0  # weight of the divergence from the initial weights; 0 needs no reference
+    epsilon: float = 0.2  # how far a ratio may go below 1 before it is clipped
+    epsilon_high: float = 0.2  # how far above 1; DAPO has 0.28
+
+    mask: str | None = None  # mask file: train its elements; of a pattern of tiles, compute only their gradients
+    density: float | None = None  # train a random mask of this density
+    pattern: str = "element"  # of the random mask: element, run16, run32, tile64 or tile128
+    lora_rank: int | None = None  # train adapters of this rank
+
+    share_prompts: bool = False  # compute each prompt once for its completions, in sampling and in training
+    compile: bool = False  # torch.compile the layers
+    gradient_checkpointing: bool = False
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    seed: int = 0  # of the order of the data, sampling, the random mask and LoRA's initial values
 
 
 # From rewards to the loss
@@ -57,11 +92,9 @@ def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "gro
     completion without a reward (NaN) has the advantage 0 and is excluded from mean and standard deviation, as in TRL.
 
     Args:
-        rewards: [G * n_generations]; the completions of a group are contiguous.
-        n_generations: completions per group, at least 2.
-        scale: divide by the standard deviation of the group, or of all rewards (https://arxiv.org/abs/2508.08221), or
-            do not divide, as in Dr. GRPO (https://arxiv.org/abs/2503.20783). It is the sample standard deviation (n -
-            1).
+        rewards: [G * n_generations]; the n_generations, at least 2, of a group are contiguous.
+        scale: divide by the sample standard deviation of the group, or of all rewards (https://arxiv.org/abs/2508.08221),
+            or do not divide, as in Dr. GRPO (https://arxiv.org/abs/2503.20783).
 
     Raises:
         ValueError: fewer than two completions per group, or the number of rewards is not a multiple of n_generations.
@@ -82,14 +115,10 @@ def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "gro
             advantages = advantages / (found.std() + _STD_FLOOR)
     elif scale != "none":
         raise ValueError(f"scale is {scale!r}, expected group, batch or none")
-    return torch.where(groups.isnan() | is_flat(groups), 0.0, advantages).view(-1)
-
-
-def is_flat(groups: Tensor) -> Tensor:
-    """Whether the rewards of a group are all the same, ignoring NaN: [G, 1] bool for [G, n]."""
     missing = groups.isnan()
     lowest = groups.masked_fill(missing, torch.inf).amin(dim=1, keepdim=True)
-    return groups.masked_fill(missing, -torch.inf).amax(dim=1, keepdim=True) <= lowest
+    is_flat = groups.masked_fill(missing, -torch.inf).amax(dim=1, keepdim=True) <= lowest
+    return torch.where(missing | is_flat, 0.0, advantages).view(-1)
 
 
 def grpo_loss(
@@ -107,13 +136,11 @@ def grpo_loss(
     n_sequences: int | None = None,
     n_tokens: int | Tensor | None = None,
     max_completion_length: int | None = None,
-    importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The clipped policy loss with the k3 estimate of the KL divergence from a reference: equations 3 and 4.
 
-    Per token -min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A) * w + beta * k3, with
-    ratio = exp(logprob - old), k3 = exp(ref - logprob) - (ref - logprob) - 1, and w the importance weight, which is 1
-    without `importance_weights`. The loss type determines the average:
+    Per token -min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A) + beta * k3, with
+    ratio = exp(logprob - old) and k3 = exp(ref - logprob) - (ref - logprob) - 1. The loss type determines the average:
 
     | loss_type | |
     |---|---|
@@ -124,37 +151,26 @@ def grpo_loss(
     | gspo | grpo with one ratio per sequence, exp(mean of logprob - old) (https://arxiv.org/abs/2507.18071) |
 
     With `n_sequences` and `n_tokens` of the whole optimizer step, the losses of its forward passes add up to the loss
-    of the step, however it is split. Only bnpo depends on the split, because it averages over the local batch.
-
-    Names and defaults are those of TRL 1.16, where gspo is `importance_sampling_level="sequence"` with the loss type
-    grpo. TRL differs if a rollout is used for several optimizer steps: its dapo divides each step by the mean token
-    count of these steps instead of the step's own. With gspo, its `correct_k3` uses the ratio of the sequence instead
-    of the token's.
+    of the step; bnpo alone depends on the split. Names and defaults are those of TRL 1.16, where gspo is
+    `importance_sampling_level="sequence"` with the loss type grpo.
 
     Args:
         logprobs: [R, P] fp32, of the tokens under the policy, with gradient.
         old_logprobs: [R, P] fp32, under the policy that sampled the tokens.
         advantages: [R] fp32, one per completion.
-        mask: [R, P] bool, the tokens that count. Values outside the mask must be finite and have no effect. A row
-            without tokens counts as a sequence whose loss is 0.
+        mask: [R, P] bool, the tokens that count. Values outside the mask must be finite and have no effect.
         ref_logprobs: [R, P] fp32, under the reference; required if beta is not 0.
-        beta: weight of k3.
         correct_k3: multiply k3 by the token's ratio, so that its gradient is that of the divergence (DeepSeek-V3.2,
             https://arxiv.org/abs/2512.02556). TRL 1.16 does this by default; the GRPO paper does not.
-        epsilon_low, epsilon_high: clipping range of the ratio below and above 1; DAPO's "clip-higher" uses 0.2 and
-            0.28, GSPO uses 3e-4 and 4e-4.
-        n_sequences: sequences in all forward passes of the optimizer step; None takes R of this batch.
-        n_tokens: tokens in the masks of all forward passes of the optimizer step; None takes those of this batch.
+        n_sequences, n_tokens: in all forward passes of the optimizer step; None takes those of this one.
         max_completion_length: required for loss type dr_grpo.
-        importance_weights: [R, P] fp32, see `rollouts.importance.importance_weights`.
 
     Returns:
         The loss, a scalar; and, detached, the ratios [R, P] and the unweighted k3 [R, P] (None without ref_logprobs),
         which are 1 and 0 outside the mask.
 
     Raises:
-        ValueError: shapes differ, an argument required by the loss type or by beta is missing, or the loss type is
-            unknown.
+        ValueError: shapes differ, an argument is missing, or the loss type is unknown.
     """
     if not logprobs.shape == old_logprobs.shape == mask.shape or logprobs.shape[:1] != advantages.shape:
         shapes = [list(tensor.shape) for tensor in (logprobs, old_logprobs, mask, advantages)]
@@ -168,20 +184,17 @@ def grpo_loss(
         ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).exp()
     advantage = advantages[:, None]
     per_token = -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantage)
-    if importance_weights is not None:
-        per_token = per_token * importance_weights
     k3 = None
     if ref_logprobs is not None:
         difference = torch.where(mask, ref_logprobs - logprobs, 0.0)
         k3 = difference.exp() - difference - 1
         per_token = per_token + beta * (k3 * token_ratio if correct_k3 else k3)
     per_token = torch.where(mask, per_token, 0.0)
-    n_rows = len(per_token)
-    n_sequences = n_rows if n_sequences is None else n_sequences
+    n_sequences = len(mask) if n_sequences is None else n_sequences
     if loss_type in ("grpo", "gspo"):
         loss = (per_token.sum(dim=1, keepdim=True) / lengths).sum() / n_sequences
     elif loss_type == "bnpo":
-        loss = per_token.sum() / mask.sum().clamp(min=1) * (n_rows / n_sequences)
+        loss = per_token.sum() / mask.sum().clamp(min=1) * (len(mask) / n_sequences)
     elif loss_type == "dapo":
         loss = per_token.sum() / (mask.sum().clamp(min=1) if n_tokens is None else n_tokens)
     elif loss_type == "dr_grpo":
@@ -194,222 +207,154 @@ def grpo_loss(
     return loss, ratio, None if k3 is None else k3.detach()
 
 
-# The loop
+# Rewards
 
 
-@dataclass(kw_only=True)
-class GroupOptions(RolloutOptions):
-    """Options of `update_on_rollout`: of loops that compare the completions of a prompt."""
-
-    n_generations: int = option(8, "completions per prompt", at_least=2)
-    loss_type: LossType = option("dapo", "how the loss is averaged over tokens; gspo: one ratio per sequence")
-    beta: float = option(
-        0.0, "weight of the k3 divergence from the reference in the loss; 0 needs no reference", at_least=0
-    )
-    correct_k3: bool = option(False, "multiply k3 by the ratio, which makes its gradient that of the divergence")
-    epsilon: float = option(
-        0.2, "how far a ratio may go below 1 before it is clipped; gspo's paper has 3e-4", above=0, below=1
-    )
-    epsilon_high: float | None = option(
-        None, "how far above 1; none is epsilon, 0.28 is DAPO's clip-higher; gspo's paper has 4e-4", above=0
-    )
-    mask_truncated_completions: bool = option(
-        False, "exclude completions truncated at max_completion_length from the loss, as DAPO does"
-    )
-    completions_per_row: int = option(
-        1,
-        "training: put up to so many completions of a prompt into one row after it, separated in attention, so that "
-        "the prompt is computed once for them; share_prompts does so while completions are sampled",
-        at_least=1,
-    )
+def rewards_of(reward: RewardFunction, tokenizer: Any, prompts: Sequence[Prompt], sampled: Rollout) -> Tensor:
+    """The reward of each completion, [R] fp32 on the CPU; NaN where the function returns None."""
+    repeated = [prompt for prompt in prompts for _ in range(len(sampled) // len(prompts))]
+    decoded = tokenizer.batch_decode(sampled.completions, skip_special_tokens=True)
+    completions = [
+        text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(repeated, decoded, strict=True)
+    ]
+    columns = {name: [prompt.row[name] for prompt in repeated] for name in repeated[0].row if name != "prompt"}
+    texts = [prompt.text for prompt in repeated]
+    found = reward(prompts=texts, completions=completions, completion_ids=sampled.completions, **columns)
+    return torch.tensor([float("nan") if value is None else value for value in found], device="cpu")
 
 
-@dataclass(kw_only=True)
-class GRPOConfig(LoggedOptions, GroupOptions):
-    """Train a causal language model on rewarded completions by GRPO, dense, under a mask, or with adapters."""
-
-    max_completion_length: int = option(512, "longest completion in tokens")
-    scale_rewards: Literal["auto", "group", "batch", "none"] = option(
-        "auto", "divide advantages by the rewards' standard deviation; auto is none for dr_grpo, group for the others"
-    )
-    eval_temperature: float = option(
-        0.0, "sampling temperature of evaluation; 0 takes the most likely tokens", at_least=0
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ref_name is not None and self.beta == 0:
-            raise ConfigError(f"a reference ({self.ref_name}) is used with beta only: set --beta above 0")
-
-    @property
-    def scale(self) -> Scale:
-        """The standard deviation that advantages are divided by; "auto" depends on the loss type."""
-        if self.scale_rewards == "auto":
-            return "none" if self.loss_type == "dr_grpo" else "group"
-        return self.scale_rewards
+# Step
 
 
-def check_rows(run: TrainingRun, reference: Reference | None) -> None:
-    """Refuse a policy or a reference that cannot compute several completions in a row, if the options ask for it.
-
-    Raises:
-        ConfigError: see `check_shared_prompts`.
-    """
-    config = run.config
-    assert isinstance(config, GroupOptions)
-    if config.completions_per_row == 1:
-        return
-    longest = max(len(example.ids) for example in run.data)
-    longest += config.completions_per_row * (config.max_completion_length + 1)
-    check_shared_prompts(run.model, longest, "completions_per_row")
-    if reference is not None and config.ref_name is not None:
-        with reference.weights():
-            check_shared_prompts(reference.model, longest, "completions_per_row")
+def reference_logprobs(
+    trained: Trained, sampled: Rollout, temperature: float, rows_per_pass: int | None = None
+) -> Tensor:
+    """Log-probabilities of a rollout's sampled tokens under the initial weights: [R, P] fp32, 0 elsewhere."""
+    with torch.no_grad(), trained.reference_weights():
+        return sampled.token_logprobs(trained.reference, temperature, rows_per_pass)
 
 
-def update_on_rollout(
-    run: TrainingRun,
+def grpo_step(
+    trained: Trained,
     sampled: Rollout,
     advantages: Tensor,
-    *,
     ref_logprobs: Tensor | None = None,
-) -> dict[str, Tensor | None]:
-    """Make `num_iterations` passes over a rollout, each of `n_minibatches` optimizer steps.
-
-    Rows are processed in order, `batch_size` per forward pass, so that the completions of a group are in the same step
-    if the step is large enough. If the rollout's log-probabilities were computed `batch_size` rows at a time
-    (`rows_per_pass`), the ratios are exactly 1 until the first optimizer step.
+    section: Section = untimed,
+    *,
+    temperature: float = 1.0,
+    rows_per_pass: int | None = None,
+    **loss_options: Any,
+) -> dict[str, Tensor]:
+    """One optimizer step on a rollout, without a synchronization.
 
     Args:
-        run: its config is a `GroupOptions`. With `mask_truncated_completions`, completions without EOS are excluded
-            from the loss; they still count as sequences.
-        advantages: [R] fp32.
-        ref_logprobs: [R, P] under the reference, see `rollout_logprobs`; required if beta is not 0.
+        advantages: [R] fp32, see `group_advantages`.
+        ref_logprobs: see `reference_logprobs`; required if beta is not 0.
+        rows_per_pass: completions of a forward pass; None is all.
+        loss_options: of `grpo_loss`, such as beta.
 
     Returns:
-        loss, the mean over the optimizer steps; and over all trained tokens: the mean ratio and its largest distance
-        from 1 (ratio_mean, ratio_error), the shares whose gradient was clipped to 0 with a ratio below and above 1
-        (clip_low, clip_high), and the mean of k3 (kl; None without a reference). With an importance sampling
-        correction also those of `rollout_weights`.
+        Scalars: loss, grad_norm, ratio_error (the largest |ratio - 1|), and with a reference the largest k3.
     """
-    config = run.config
-    assert isinstance(config, GroupOptions)
-    epsilon, epsilon_high = config.epsilon, config.epsilon_high or config.epsilon
-    rows_per_step = config.batch_size * config.gradient_accumulation_steps
-    counts = sampled.batch.completion_mask.sum(dim=1)
-    if config.mask_truncated_completions:
-        counts = torch.where(sampled.ended, counts, 0)
-    weights, corrected = rollout_weights(config, sampled)
-    loss_sum, ratio_error, sums = (torch.zeros(n, dtype=torch.float32, device=run.device) for n in (1, 1, 4))
-    for _ in range(config.num_iterations):
-        for first in range(0, len(sampled), rows_per_step):
-            end = min(first + rows_per_step, len(sampled))
-            n_tokens = counts[first:end].sum().clamp(min=1)
-            for rows, is_last in run.training_passes(end, start=first):
-                part = sampled.select(rows)
-                mask = part.mask & part.ended[:, None] if config.mask_truncated_completions else part.mask
-                with run.time("forward_backward"):
-                    loss, ratio, k3 = grpo_loss(
-                        part.token_logprobs(run.model, config.temperature),
-                        part.logprobs,
-                        advantages[rows],
-                        mask,
-                        ref_logprobs=None if ref_logprobs is None else sampled.cut(ref_logprobs, rows),
-                        beta=config.beta,
-                        correct_k3=config.correct_k3,
-                        epsilon_low=epsilon,
-                        epsilon_high=epsilon_high,
-                        loss_type=config.loss_type,
-                        n_sequences=end - first,
-                        n_tokens=n_tokens,
-                        max_completion_length=config.max_completion_length,
-                        importance_weights=None if weights is None else sampled.cut(weights, rows),
-                    )
-                    run.backward(loss, is_last)
-                loss_sum += loss.detach()
-                ratio_error = torch.cat([ratio_error, (ratio - 1).abs().flatten()]).amax(dim=0, keepdim=True)
-                advantage = advantages[rows, None]
-                low, high = (ratio < 1 - epsilon) & (advantage < 0), (ratio > 1 + epsilon_high) & (advantage > 0)
-                kl = ratio.new_zeros(()) if k3 is None else k3.sum()
-                sums += torch.stack([torch.where(mask, ratio, 0.0).sum(), low.sum(), high.sum(), kl])
-            run.update()
-    run.ranks.sum(loss_sum)
-    run.ranks.sum(sums)
-    run.ranks.max(ratio_error)
-    ratio_mean, clip_low, clip_high, kl = sums / (config.num_iterations * counts.sum()).clamp(min=1)
-    return {
-        "loss": loss_sum / (config.num_iterations * -(-len(sampled) // rows_per_step)),
-        "ratio_mean": ratio_mean,
-        "ratio_error": ratio_error,
-        "clip_low": clip_low,
-        "clip_high": clip_high,
-        "kl": None if ref_logprobs is None else kl,
-        **corrected,
-    }
-
-
-def reward_metrics(scores: Scores) -> dict[str, float | Tensor | None]:
-    """The mean reward, and that of each function; None for a function that applied to no completion."""
-    by_function = scores.means()
-    return {"reward": scores.total.nanmean()} | {
-        f"rewards/{name}": by_function.get(name) for name in scores.by_function
-    }
-
-
-def evaluate(run: TrainingRun, engine: Engine, rewards: Rewards, config: GRPOConfig) -> dict[str, Any]:
-    """Sample one completion of each evaluation prompt: mean rewards, lengths, and the truncated share."""
-    data = run.eval_data or []
-    sequences: list[TokenSequence] = []
-    ended = []
-    for examples in chunks(data, config.completions_per_step):
-        part = sample(
-            engine,
-            [example.ids for example in examples],
-            n_generations=1,
-            sampling=sampling_of(config, config.eval_temperature),
-            pad_id=run.pad_id,
-            device=run.device,
-            ranks=run.ranks,
-        )
-        sequences += part.sequences
-        ended.append(part.ended)
-    _, scores = score_completions(run, rewards, sequences, data)
-    return reward_metrics(scores) | completion_metrics(sequences, torch.cat(ended))
-
-
-def train(config: GRPOConfig) -> dict[str, Any]:
-    """Run GRPO and return its summary; outputs and errors as in `dpo.train`."""
-    rewards = load_rewards(config.reward_functions, config.reward_weights)  # fails before the run writes files
-    run = TrainingRun(config, "grpo", "prompt")
-    reference = run.reference() if config.beta > 0 else None
-    check_rows(run, reference)
-    engine = configured_engine(config, run.model, run.tokenizer)
-    with closing(engine), run:
-        for step in run.steps(lambda: evaluate(run, engine, rewards, config)):
-            prompts = run.examples_of(step)
-            examples = [example for example in prompts for _ in range(config.n_generations)]
-            sampled = sample_rollout(run, engine, prompts, config.n_generations, config.completions_per_row)
-            agreement = engine_agreement(config, sampled)
-            with run.time("reward"):
-                texts, scores = score_completions(run, rewards, sampled.sequences, examples)
-            ref_logprobs = reference_logprobs(run, reference, sampled)
-            advantages = group_advantages(scores.total, config.n_generations, scale=config.scale)
-            statistics = update_on_rollout(run, sampled, advantages.to(run.device), ref_logprobs=ref_logprobs)
-            if run.samples_due(step):
-                by_function = {f"rewards/{name}": values for name, values in scores.by_function.items()}
-                columns = {"reward": scores.total, **by_function, "advantage": advantages}
-                run.log_samples(step, sample_rows([example.text for example in examples], texts, columns))
-            groups = scores.total.view(-1, config.n_generations)
-            run.log(
-                step,
-                n_tokens=sampled.batch.n_tokens,
-                **statistics,
-                **agreement,
-                **reward_metrics(scores),
-                reward_std=scores.total[~scores.total.isnan()].std(correction=0),
-                zero_std_groups=is_flat(groups).float().mean(),
-                # Mean of -logprob over the sampled tokens; with top_p or top_k this does not estimate the entropy.
-                entropy=-sampled.logprobs.sum() / sampled.batch.n_trained,
-                **completion_metrics(sampled.sequences, sampled.ended),
+    n_tokens = sampled.mask.sum().clamp(min=1)
+    losses, errors, k3s = [], [], []
+    for rows, part in sampled.minibatches(rows_per_pass or len(sampled)):
+        with section("forward"):
+            loss, ratio, k3 = grpo_loss(
+                part.token_logprobs(trained.policy, temperature),
+                part.logprobs,
+                advantages[rows],
+                part.mask,
+                ref_logprobs=None if ref_logprobs is None else sampled.cut(ref_logprobs, rows),
+                n_sequences=len(sampled),
+                n_tokens=n_tokens,
+                **loss_options,
             )
-        return run.finish()
+        with section("backward"):
+            loss.backward()
+        losses.append(loss.detach())
+        errors.append((ratio - 1).abs().max())
+        if k3 is not None:
+            k3s.append(k3.max())
+    norm = trained.update(section)
+    found = {"loss": sum(losses[1:], losses[0]), "grad_norm": norm, "ratio_error": torch.stack(errors).max()}
+    return found | ({"k3": torch.stack(k3s).max()} if k3s else {})
+
+
+# The run
+
+
+def train(config: GRPOConfig) -> None:
+    """Run GRPO; see the module."""
+    device = resolve_device(config.device)
+    (reward,) = load_rewards([config.reward])
+    metrics = Metrics(config.output_dir, config.n_steps)
+
+    # Model
+    tokenizer = load_tokenizer_from(config.model)
+    model = load_model(config.model, device, config.dtype, gradient_checkpointing=config.gradient_checkpointing)
+    eos_ids = stop_ids(model, tokenizer)
+    pad_id = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if config.share_prompts:
+        check_shared_prompts(model)
+    trained = train_model(model, config, reference=config.beta > 0)
+
+    # Data
+    data = load_prompts(config.data, config.split, tokenizer, max_length=config.max_prompt_length)
+    require_known_tokens(model, tokenizer, (prompt.ids for prompt in data))
+    order = ShuffledOrder(len(data), config.seed)
+
+    # Steps
+    timer, sampling = StepTimer(device), Sampling(config.max_completion_length, config.temperature)
+    passes = {"temperature": sampling.logprob_temperature, "rows_per_pass": config.rows_per_pass}
+    torch.manual_seed(config.seed)
+    for step in range(1, config.n_steps + 1):
+        prompts = [data[index] for index in order.take((step - 1) * config.batch_size, config.batch_size)]
+        with timer.section("rollout"):
+            sampled = rollout(
+                trained.policy,
+                [prompt.ids for prompt in prompts],
+                sampling,
+                n_generations=config.n_generations,
+                pad_id=pad_id,
+                eos_ids=eos_ids,
+                rows_per_pass=config.rows_per_pass,
+                share_prompts=config.share_prompts,
+                completions_per_row=config.n_generations if config.share_prompts else 1,
+            )
+        with timer.section("reward"):
+            rewards = rewards_of(reward, tokenizer, prompts, sampled)
+        advantages = group_advantages(rewards, config.n_generations, scale=config.scale_rewards).to(device)
+        ref_logprobs = None
+        if config.beta > 0:
+            with timer.section("reference"):
+                ref_logprobs = reference_logprobs(trained, sampled, **passes)
+        for _ in range(config.num_iterations):
+            found = grpo_step(
+                trained,
+                sampled,
+                advantages,
+                ref_logprobs,
+                timer.section,
+                **passes,
+                beta=config.beta,
+                epsilon_low=config.epsilon,
+                epsilon_high=config.epsilon_high,
+                loss_type=config.loss_type,
+                max_completion_length=config.max_completion_length,
+            )
+
+        # Metrics
+        found |= {"reward": rewards.nanmean(), "length": sampled.mask.sum() / len(sampled)}
+        metrics.write(step, found, timer.read())
+    save_model(trained.policy, tokenizer, config.output_dir / "model")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run GRPO with the options of a command line."""
+    return run_module(GRPOConfig, train, argv, "grpo")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

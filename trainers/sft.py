@@ -1,130 +1,154 @@
-"""Supervised fine-tuning on completions, dense, sparse or with adapters.
+"""Supervised fine-tuning on completions, in one file.
+
+    python -m sparse_opt.trainers.sft --model M --data rows.jsonl --mask masks/M.safetensors --output_dir runs/sft
 
 The loss is the negative log-likelihood of the completion tokens, including EOS, averaged over all completion tokens of
-the step; prompt tokens have no loss. Preference data trains the chosen completion. With `packing` a row of a batch
-holds several sequences (see `data/packing.py`); the loss is unchanged.
+the step; prompt tokens have no loss. Preference data trains the chosen completion.
+
+This file is to be read and measured. Train with `sparse-opt train sft`, which is TRL under a mask: it has what is left
+out here, such as several GPUs, packing, checkpoints, learning-rate schedules and evaluation. bf16 weights have no fp32
+master copies here: with --dtype bf16, updates below half a unit in the last place are lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparse_opt.config import option
-from sparse_opt.errors import ConfigError
+from sparse_opt.files import save_model
 
-from .data.encoding import TokenBatch, TokenSequence, collate_examples
-from .data.loaders import data_loader
-from .data.packing import check_packing, collate_packed, packed_rows, packing_loader
-from .options import GraphOptions
-from .policy.logprobs import completion_logprobs
-from .run.reporting.samples import sample_completions
-from .run.training_run import TrainingRun
+from .batches import ShuffledOrder, TokenBatch, chunks, collate_examples, load_examples, require_known_tokens
+from .console import Metrics, run_module
+from .graphs import GraphedSteps, require_graphs
+from .logprobs import completion_logprobs
+from .models import load_model, resolve_device
+from .modes import Section, Trained, train_model, untimed
+from .pretrained import load_tokenizer_from
+from .timing import StepTimer
+
+# Options
 
 
-@dataclass(kw_only=True)
-class SFTConfig(GraphOptions):
-    """Train a causal language model on prompts and completions, dense, under a mask or with adapters."""
+@dataclass
+class SFTConfig:
+    """SFT on one device, of all weights, under a mask, or with LoRA."""
 
-    learning_rate: float = option(2e-5, "peak learning rate")
-    packing: bool = option(
-        False, "pack sequences into rows of max_length, separated in attention; batch_size then counts rows"
-    )
-    padding_free: bool = option(
-        False,
-        "pack the sequences of each forward pass into rows as long as its longest; batch_size still counts sequences, "
-        "and the steps are those without packing",
-    )
+    model: str  # hub name or local folder
+    data: str  # prompts with completions: a .jsonl, .json or .parquet file, or a hub name
+    output_dir: Path  # new folder, for metrics.jsonl and the trained model
+    split: str = "train"  # of a hub dataset
+    max_length: int = 1024  # tokens of a prompt with its completion; longer completions lose their end
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.packing and self.padding_free:
-            raise ConfigError("options 'packing' and 'padding_free' are true: give one")
-        self.require_no_padding("packing")
-        self.require_no_padding("padding_free")
+    n_steps: int = 100
+    batch_size: int = 8  # sequences of a forward pass
+    accumulation: int = 1  # forward passes of a step
+    learning_rate: float = 2e-5
+
+    mask: str | None = None  # mask file: train its elements; of a pattern of tiles, compute only their gradients
+    density: float | None = None  # train a random mask of this density
+    pattern: str = "element"  # of the random mask: element, run16, run32, tile64 or tile128
+    lora_rank: int | None = None  # train adapters of this rank
+
+    compile: bool = False  # torch.compile the layers
+    cuda_graphs: bool = False  # replay whole steps as CUDA graphs; with a mask
+    pad_to_multiple_of: int = 1  # tokens; with cuda_graphs, each length of the batches has a graph of its own
+    gradient_checkpointing: bool = False
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    seed: int = 0  # of the order of the data, the random mask and LoRA's initial values
+
+
+# Loss
 
 
 def sft_loss(logprobs: Tensor, n_trained: int | Tensor) -> Tensor:
     """Negative log-likelihood per token: scalar, from summed log-probabilities [B] and the number of trained tokens.
 
-    With the token count of the whole step, the losses of its micro-batches add up to the mean of the step.
+    With the token count of the whole step, the losses of its forward passes add up to the mean of the step.
     """
     return -logprobs.sum() / n_trained
 
 
-def n_trained_tokens(examples: Sequence[list[TokenSequence]]) -> int:
-    """Number of trained tokens."""
-    return sum(sequence.n_trained for example in examples for sequence in example)
+# Step
 
 
-def _batch(
-    examples: Sequence[list[TokenSequence]], *, pad_id: int, multiple: int, packing: bool, padding_free: bool
-) -> TokenBatch:
-    """The batch of a forward pass on the CPU; with packing an example is a packed row."""
-    if padding_free:
-        examples = packed_rows([sequence for (sequence,) in examples])
-    elif not packing:
-        return collate_examples(examples, pad_id, multiple)
-    return collate_packed(examples, pad_id)
-
-
-def train(config: SFTConfig, algorithm: str = "sft") -> dict[str, Any]:
-    """Run SFT and return its summary; outputs and errors as in `dpo.train`.
+def sft_step(
+    trained: Trained, batches: Sequence[TokenBatch], n_trained: Tensor, section: Section = untimed
+) -> dict[str, Tensor]:
+    """One optimizer step on the mean loss of all trained tokens, without a synchronization.
 
     Args:
-        algorithm: the name used in folders, trackers and the summary; loops that call this one pass their own.
+        n_trained: scalar on the device, the number of trained tokens in all batches.
+
+    Returns:
+        Scalars: loss and grad_norm.
     """
-    load = data_loader("demonstration", config)
-    run = TrainingRun(config, algorithm, packing_loader(load, config.max_length) if config.packing else load)
-    if config.packing or config.padding_free:
-        check_packing(run.model)
-    collate = partial(
-        _batch,
-        pad_id=run.pad_id,
-        multiple=config.length_multiple,
-        packing=config.packing,
-        padding_free=config.padding_free,
-    )
-    with run:
+    losses = []
+    for batch in batches:
+        with section("forward"):
+            loss = sft_loss(completion_logprobs(trained.policy, batch), n_trained)
+        with section("backward"):
+            loss.backward()
+        losses.append(loss.detach())
+    return {"loss": sum(losses[1:], losses[0]), "grad_norm": trained.update(section)}
 
-        def evaluate() -> dict[str, Tensor]:
-            assert run.eval_data is not None
-            logprobs = torch.zeros((), dtype=torch.float32, device=run.device)
-            for rows in run.passes(len(run.eval_data)):
-                logprobs += completion_logprobs(run.model, collate(run.eval_data[rows]).to(run.device)).sum()
-            return {"loss": sft_loss(run.ranks.sum(logprobs), n_trained_tokens(run.eval_data))}
 
-        def take_step(batches: Iterable[TokenBatch], tensors: Sequence[Tensor]) -> Tensor:
-            (n_trained,) = tensors
-            sums = torch.zeros(2, dtype=torch.float32, device=run.device)  # the loss, and the size of all batches
-            with run.time("forward_backward"):
-                passes = zip(run.training_passes(config.examples_per_step), batches, strict=True)
-                for (_, is_last), batch in passes:
-                    loss = sft_loss(completion_logprobs(run.model, batch), n_trained)
-                    run.backward(loss, is_last)
-                    sums[0] += loss.detach()
-                    sums[1] += batch.input_ids.numel()
-            run.update()
-            return sums
+# The run
 
-        training_step = run.whole_step(take_step)
-        for step in run.steps(evaluate):
-            examples = run.examples_of(step)
-            n_tokens = sum(len(sequence.ids) for example in examples for sequence in example)
-            n_trained = torch.tensor(n_trained_tokens(examples), dtype=torch.float32, device=run.device)
-            loss, n_padded = run.ranks.sum(training_step(run.batches(step, collate), [n_trained]))
 
-            if run.samples_due(step):
-                run.log_samples(step, sample_completions(run, [row[0] for row in examples]))
-            run.log(
-                step,
-                n_tokens=n_tokens,
-                loss=loss,
-                padding=1 - n_tokens / n_padded,
-            )
-        return run.finish()
+def train(config: SFTConfig) -> None:
+    """Run SFT; see the module."""
+    device = resolve_device(config.device)
+    metrics = Metrics(config.output_dir, config.n_steps)
+
+    # Model
+    tokenizer = load_tokenizer_from(config.model)
+    pad_id = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    model = load_model(config.model, device, config.dtype, gradient_checkpointing=config.gradient_checkpointing)
+    trained = train_model(model, config, reference=False)
+
+    # Data
+    rows = load_examples("demonstration", config.data, config.split, tokenizer, max_length=config.max_length)
+    require_known_tokens(model, tokenizer, (sequence.ids for row in rows for sequence in row))
+    order, n_rows = ShuffledOrder(len(rows), config.seed), config.batch_size * config.accumulation
+
+    # Steps
+    timer = StepTimer(device)
+    if config.cuda_graphs:
+        require_graphs(trained.policy, trained.optimizer, device)
+
+        def whole_step(batches: Sequence[TokenBatch], counts: Sequence[Tensor]) -> dict[str, Tensor]:
+            return sft_step(trained, batches, counts[0])
+
+        graphs = GraphedSteps(whole_step, trained.optimizer)
+    for step in range(1, config.n_steps + 1):
+        chosen = [rows[index] for index in order.take((step - 1) * n_rows, n_rows)]
+        batches = [
+            collate_examples(part, pad_id, config.pad_to_multiple_of).to(device)
+            for part in chunks(chosen, config.batch_size)
+        ]
+        n_trained = torch.tensor(sum(batch.n_trained for batch in batches), dtype=torch.float32, device=device)
+        if config.cuda_graphs:
+            with timer.section("step"):
+                found = graphs(batches, [n_trained])
+        else:
+            found = sft_step(trained, batches, n_trained, timer.section)
+
+        # Metrics
+        metrics.write(step, {**found, "n_tokens": sum(batch.n_tokens for batch in batches)}, timer.read())
+    save_model(trained.policy, tokenizer, config.output_dir / "model")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run SFT with the options of a command line."""
+    return run_module(SFTConfig, train, argv, "sft")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

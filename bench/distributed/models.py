@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from sparse_opt.trainers.policy.models import compile_layer
+from sparse_opt.trainers.models import compile_layer
 
 from ..common.shapes import LLAMA_3_2_3B_SIZES, LLAMA_3_70B_SIZES, TINY_SIZES, llama_config
 

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 
 from sparse_opt import MaskSet
-from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
-from sparse_opt.trainers.policy.adapters import add_lora
-from sparse_opt.trainers.policy.models import make_masks_skippable
+from sparse_opt.trainers.batches import TokenBatch, TokenSequence, collate
+from sparse_opt.trainers.dpo import reference_logprobs
+from sparse_opt.trainers.models import add_lora, make_masks_skippable
+from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 
 from ..common.environment import commit
 from ..common.harness import job_main
 from ..common.memory import limit_memory
 from ..distributed.models import make_model, pair
-from ..training.baseline.modes import Trained, adapter_training, dense_training, sparse_training
-from ..training.baseline.run import NoSections, Sections, dpo_step, graphed, reference_logprobs, take_steps
+from ..training.baseline.modes import held_bytes, n_tiled, n_trained
+from ..training.baseline.run import Sections, dpo_steps, graphed, take_steps
 from .cases import SPARSE_OPTIONS, Case
 
 
@@ -63,16 +64,19 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
     build_peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     vocab = case.config().vocab_size
     batches = [random_pair(case, i, vocab).to(device) for i in range(case.n_steps)]
-    references = [reference_logprobs(trained, batch) for batch in batches] if case.precomputed_reference else None
+    references = reference_logprobs(trained, batches) if case.precomputed_reference else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    section = NoSections(device) if case.cuda_graphs else Sections(device)
-    step = (graphed if case.cuda_graphs else dpo_step)(trained, batches, section, references)
+    section = Sections(device)
+    if case.cuda_graphs:
+        step = graphed(trained, batches, references)
+    else:
+        step = dpo_steps(trained, batches, section, references)
     steps = take_steps(step, case.n_steps, section, device)
     return {
-        "n_trained": trained.n_trained,
-        "n_tiled": trained.n_tiled,
-        "bytes": trained.parts(),
+        "n_trained": n_trained(trained),
+        "n_tiled": n_tiled(trained),
+        "bytes": held_bytes(trained),
         "build_s": build_s,
         "build_peak_bytes": build_peak,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,

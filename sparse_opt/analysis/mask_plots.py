@@ -10,9 +10,8 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, MaskStats
 from ..masks.parameters import PART_LABELS, PARTS, Part, group, in_layer_order, layer_label, place_of
-from ..masks.stats import MaskStats
 from .mask_overlap import Comparison, Overlap
 from .output_files import new_figure, save_png
 

@@ -19,12 +19,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .arguments import SparseArguments
-from .factory import sparse_trainer
-
 if TYPE_CHECKING:
+    from .arguments import SparseArguments
     from .callback import DeltaLogCallback
     from .checkpoints import VerifiedCheckpointCallback
+    from .factory import sparse_trainer
     from .trl.margins import MarginsCallback
     from .trl.memory import MemoryCallback
     from .trl.update_statistics import UpdateStatisticsCallback
@@ -39,17 +38,19 @@ __all__ = [
     "sparse_trainer",
 ]
 
-# These derive from a class of transformers, which is imported only when a name is accessed.
-_CALLBACKS = {
+# Imported when a name is accessed: the callbacks derive from a class of transformers.
+_HOMES = {
     "DeltaLogCallback": "callback",
     "MarginsCallback": "trl.margins",
     "MemoryCallback": "trl.memory",
+    "SparseArguments": "arguments",
     "UpdateStatisticsCallback": "trl.update_statistics",
     "VerifiedCheckpointCallback": "checkpoints",
+    "sparse_trainer": "factory",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _CALLBACKS:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_CALLBACKS[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

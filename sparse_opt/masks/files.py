@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from ..errors import MaskError
 from ..files import DamagedFile, is_text, one_line, write_safetensors, written_aside
-from ..pt_file import check_pt, load_pt, save_pt
 from ..tensor_file import open_tensors
 from ..tensors import compact_json, metadata_digest
 
@@ -94,6 +93,8 @@ def write(
 
 def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, str], *, plain: bool) -> None:
     """Write a `.pt` dictionary of bool tensors with torch.save, atomically. Creates missing parent folders."""
+    from ..pt_file import save_pt
+
     if path.suffix not in _PT_SUFFIXES:
         raise MaskError(f"{path}: files of bool tensors end in {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
     if not masks:
@@ -166,6 +167,8 @@ def _parsed_shapes(path: Path, text: str) -> dict[str, tuple[int, ...]]:
 
 
 def _read_pt(path: Path) -> BoolMasks:
+    from ..pt_file import check_pt, load_pt
+
     try:
         check_pt(path)
         content = load_pt(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,7 +27,30 @@ from .parameters import Part, group_by_layer, group_by_part
 from .patterns import PATTERNS, most_specific_pattern
 from .positions import intersection_size
 from .sampling import random_indices, random_indices_of_all
-from .stats import MaskStats
+
+
+@dataclass(frozen=True)
+class MaskStats:
+    """Statistics of a mask over some parameters: `nnz` active of `numel` elements."""
+
+    nnz: int
+    numel: int
+
+    @classmethod
+    def sum(cls, stats: Iterable[MaskStats]) -> MaskStats:
+        """Return the statistics of several parameters together."""
+        stats = list(stats)
+        return cls(sum(s.nnz for s in stats), sum(s.numel for s in stats))
+
+    @property
+    def density(self) -> float:
+        """nnz / numel; 0 if there are no elements."""
+        return self.nnz / self.numel if self.numel else 0.0
+
+    @property
+    def sparsity(self) -> float:
+        """1 - density."""
+        return 1.0 - self.density
 
 
 class MaskSet:

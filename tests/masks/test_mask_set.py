@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
-from sparse_opt.masks.stats import MaskStats
+from sparse_opt.masks.mask_set import MaskStats
 
 
 def positions(*values: int) -> Tensor:

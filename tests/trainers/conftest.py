@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,38 +120,3 @@ def mask_file(tmp_path_factory, model_folder) -> Path:
 
     mask = MaskSet.random(LlamaForCausalLM.from_pretrained(model_folder), density=0.2, seed=3)
     return mask.save(tmp_path_factory.mktemp("masks") / "random.safetensors")
-
-
-@pytest.fixture
-def dpo_options(tmp_path, model_folder, pairs_file) -> Callable[..., object]:
-    """`dpo_options(n_steps=3)`: a DPOConfig of a small run with the given options."""
-    from sparse_opt.trainers.dpo import DPOConfig
-
-    def make(**changes: object) -> DPOConfig:
-        options: dict[str, object] = {
-            "policy_name": str(model_folder),
-            "dataset": str(pairs_file),
-            "output_dir": tmp_path / "run",
-            "dtype": "fp32",
-            "device": "cpu",
-            "n_steps": 4,
-            "batch_size": 4,
-            "max_length": 64,
-            "learning_rate": 1e-3,
-            "seed": 5,
-            "sample_steps": None,
-            "delta_log_dir": None,
-        }
-        return DPOConfig(**{**options, **changes})
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def read_metrics() -> Callable[[dict], list[dict]]:
-    """The rows of a summary's metrics file."""
-
-    def read(summary: dict) -> list[dict]:
-        return [json.loads(line) for line in Path(summary["metrics_file"]).read_text().splitlines()]
-
-    return read

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 
-from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence
+from sparse_opt.trainers.batches import TokenBatch, TokenSequence
+from sparse_opt.trainers.logprobs.chunked import selected_logprobs
 
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7}
 
@@ -51,3 +52,55 @@ def assert_same_gradients(ours, theirs):
     for name, grad in theirs.items():
         # Sums over some 100 positions and 211 words, accumulated in different orders.
         torch.testing.assert_close(ours[name], grad, rtol=0, atol=200 * 2**-23 * grad.abs().max().item(), msg=name)
+
+
+def with_lora(model):
+    """The model in peft's wrapper, with an adapter that changes what it writes."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return wrapped
+
+
+@torch.no_grad()
+def plain_table(model, ids, temperature=1.0):
+    """log_softmax(logits / temperature) at each position of one sequence, without padding or cache: [T, V] fp32."""
+    return (
+        model(torch.tensor([ids], device=model.device), use_cache=False).logits[0].float() / temperature
+    ).log_softmax(-1)
+
+
+class Head:
+    """Hidden states, a weight and labels with their exact log-probabilities and gradients, in fp64."""
+
+    def __init__(self, dtype: torch.dtype, temperature: float, n_words: int = 300, n_confident: int = 5):
+        torch.manual_seed(0)
+        self.weight = torch.randn(n_words, 24).to(dtype)
+        self.labels = torch.randint(n_words, (4, 7))
+        self.hidden = torch.randn(4, 7, 24)
+        # A policy is often nearly certain: hidden states along a word's own weight make its probability 1 - 1e-6 or so.
+        words = self.labels.view(-1)[:n_confident]
+        self.hidden.view(-1, 24)[:n_confident] = temperature * 1.2 * self.weight[words].float()
+        self.hidden = self.hidden.to(dtype)
+        self.upstream = torch.randn(4, 7)
+        exact = [tensor.double().requires_grad_() for tensor in (self.hidden, self.weight)]
+        table = (exact[0] @ exact[1].T / temperature).log_softmax(-1)
+        self.selected = table.gather(-1, self.labels[..., None])[..., 0]
+        self.grads = torch.autograd.grad((self.selected * self.upstream).sum(), exact)
+        self.temperature = temperature
+
+    def run(self, logprobs) -> list[torch.Tensor]:
+        """[log-probabilities, d hidden, d weight] of `logprobs(hidden, weight, labels, temperature)`."""
+        leaves = [tensor.clone().requires_grad_() for tensor in (self.hidden, self.weight)]
+        found = logprobs(*leaves, self.labels, self.temperature)
+        return [found, *torch.autograd.grad((found * self.upstream).sum(), leaves)]
+
+
+def with_logits(hidden, weight, labels, temperature):
+    return selected_logprobs(hidden @ weight.T, labels, temperature)

@@ -10,10 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt.errors import ConfigError
-from sparse_opt.trainers.arithmetic import TAGS, ArithmeticConfig, Question, all_questions, main, make_arithmetic
-from sparse_opt.trainers.data.encoding import load_examples
-from sparse_opt.trainers.data.prompts import load_prompts
-from sparse_opt.trainers.rewards.functions import load_rewards
+from sparse_opt.integrations.trl.rewards import exact_match
+from sparse_opt.trainers.arithmetic import ArithmeticConfig, Question, all_questions, main, make_arithmetic
+from sparse_opt.trainers.batches import load_examples, load_prompts
 
 SMALL = {"hidden_size": 32, "n_layers": 1, "max_operand": 19, "n_train": 300, "n_test": 60, "n_demonstrations": 900}
 FILES = ["demonstrations", "explanations", "preferences", "test", "test_preferences", "train"]
@@ -30,7 +29,7 @@ def value(prompt: str) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_arithmetic(tmp_path_factory.mktemp("tasks") / "arithmetic", operations=["+", "-"], **SMALL)
+    return make_arithmetic(tmp_path_factory.mktemp("tasks") / "arithmetic", operations="+-", **SMALL)
 
 
 def test_rows_are_right(folder):
@@ -73,18 +72,6 @@ def test_explanations_add_up():
         assert total == int(question.answer) == value(question.prompt)
 
 
-def test_explanations_of_near_misses_lead_to_them(tmp_path):
-    folder = make_arithmetic(tmp_path / "a", answers="think", p_right=0.0, **SMALL)
-    for row in rows_of(folder, "demonstrations"):
-        explanation, answer = re.fullmatch("<think>(.*)</think>(.*)", row["completion"]).groups()
-        *low, high = (int(column.split("=")[1]) for column in explanation.split(","))
-        assert (
-            int(str(high) + "".join(str(digit % 10) for digit in reversed(low))) == int(answer) != value(row["prompt"])
-        )
-    for row in rows_of(folder, "explanations"):
-        assert int(row["solution"]) == value(row["question"])
-
-
 def test_near_misses_are_one_or_ten_off_and_never_negative():
     generator = random.Random(0)
     for question in all_questions(12, ["+", "-"]):
@@ -97,21 +84,11 @@ def test_same_seed_same_bytes(tmp_path, folder):
     def bytes_of(path: Path) -> dict[str, bytes]:
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
-    again = make_arithmetic(tmp_path / "again", operations=["-", "+"], **SMALL)
-    other = make_arithmetic(tmp_path / "other", operations=["+", "-"], seed=1, **SMALL)
+    again = make_arithmetic(tmp_path / "again", operations="-+", **SMALL)
+    other = make_arithmetic(tmp_path / "other", operations="+-", seed=1, **SMALL)
     assert bytes_of(again) == bytes_of(folder)
     same = {name for name, content in bytes_of(other).items() if content == bytes_of(folder)[name]}
     assert "model/model.safetensors" not in same and not {f"data/{name}.jsonl" for name in FILES} & same
-
-
-def test_any_text_comes_back(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    for text in ("17+25=", " a ,b 's . \n\t x", r"\boxed{\frac{1}{2}}", "é数🙂", "".join(TAGS), "<think>a b</think>42"):
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert tokenizer.convert_ids_to_tokens(tokenizer("17+<think>")["input_ids"]) == ["1", "7", "+", "<think>"]
-    assert tokenizer.chat_template is None
-    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}) == 3
 
 
 def test_loads_as_any_model(folder):
@@ -121,18 +98,14 @@ def test_loads_as_any_model(folder):
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     data = folder / "data"
-    demonstrations, _ = load_examples(
-        "demonstration", str(data / "demonstrations.jsonl"), "train", tokenizer, max_length=64
-    )
-    assert all(sequence.ids[-1] == tokenizer.eos_token_id for (sequence,) in demonstrations)
+    (sequence,) = load_examples("demonstration", str(data / "demonstrations.jsonl"), "train", tokenizer, max_length=64)[
+        0
+    ]
+    assert sequence.ids[-1] == tokenizer.eos_token_id
     load_examples("preference", str(data / "preferences.jsonl"), "train", tokenizer, max_length=64)
-    prompts, report = load_prompts(str(data / "train.jsonl"), "train", tokenizer, max_prompt_length=16)
-    assert report.n_examples == 300
-    right = [str(value(example.text)) for example in prompts]
-    answers = {"answer": [example.columns["answer"] for example in prompts]}
-    prompted = [example.prompt for example in prompts]
-    rewards = load_rewards(["exact_match"]).score(prompted, right, [[]] * 300, answers).total
-    assert rewards.tolist() == [1.0] * 300
+    prompts = load_prompts(str(data / "train.jsonl"), "train", tokenizer, max_length=16)
+    right = [str(value(prompt.text)) for prompt in prompts]
+    assert exact_match(completions=right, answer=[prompt.row["answer"] for prompt in prompts]) == [1.0] * 300
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
@@ -142,23 +115,15 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("sparse_opt.trainers.arithmetic.make_rows", lambda config: {"train": [{"a": object()}]})
-    with pytest.raises(TypeError):
-        make_arithmetic(tmp_path / "a", **SMALL)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
         ({"n_test": 101}, r"n_train 300 and n_test 101 are more than the 400 questions.* 0 to 19"),
         ({"n_layers": 0}, "'n_layers' is 0: expected at least 1"),
         ({"hidden_size": 48}, "'hidden_size' is 48: expected a multiple of 32"),
-        ({"p_right": 1.5}, "'p_right' is 1.5: expected at least 0, at most 1"),
-        ({"max_operand": 10**9}, "'max_operand' is 1000000000: expected at least 1, at most 999"),
-        ({"seed": 10**23}, "'seed' is 100000000000000000000000: expected -9223372036854775808 to 18446744073709551615"),
-        ({"operations": ["+", "*"]}, r"'operations' is '\+,\*': expected"),
+        ({"p_right": 1.5}, "'p_right' is 1.5: expected 0 to 1"),
+        ({"max_operand": 10**9}, "'max_operand' is 1000000000: expected at most 999"),
+        ({"operations": "+*"}, r"'operations' is '\+\*': expected"),
     ],
 )
 def test_options_out_of_range(options, part):
@@ -168,10 +133,8 @@ def test_options_out_of_range(options, part):
 
 def test_command_line(tmp_path, capsys):
     words = [f"--{name}={number}" for name, number in SMALL.items()]
-    assert main([*words, f"--output_dir={tmp_path / 'a'}", "operations=+,-"]) == 0
+    assert main([*words, f"--output_dir={tmp_path / 'a'}", "--operations=+-"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "a")
     assert len(rows_of(tmp_path / "a", "test")) == 60
     assert main([*words, f"--output_dir={tmp_path / 'a'}"]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
-    assert main(["--n_tests", "3"]) == 2
-    assert "unknown option 'n-tests'" in capsys.readouterr().err.replace("_", "-")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparse_opt.trainers.data.encoding import TokenSequence, collate
-from sparse_opt.trainers.grpo import GRPOConfig, group_advantages, grpo_loss, update_on_rollout
-from sparse_opt.trainers.policy.logprobs import token_logprobs
-from sparse_opt.trainers.policy.models import disable_dropout
-from sparse_opt.trainers.ranks import ONE_RANK
-from sparse_opt.trainers.rollouts import Rollout
+from sparse_opt.trainers.batches import TokenSequence, collate
+from sparse_opt.trainers.grpo import group_advantages, grpo_loss, grpo_step
+from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.trainers.models import disable_dropout
+from sparse_opt.trainers.modes import Trained
+from sparse_opt.trainers.sampling import Rollout
 
 FP32_EPS = 2**-23
 NAN = math.nan
@@ -66,44 +65,6 @@ MASK = torch.tensor([[True, True, True], [True, False, False]])
 ADVANTAGES = torch.tensor([2.0, -1.0])
 # min(1.5 * 2, 1.2 * 2), 1 * 2, min(0.5 * 2, 0.8 * 2); min(0.5 * -1, 0.8 * -1)
 PER_TOKEN = [[-2.4, -2.0, -1.0], [0.8]]
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "expected"),
-    [
-        ("grpo", (sum(PER_TOKEN[0]) / 3 + PER_TOKEN[1][0]) / 2),
-        ("bnpo", (sum(PER_TOKEN[0]) + PER_TOKEN[1][0]) / 4),
-        ("dapo", (sum(PER_TOKEN[0]) + PER_TOKEN[1][0]) / 10),
-        ("dr_grpo", (sum(PER_TOKEN[0]) + PER_TOKEN[1][0]) / (2 * 8)),
-    ],
-)
-def test_loss_by_hand(loss_type, expected):
-    logprobs = RATIOS.log().requires_grad_()
-    loss, ratios, k3 = grpo_loss(
-        logprobs, torch.zeros(2, 3), ADVANTAGES, MASK, loss_type=loss_type, n_tokens=10, max_completion_length=8
-    )
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
-    assert k3 is None
-    torch.testing.assert_close(ratios, torch.where(MASK, RATIOS, 1.0))
-    loss.backward()
-    # Where the clipped term is the smaller, and outside the mask, no gradient flows; else -ratio * A, by its weight.
-    weight = {"grpo": 1 / 6, "bnpo": 1 / 4, "dapo": 1 / 10, "dr_grpo": 1 / 16}[loss_type]
-    torch.testing.assert_close(logprobs.grad, weight * torch.tensor([[0.0, -2.0, -1.0], [0.0, 0.0, 0.0]]))
-
-
-def test_gspo_by_hand():
-    logprobs = RATIOS.log().requires_grad_()
-    loss, ratios, _ = grpo_loss(logprobs, torch.zeros(2, 3), ADVANTAGES, MASK, loss_type="gspo")
-    first = (1.5 * 1.0 * 0.5) ** (1 / 3)  # within the range; the second sequence's 0.5 is below it
-    assert loss.item() == pytest.approx((-2 * first + 0.8) / 2, rel=1e-6)
-    torch.testing.assert_close(ratios, torch.tensor([[first] * 3, [0.5, 1.0, 1.0]]))
-    loss.backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[-first / 3] * 3, [0.0] * 3]))
-
-
-def test_clip_higher_by_hand():
-    loss, *_ = grpo_loss(RATIOS.log(), torch.zeros(2, 3), ADVANTAGES, MASK, epsilon_high=0.28)
-    assert loss.item() == pytest.approx((-2.56 - 2.0 - 1.0 + 0.8) / 4, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -225,23 +186,6 @@ COMPLETION_LENGTHS = [9, 4, 7, 1, 5, 9, 2, 3]
 STEP_ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, -1.2, 0.7, 1.5, -1.0])
 
 
-class Recorder(SimpleNamespace):
-    """The parts of a run that `update_on_rollout` uses; an update keeps gradients and does not change weights."""
-
-    ranks = ONE_RANK
-
-    def training_passes(self, stop, start=0):
-        passes = self.ranks.passes(start, stop, self.config.batch_size)
-        return [(rows, rows is passes[-1]) for rows in passes]
-
-    def backward(self, loss, is_last):
-        loss.backward()
-
-    def update(self):
-        self.grads.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
-        self.model.zero_grad()
-
-
 @pytest.fixture(scope="module")
 def trl_trainer(tmp_path_factory, model_folder, tokenizer):
     trl = pytest.importorskip("trl", reason="needs trl")
@@ -271,12 +215,6 @@ def trl_trainer(tmp_path_factory, model_folder, tokenizer):
     return trainer
 
 
-def grpo_run(model, **changes):
-    sizes = {"batch_size": 4, "gradient_accumulation_steps": 2, "n_generations": 4, "max_completion_length": 9}
-    config = GRPOConfig(policy_name="m", dataset="d", **(sizes | changes))
-    return Recorder(config=config, model=model, device=torch.device("cpu"), grads=[], time=lambda name: nullcontext())
-
-
 def make_rollout(model):
     """A rollout whose ratios leave the clip range on either side, token by token and as sequences."""
     torch.manual_seed(0)
@@ -295,7 +233,7 @@ def make_rollout(model):
     return Rollout(batch, old, ended, sequences), ref
 
 
-def trl_inputs(sampled, ref, counted, rows):
+def trl_inputs(sampled, ref, rows):
     """The rows as TRL has them: prompts padded on the left, completions on the right, in columns of their own."""
     n, width = len(sampled.sequences[rows]), max(PROMPT_LENGTHS)
     shapes = {"prompt_ids": width, "prompt_mask": width, "completion_ids": 9, "completion_mask": 9}
@@ -307,24 +245,24 @@ def trl_inputs(sampled, ref, counted, rows):
         inputs["prompt_ids"][i, width - start :] = ids[:start]
         inputs["prompt_mask"][i, width - start :] = 1
         inputs["completion_ids"][i, :length] = ids[start:]
-        inputs["completion_mask"][i, :length] = int(counted[row])
+        inputs["completion_mask"][i, :length] = 1
         inputs["old_per_token_logps"][i, :length] = sampled.logprobs[row, first : first + length]
         inputs["ref_per_token_logps"][i, :length] = ref[row, first : first + length]
-    n_tokens = sum(length for length, is_counted in zip(COMPLETION_LENGTHS, counted, strict=True) if is_counted)
-    return inputs | {"advantages": STEP_ADVANTAGES[rows], "num_items_in_batch": torch.tensor(n_tokens)}
+    n_tokens = torch.tensor(sum(COMPLETION_LENGTHS))
+    return inputs | {"advantages": STEP_ADVANTAGES[rows], "num_items_in_batch": n_tokens}
 
 
 # gspo with correct_k3 is not among them: TRL takes the sequence's ratio there. test_agrees_with_numpy has ours.
 TRL_CASES = [
-    (loss_type, beta, correct_k3, mask_truncated)
+    (loss_type, beta, correct_k3)
     for loss_type in LOSS_TYPES
-    for beta, correct_k3, mask_truncated in [(0.0, False, False), (0.05, False, True), (0.05, True, False)]
+    for beta, correct_k3 in [(0.0, False), (0.05, True)]
     if not (loss_type == "gspo" and correct_k3)
 ]
 
 
-@pytest.mark.parametrize(("loss_type", "beta", "correct_k3", "mask_truncated"), TRL_CASES)
-def test_an_optimizer_step_agrees_with_trl(trl_trainer, loss_type, beta, correct_k3, mask_truncated):
+@pytest.mark.parametrize(("loss_type", "beta", "correct_k3"), TRL_CASES)
+def test_an_optimizer_step_agrees_with_trl(trl_trainer, loss_type, beta, correct_k3):
     trainer = trl_trainer
     trainer.beta = beta
     trainer.args.use_bias_correction_kl = correct_k3
@@ -333,71 +271,30 @@ def test_an_optimizer_step_agrees_with_trl(trl_trainer, loss_type, beta, correct
     model = trainer.model
     model.zero_grad()
     sampled, ref = make_rollout(model)
+    grads: dict[str, torch.Tensor] = {}
 
-    run = grpo_run(
-        model,
+    def clip():
+        grads.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        return torch.zeros(())
+
+    found = grpo_step(
+        Trained(model, model, nullcontext, clip, torch.optim.SGD(model.parameters(), lr=0.0)),
+        sampled,
+        STEP_ADVANTAGES,
+        ref if beta else None,
+        rows_per_pass=4,
         loss_type=loss_type,
         beta=beta,
         correct_k3=correct_k3,
         epsilon_high=0.28,
-        mask_truncated_completions=mask_truncated,
+        max_completion_length=9,
     )
-    statistics = update_on_rollout(run, sampled, STEP_ADVANTAGES, ref_logprobs=ref if beta else None)
-    assert statistics["clip_low"] > 0 and statistics["clip_high"] > 0
-
-    counted = sampled.ended.tolist() if mask_truncated else [True] * len(sampled)
-    losses = [
-        trainer._compute_loss(model, trl_inputs(sampled, ref, counted, rows)) for rows in (slice(0, 4), slice(4, 8))
-    ]
+    losses = [trainer._compute_loss(model, trl_inputs(sampled, ref, rows)) for rows in (slice(0, 4), slice(4, 8))]
     their_loss = sum(losses)
     their_loss.backward()
     # Per-token losses of about 1, from log-probabilities of up to 8, each from 320 logits reduced in another order.
-    assert statistics["loss"].item() == pytest.approx(their_loss.item(), abs=8 * 8 * FP32_EPS)
-    assert len(run.grads) == 1
+    assert found["loss"].item() == pytest.approx(their_loss.item(), abs=8 * 8 * FP32_EPS)
+    assert found["ratio_error"] > 0.28 and ("k3" in found) == (beta > 0)
     for name, parameter in model.named_parameters():
         scale = parameter.grad.abs().max().item()
-        torch.testing.assert_close(run.grads[0][name], parameter.grad, rtol=0, atol=200 * FP32_EPS * scale, msg=name)
-
-
-def test_statistics_of_the_ratios(model):
-    """Counts by hand, compared with those of `update_on_rollout`."""
-    disable_dropout(model)
-    sampled, ref = make_rollout(model)
-    changes = {"beta": 0.05, "epsilon": 0.1, "mask_truncated_completions": True}
-    run = grpo_run(model, gradient_accumulation_steps=1, n_minibatches=2, **changes)
-    statistics = update_on_rollout(run, sampled, STEP_ADVANTAGES, ref_logprobs=ref)
-    assert len(run.grads) == 2
-    with torch.no_grad():
-        logprobs = token_logprobs(model, sampled.batch)
-    mask = sampled.mask & sampled.ended[:, None]
-    ratios, k3s, low, high = [], [], 0, 0
-    for row, column in mask.nonzero().tolist():
-        ratio = math.exp(logprobs[row, column] - sampled.logprobs[row, column])
-        difference = (ref - logprobs)[row, column].item()
-        ratios.append(ratio)
-        k3s.append(math.exp(difference) - difference - 1)
-        low += ratio < 0.9 and STEP_ADVANTAGES[row].item() < 0
-        high += ratio > 1.1 and STEP_ADVANTAGES[row].item() > 0
-    assert low > 0 and high > 0
-    expected = {
-        "ratio_mean": sum(ratios) / len(ratios),
-        "ratio_error": max(abs(ratio - 1) for ratio in ratios),
-        "clip_low": low / len(ratios),
-        "clip_high": high / len(ratios),
-        "kl": sum(k3s) / len(k3s),
-    }
-    assert {name: statistics[name].item() for name in expected} == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_minibatch_is_averaged_over_its_own_tokens(model):
-    disable_dropout(model)
-    sampled, _ = make_rollout(model)
-    run = grpo_run(model, batch_size=2, n_minibatches=2)
-    loss = update_on_rollout(run, sampled, STEP_ADVANTAGES)["loss"].item()
-    halves = []
-    for rows in (slice(0, 4), slice(4, 8)):
-        part = sampled.select(rows)
-        logprobs = token_logprobs(model, part.batch)
-        halves.append(grpo_loss(logprobs, part.logprobs, STEP_ADVANTAGES[rows], part.mask)[0].item())
-    # Sums of some 20 terms of about 1 in other batches.
-    assert loss == pytest.approx(sum(halves) / 2, abs=8 * 8 * FP32_EPS)
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=200 * FP32_EPS * scale, msg=name)

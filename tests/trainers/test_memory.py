@@ -7,13 +7,11 @@ import torch
 from small_models import random_sequences
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparse_opt.masks.mask_set import MaskSet
-from sparse_opt.trainers.data.encoding import collate
+from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt.trainers.batches import collate
+from sparse_opt.trainers.logprobs import completion_logprobs
 from sparse_opt.trainers.memory import SHAPES, Shape, advice, bytes_per_token, bytes_per_weight
-from sparse_opt.trainers.options import TrainingOptions
-from sparse_opt.trainers.policy.logprobs import completion_logprobs
-from sparse_opt.trainers.policy.models import make_masks_skippable
-from sparse_opt.trainers.policy.optimizers import make_optimizer
+from sparse_opt.trainers.models import make_masks_skippable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -67,34 +65,43 @@ def test_activations_are_those_of_a_forward_pass(dtype, checkpointing):
     assert found[4] - found[2] == pytest.approx(expected[4] - expected[2], rel=0.05)
 
 
+LEAN = {"state_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16, "offload_base_weights": True}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "mode", "masters"),
+    ("dtype", "how", "options"),
     [
-        ("fp32", "dense", None),
-        ("bf16", "dense", None),
-        ("bf16", "dense", False),
-        ("bf16", "sparse", None),
-        ("bf16", "sparse", "lean"),
-        ("fp32", "sparse", None),
+        ("bf16", {}, {"master_weights": True}),
+        ("bf16", {"lean": True}, LEAN),
+        ("fp32", {}, {}),
     ],
+    ids=["bf16", "lean", "fp32"],
 )
-def test_bytes_per_weight_are_those_of_the_optimizer(dtype, mode, masters, tmp_path):
+def test_bytes_per_weight_are_those_of_the_optimizer(dtype, how, options):
     model = llama(2, dtype)
     n = sum(parameter.numel() for parameter in model.parameters())
-    density = 0.1 if mode == "sparse" else None
-    how = {"lean": True} if masters == "lean" else {"master_weights": masters}
-    options = {"policy_name": "m", "dataset": "d", "dtype": dtype, **how}
-    if mode == "sparse":
-        options["mask"] = MaskSet.random(model, density=0.1, seed=0).save(tmp_path / "mask.safetensors")
-    optimizer = make_optimizer(TrainingOptions(**options), model)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1, seed=0), **options)
     completion_logprobs(model, collate(random_sequences(4, 64), pad_id=0)).sum().backward()
     optimizer.step()
     parts = optimizer.nbytes()
-    if masters == "lean":
+    if how:
         del parts["base"]  # in host memory
     held = sum(parts.values()) + sum(parameter.nbytes for parameter in model.parameters())
-    expected = bytes_per_weight(dtype, mode, mask_density=density, **how)
+    expected = bytes_per_weight(dtype, "sparse", mask_density=0.1, **how)
     assert held / n == pytest.approx(expected, rel=0.02)  # the norms' weights are few
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_of_all_weights_are_those_of_adamw(dtype):
+    model = llama(2, dtype)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    completion_logprobs(model, collate(random_sequences(4, 64), pad_id=0)).sum().backward()
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    held = sum(tensor.nbytes for tensor in [*parameters, *moments, *(parameter.grad for parameter in parameters)])
+    n = sum(parameter.numel() for parameter in parameters)
+    assert held / n == bytes_per_weight(dtype, "dense", master_weights=False)
 
 
 def test_advice_fits_and_prefers_all_weights():

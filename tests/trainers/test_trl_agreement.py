@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from sparse_opt.trainers.data.encoding import collate, load_examples
+from sparse_opt.trainers.batches import collate, load_examples
 from sparse_opt.trainers.dpo import dpo_loss
-from sparse_opt.trainers.policy.logprobs import completion_logprobs
+from sparse_opt.trainers.logprobs import completion_logprobs
 
 trl = pytest.importorskip("trl")
 
@@ -45,7 +45,7 @@ def setting(request, tmp_path, model, tokenizer, chat_tokenizer, pairs):
         processing_class=tokenizer,
         train_dataset=rows,
     )  # fmt: skip
-    examples, _ = load_examples("preference", str(tmp_path / "rows.parquet"), "train", tokenizer, max_length=max_length)
+    examples = load_examples("preference", str(tmp_path / "rows.parquet"), "train", tokenizer, max_length=max_length)
     lengths = [len(sequence.ids) for example in examples for sequence in example]
     assert min(lengths) < max_length == max(lengths)  # some are cut, and some padded
     return trainer, examples
@@ -108,10 +108,9 @@ def test_other_losses_agree_with_trl(setting):
         their_loss.backward()
         their_grads = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
         policy.zero_grad()
-        policy_logprobs = completion_logprobs(policy, batch)
-        losses, *_ = dpo_loss(
-            *policy_logprobs.chunk(2), *ref_logprobs.chunk(2), BETA, loss_type, label_smoothing, averaged
-        )
+        of_tokens = torch.cat(averaged) if averaged else 1
+        policy_logprobs, reference = completion_logprobs(policy, batch) / of_tokens, ref_logprobs / of_tokens
+        losses, *_ = dpo_loss(*policy_logprobs.chunk(2), *reference.chunk(2), BETA, loss_type, label_smoothing)
         losses.mean().backward()
         if slope is None:
             # d (h - c)^2 is 2 |h - c|, here of averages: an average's error is a log-probability's.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 
 def even_tokens(completion_ids, **kwargs):
     """The share of a completion's tokens with an even id."""
@@ -14,17 +11,3 @@ def even_tokens(completion_ids, **kwargs):
 def none_for_the_last(completions, **kwargs):
     """Does not apply to the last row."""
     return [1.0] * (len(completions) - 1) + [None]
-
-
-def fails_on_rank_1(completions, **kwargs):
-    """Raises an error in one of several processes."""
-    if os.environ["RANK"] == "1":
-        raise ValueError("no such answer")
-    return [0.0] * len(completions)
-
-
-def hangs_on_rank_1(completions, **kwargs):
-    """Does not return in one of several processes."""
-    if os.environ["RANK"] == "1":
-        signal.pause()
-    return [0.0] * len(completions)

@@ -81,5 +81,5 @@ def preference_pairs(n: int, sequence_length: int, seed: int, n_prompt: int | No
 
 
 def write_pairs(path: Path, pairs: list[dict[str, str]]) -> None:
-    """One JSON object a line, as `trainers.data` reads it."""
+    """One JSON object a line, as `trainers.batches` reads it."""
     path.write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")

@@ -21,7 +21,7 @@ and random weights, and the mask is random.
 # their product (67 MB). The peak does not contain, unlike that of a plain step: the logits, their gradient and fp32
 # copies, which are computed in slices; the output layer's weight gradient, 0.73 GiB, which is computed after the
 # activations are freed; copies of keys and values for each query head, because attention runs without a mask
-# (`trainers.policy.logprobs`, `trainers.policy.models`). With --compile, the logits of the trained tokens and their
+# (`trainers.logprobs`, `trainers.models`). With --compile, the logits of the trained tokens and their
 # exponentials are held as a whole, 2 x 0.21 GiB in bf16. If the mask excludes the norms (`--exclude '*norm*'`), their
 # bf16 casts, 6.3 MB each, are not kept. With activation checkpointing the peak is at the end of the backward pass,
 # where the tied embedding has two gradients of 0.73 GiB; with tiles there is none. Compact gradients in fp32 would add
@@ -47,8 +47,8 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
-from sparse_opt.trainers.policy.adapters import require_shira_rank, shira_rank
-from sparse_opt.trainers.policy.pretrained import load_config_from
+from sparse_opt.trainers.models import require_shira_rank, shira_rank
+from sparse_opt.trainers.pretrained import load_config_from
 
 from ...common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
 from ...common.report import why_unwritable
@@ -280,7 +280,7 @@ def run(args: Namespace, report: Report) -> None:
     """Run every mode in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
         jobs = _prepare(Path(folder), args, report)
-        results = [_run(job, Path(folder), own_data=args.dataset is None) for job in jobs]
+        results = [_run(job, Path(folder)) for job in jobs]
     rows = [summary(result, args.n_warmup) for result in results if result is not None]
     report |= {"ratios": ratios(rows), "shared_ratios": shared_ratios(rows), "rows": rows}
     if args.plot is not None and rows:
@@ -361,11 +361,9 @@ def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
     return mask
 
 
-def _run(job: Job, folder: Path, own_data: bool) -> dict[str, Any] | None:
+def _run(job: Job, folder: Path) -> dict[str, Any] | None:
     """One mode in a process of its own, so that its peaks are its own; None, with its error printed, if it failed."""
-    # The cache of `datasets` for the random words is deleted with them.
-    caches = {"HF_DATASETS_CACHE": str(folder / "datasets")} if own_data else {}
-    return run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), folder, caches)
+    return run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), folder)
 
 
 def failures(report: Report, args: Namespace) -> list[str]:

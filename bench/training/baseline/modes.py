@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,13 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.trainers.options import TrainingOptions
-from sparse_opt.trainers.policy.adapters import add_lora, add_shira
-from sparse_opt.trainers.policy.models import frozen_copy
+from sparse_opt import MaskSet
+from sparse_opt.optim import SparseOptimizer
+from sparse_opt.trainers.models import add_lora, add_shira
+from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 
 Mode = Literal["dense", "sparse", "tiles", "lora", "shira"]
-MAX_GRAD_NORM = 1.0
 
 
 def shared_name(mode: str) -> str:
@@ -61,34 +58,11 @@ class Job:
         """The mode, and whether prompts are shared: each job of a benchmark has another name."""
         return shared_name(self.mode) if self.share_prompts else self.mode
 
-    def options(self) -> TrainingOptions:
-        """As the trainers' options, for what loads models and data."""
-        return TrainingOptions(
-            policy_name=self.model_name,
-            checkpoint=None if self.checkpoint is None else Path(self.checkpoint),
-            dataset=self.dataset,
-            gradient_checkpointing=self.gradient_checkpointing,
-        )
-
-
-@dataclass
-class Trained:
-    """The policy with the reference, clipping and optimizer of its mode."""
-
-    policy: nn.Module
-    reference: nn.Module
-    reference_weights: Callable[[], AbstractContextManager[Any]]  # the reference's weights are in `reference` inside
-    clip: Callable[[], Tensor]  # returns the norm
-    optimizer: torch.optim.Optimizer
-    n_tiled: int  # parameters whose weight gradients are computed by tiles
-    parts: Callable[[], dict[str, int]]  # bytes held between steps, by what they are for
-
     @property
-    def n_trained(self) -> int:
-        """Values that the optimizer may change: weights, or those of adapters."""
-        if isinstance(self.optimizer, SparseAdamW):
-            return self.optimizer.mask.nnz
-        return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
+    def tokenizer(self) -> str:
+        """The checkpoint if it has a tokenizer, else the model."""
+        has_one = self.checkpoint is not None and (Path(self.checkpoint) / "tokenizer_config.json").is_file()
+        return str(self.checkpoint) if has_one else self.model_name
 
 
 def prepare(job: Job, policy: nn.Module) -> Trained:
@@ -116,66 +90,34 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     else:
         assert job.shira_rank is not None
         adapted = add_shira(policy, job.shira_rank, job.seed)
-    return adapter_training(policy, adapted.disable_adapter, job.learning_rate)
+    return adapter_training(adapted, job.learning_rate)
 
 
-def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float | Tensor, **options: Any) -> Trained:
-    """SparseAdamW under a mask, with `options` of its own; the reference is `base_weights()`.
-
-    With keep_base_weights=False the policy is the reference, until the first step.
-    """
-    sparse = SparseAdamW(policy, mask, lr=learning_rate, **options)
-    return Trained(
-        policy,
-        policy,
-        sparse.base_weights if sparse.keep_base_weights else nullcontext,
-        lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM),
-        sparse,
-        len(sparse.tiled_parameters),
-        lambda: {"weights": _nbytes(policy.parameters()), **sparse.nbytes()},
-    )
+def n_trained(trained: Trained) -> int:
+    """Values that the optimizer may change: weights, or those of adapters."""
+    if isinstance(trained.optimizer, SparseOptimizer):
+        return trained.optimizer.mask.nnz
+    return sum(parameter.numel() for parameter in trained.policy.parameters() if parameter.requires_grad)
 
 
-def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = True) -> Trained:
-    """Full fine-tuning with fused AdamW; the reference is a frozen copy, or until the first step the policy."""
-    return _adamw_training(policy, frozen_copy(policy) if copied else policy, nullcontext, learning_rate)
+def n_tiled(trained: Trained) -> int:
+    """Parameters whose weight gradients are computed by tiles."""
+    return len(trained.optimizer.tiled_parameters) if isinstance(trained.optimizer, SparseOptimizer) else 0
 
 
-def adapter_training(
-    policy: nn.Module, reference_weights: Callable[[], AbstractContextManager[Any]], learning_rate: float
-) -> Trained:
-    """Fused AdamW on what requires a gradient; in `reference_weights()` the policy is its own reference."""
-    return _adamw_training(policy, policy, reference_weights, learning_rate)
-
-
-def _adamw_training(
-    policy: nn.Module,
-    reference: nn.Module,
-    reference_weights: Callable[[], AbstractContextManager[Any]],
-    learning_rate: float,
-) -> Trained:
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    adamw = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
-
-    def parts() -> dict[str, int]:
-        moments = [value for state in adamw.state.values() for key, value in state.items() if key != "step"]
-        return {
-            "weights": _nbytes(policy.parameters()),
-            "reference": 0 if reference is policy else _nbytes(reference.parameters()),
-            "indices": _nbytes(_shira_indices(policy)),
-            "state": _nbytes(moments),
-            "grad": _nbytes(trained),  # a gradient has its weight's dtype
-        }
-
-    return Trained(
-        policy,
-        reference,
-        reference_weights,
-        lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
-        adamw,
-        0,
-        parts,
-    )
+def held_bytes(trained: Trained) -> dict[str, int]:
+    """Bytes held between steps, by what they are for."""
+    policy, optimizer = trained.policy, trained.optimizer
+    weights = {"weights": _nbytes(policy.parameters())}
+    if isinstance(optimizer, SparseOptimizer):
+        return weights | optimizer.nbytes()
+    return {
+        **weights,
+        "reference": 0 if trained.reference is policy else _nbytes(trained.reference.parameters()),
+        "indices": _nbytes(_shira_indices(policy)),
+        "state": _nbytes(v for state in optimizer.state.values() for key, v in state.items() if key != "step"),
+        "grad": _nbytes(p for p in policy.parameters() if p.requires_grad),  # a gradient has its weight's dtype
+    }
 
 
 def _shira_indices(model: nn.Module) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
     python -m sparse_opt.bench.training.baseline.run JOB RESULT
 
-The losses, log-probabilities and rollouts are the trainers'. The step has these sections:
+The step is that of `trainers/dpo.py` or `trainers/grpo.py`. It has these sections:
 
 | section | |
 |---|---|
@@ -25,7 +25,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -37,20 +37,26 @@ from torch import Tensor
 
 from sparse_opt import set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
-from sparse_opt.optim import SparseOptimizer
-from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate_examples, load_examples
-from sparse_opt.trainers.data.order import ShuffledOrder
-from sparse_opt.trainers.data.shared_prompts import check_shared_prompts, collate_shared_prompts, n_row_tokens
-from sparse_opt.trainers.dpo import dpo_loss
-from sparse_opt.trainers.grpo import group_advantages, grpo_loss
-from sparse_opt.trainers.policy.logprobs import completion_logprobs
-from sparse_opt.trainers.policy.models import compile_layers, load_policy, load_tokenizer
-from sparse_opt.trainers.rollouts import GenerateEngine, Sampling, rollout
-from sparse_opt.trainers.run.graphs import GraphedSteps, require_graphs
-from sparse_opt.trainers.run.reporting.timing import StepTimer
+from sparse_opt.trainers.batches import (
+    ShuffledOrder,
+    TokenBatch,
+    TokenSequence,
+    collate_examples,
+    load_examples,
+)
+from sparse_opt.trainers.dpo import dpo_step, reference_logprobs
+from sparse_opt.trainers.graphs import GraphedSteps, require_graphs
+from sparse_opt.trainers.grpo import group_advantages, grpo_step
+from sparse_opt.trainers.grpo import reference_logprobs as rollout_reference
+from sparse_opt.trainers.models import load_model
+from sparse_opt.trainers.modes import Section, Trained
+from sparse_opt.trainers.pretrained import load_tokenizer_from
+from sparse_opt.trainers.sampling import Sampling, rollout
+from sparse_opt.trainers.shared_prompts import check_shared_prompts, collate_shared_prompts
+from sparse_opt.trainers.timing import StepTimer
 
 from ...common.harness import job_main
-from .modes import Job, Trained, prepare
+from .modes import Job, held_bytes, n_tiled, n_trained, prepare
 
 DPO_BETA, GRPO_BETA = 0.1, 0.04
 
@@ -78,100 +84,58 @@ class Sections:
 Step = Callable[[int], dict[str, Tensor]]  # number of the step, from 0 -> device scalars
 
 
-def reference_logprobs(trained: Trained, batch: TokenBatch) -> Tensor:
-    """Log-probabilities of a batch's completions under the initial weights: [2 x pairs] fp32."""
-    with torch.no_grad(), trained.reference_weights():
-        return completion_logprobs(trained.reference, batch)
-
-
-def dpo_step(
-    trained: Trained, batches: Sequence[TokenBatch], section: Sections, references: Sequence[Tensor] | None = None
+def dpo_steps(
+    trained: Trained, batches: Sequence[TokenBatch], section: Section, references: Sequence[Tensor] | None = None
 ) -> Step:
-    """A step of DPO on a batch of pairs, the chosen completions before the rejected.
+    """Steps of DPO, each on a batch of pairs.
 
     Args:
-        references: `reference_logprobs` of each batch, computed in advance; None: each step computes its own.
+        references: `reference_logprobs` of the batches, computed in advance; None: each step computes its own.
     """
 
     def step(i: int) -> dict[str, Tensor]:
-        batch = batches[i]
-        if references is None:
-            with section("reference"):
-                ref = reference_logprobs(trained, batch)
-        else:
-            ref = references[i]
-        with section("forward"):
-            chosen, rejected = completion_logprobs(trained.policy, batch).chunk(2)
-            ref_chosen, ref_rejected = ref.chunk(2)
-            losses, *_ = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, DPO_BETA)
-            loss = losses.mean()
-        return {"loss": loss.detach(), **_update(trained, loss, section)}
+        known = None if references is None else [references[i]]
+        return _scalars(dpo_step(trained, [batches[i]], known, section, beta=DPO_BETA))
 
     return step
 
 
-class NoSections(Sections):
-    """Times no section, because the events of a graph are not those of its capture."""
+def graphed(trained: Trained, batches: Sequence[TokenBatch], references: Sequence[Tensor] | None = None) -> Step:
+    """`dpo_steps` as a CUDA graph for each shape of the batches: three ordinary steps, a capture, and replays."""
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        yield
+    def whole_step(given: Sequence[TokenBatch], known: Sequence[Tensor]) -> dict[str, Tensor]:
+        return _scalars(dpo_step(trained, given, known or None, beta=DPO_BETA))
+
+    call = GraphedSteps(whole_step, trained.optimizer)
+    return lambda i: call([batches[i]], [] if references is None else [references[i]])
 
 
-def graphed(
-    trained: Trained, batches: Sequence[TokenBatch], section: Sections, references: Sequence[Tensor] | None = None
+def _scalars(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in found.items() if value.ndim == 0}
+
+
+def grpo_steps(
+    job: Job, trained: Trained, prompts: Sequence[list[list[int]]], pad_id: int, eos_id: int, section: Section
 ) -> Step:
-    """`dpo_step` as a CUDA graph for each shape of the batches: three ordinary steps, a capture, and replays."""
-    optimizer = trained.optimizer
-    assert isinstance(optimizer, SparseOptimizer)
-
-    def whole_step(given: Iterable[TokenBatch], known: Sequence[Tensor]) -> Tensor:
-        return dpo_step(trained, list(given), section, known or None)(0)["loss"]
-
-    call = GraphedSteps(whole_step, optimizer)
-
-    def step(i: int) -> dict[str, Tensor]:
-        loss = call([batches[i]], [] if references is None else [references[i]])
-        assert optimizer.grad_norm is not None
-        return {"loss": loss, "grad_norm": optimizer.grad_norm}
-
-    return step
-
-
-def grpo_step(
-    job: Job, trained: Trained, prompts: Sequence[list[list[int]]], pad_id: int, eos_id: int, section: Sections
-) -> Step:
-    """A step of GRPO: a group of completions of fixed length for each prompt, one update on them."""
-    engine = GenerateEngine(trained.policy, pad_id=pad_id, eos_ids=[eos_id])
+    """Steps of GRPO, each on a group of completions of fixed length for each prompt."""
     sampling = Sampling(max_new_tokens=job.max_new_tokens, min_new_tokens=job.max_new_tokens)
 
     def step(i: int) -> dict[str, Tensor]:
         torch.manual_seed(job.seed + i)
         with section("rollout"):
             sampled = rollout(
-                engine,
                 trained.policy,
                 prompts[i],
+                sampling,
                 n_generations=job.n_generations,
-                sampling=sampling,
                 pad_id=pad_id,
+                eos_ids=[eos_id],
                 completions_per_row=job.n_generations if job.share_prompts else 1,
             )
             advantages = group_advantages(even_share(sampled.batch), job.n_generations)
-        with section("reference"), torch.no_grad(), trained.reference_weights():
-            ref = sampled.token_logprobs(trained.reference, sampling.temperature)
-        with section("forward"):
-            logprobs = sampled.token_logprobs(trained.policy, sampling.temperature)
-            loss, ratio, k3 = grpo_loss(
-                logprobs, sampled.logprobs, advantages, sampled.mask, ref_logprobs=ref, beta=GRPO_BETA
-            )
-            assert k3 is not None
-        return {
-            "loss": loss.detach(),
-            "ratio_error": (ratio - 1).abs().max(),
-            "k3": k3.max(),
-            **_update(trained, loss, section),
-        }
+        with section("reference"):
+            ref = rollout_reference(trained, sampled, sampling.temperature)
+        return grpo_step(trained, sampled, advantages, ref, section, beta=GRPO_BETA)
 
     return step
 
@@ -182,31 +146,20 @@ def even_share(batch: TokenBatch) -> Tensor:
     return even.sum(dim=1) / batch.completion_mask.sum(dim=1)
 
 
-def _update(trained: Trained, loss: Tensor, section: Sections) -> dict[str, Tensor]:
-    with section("backward"):
-        loss.backward()
-    with section("clip"):
-        norm = trained.clip()
-    with section("step"):
-        trained.optimizer.step()
-        trained.optimizer.zero_grad(set_to_none=True)
-    return {"grad_norm": norm.detach()}
-
-
 def run(job: Job) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step."""
     device = torch.device(job.device)
     if job.l2_fetch_granularity is not None:
         set_l2_fetch_granularity(job.l2_fetch_granularity, device)
-    options = job.options()
-    tokenizer = load_tokenizer(options)
+    source = job.checkpoint or job.model_name
+    tokenizer = load_tokenizer_from(job.tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if job.algorithm == "grpo" and tokenizer.eos_token_id is None:
         raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout needs")
-    examples, _ = load_examples(
+    examples = load_examples(
         "preference" if job.algorithm == "dpo" else "demonstration",
         job.dataset,
-        options.dataset_split,
+        "train",
         tokenizer,
         max_length=job.sequence_length,
         subset_size=job.subset_size,
@@ -214,29 +167,30 @@ def run(job: Job) -> dict[str, Any]:
     )
     order = ShuffledOrder(len(examples), job.seed)
     chosen = [[examples[k] for k in order.take(i * job.batch_size, job.batch_size)] for i in range(job.n_steps)]
-    trained = prepare(job, load_policy(options, device))
+    model = load_model(source, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
+    trained = prepare(job, model)
     if job.compile:
-        for model in {id(m): m for m in (trained.policy, trained.reference)}.values():
-            compile_layers(model)
-    section = NoSections(device) if job.cuda_graphs else Sections(device)
+        trained.compile()
+    section = Sections(device)
     if job.cuda_graphs:
-        require_graphs(trained.policy, trained.optimizer, device, n_ranks=1)
+        require_graphs(trained.policy, trained.optimizer, device)
+    if job.share_prompts:
+        check_shared_prompts(trained.policy)
     if job.algorithm == "dpo":
         data: Any = [[[sequence.ids for sequence in pair] for pair in pairs] for pairs in chosen]
-        if job.share_prompts:
-            check_shared_prompts(trained.policy, max(map(n_row_tokens, examples)))
         collate: Callable[..., TokenBatch] = collate_examples
         if job.share_prompts:
             collate = partial(collate_shared_prompts, separate_rows=job.cuda_graphs)
         batches = [collate(pairs, pad_id).to(device) for pairs in chosen]
-        references = [reference_logprobs(trained, batch) for batch in batches] if job.precomputed_reference else None
-        step = (graphed if job.cuda_graphs else dpo_step)(trained, batches, section, references)
+        references = reference_logprobs(trained, batches) if job.precomputed_reference else None
+        if job.cuda_graphs:
+            step = graphed(trained, batches, references)
+        else:
+            step = dpo_steps(trained, batches, section, references)
     else:
         longest = job.sequence_length - job.max_new_tokens
         data = [[_prompt(row[0], longest) for row in rows] for rows in chosen]
-        if job.share_prompts:
-            check_shared_prompts(trained.policy, longest + job.n_generations * (job.max_new_tokens + 1))
-        step = grpo_step(job, trained, data, pad_id, tokenizer.eos_token_id, section)
+        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, section)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -244,12 +198,12 @@ def run(job: Job) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return {
         "mode": job.name,
-        "n_trained": trained.n_trained,
-        "n_tiled": trained.n_tiled,
+        "n_trained": n_trained(trained),
+        "n_tiled": n_tiled(trained),
         "data_digest": xxhash.xxh3_128_hexdigest(json.dumps(data).encode()),
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "bytes": trained.parts(),
+        "bytes": held_bytes(trained),
         "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1)) if job.kernel_time else None,
         "steps": steps,
     }

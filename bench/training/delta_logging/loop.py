@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparse_opt.trainers.data.encoding import TokenBatch, TokenSequence, collate
-from sparse_opt.trainers.policy.models import disable_dropout, make_masks_skippable
+from sparse_opt.trainers.batches import TokenBatch, TokenSequence, collate
+from sparse_opt.trainers.models import disable_dropout, make_masks_skippable
 
 from ...common.harness import WrongResult
 from ...common.shapes import LLAMA_3_2_3B_SIZES, random_model
 from ..baseline.inputs import SMALL, word_tokenizer, words_config
 from ..baseline.modes import Job, Mode, prepare
-from ..baseline.run import Sections, Step, dpo_step
+from ..baseline.run import Sections, Step, dpo_steps
 
 N_BATCHES = 8
 _FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`
@@ -52,7 +52,7 @@ class Loop:
 
 
 def make_model(args: Namespace, device: torch.device) -> nn.Module:
-    """A Llama with random bf16 weights, prepared like by `trainers.policy.models.load_policy`."""
+    """A Llama with random bf16 weights, prepared like by `trainers.models.load_model`."""
     config = words_config(SMALL if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
     model = random_model(config, device, args.seed)
     disable_dropout(model)
@@ -75,7 +75,7 @@ def make_loop(mode: Mode, model: nn.Module, mask_file: Path, args: Namespace, de
         seed=args.seed,
     )
     section = Sections(device)
-    return Loop(dpo_step(prepare(job, model), _batches(args, device), section), section, device)
+    return Loop(dpo_steps(prepare(job, model), _batches(args, device), section), section, device)
 
 
 def _batches(args: Namespace, device: torch.device) -> list[TokenBatch]:

@@ -105,7 +105,7 @@ def ranks(args: Namespace) -> None:
 
 def shapes(args: Namespace) -> None:
     """`analyze shapes`."""
-    from sparse_opt.trainers.policy.pretrained import parameter_shapes
+    from sparse_opt.trainers.pretrained import parameter_shapes
 
     from ...progress import hide_progress_bars
 
@@ -181,7 +181,7 @@ def _choice(args: Namespace) -> dict[str, Any]:
 
 
 def _device(name: str) -> torch.device:
-    from sparse_opt.trainers.policy.models import resolve_device
+    from sparse_opt.trainers.models import resolve_device
 
     return resolve_device(name)
 

@@ -57,14 +57,14 @@ def run_squash(args: Namespace) -> None:
 
 def run_convert(args: Namespace) -> None:
     """Write any log as a new delta log."""
-    from sparse_opt.trainers.run.outputs import check_new_folder
-
     from ...delta.export import convert
+    from ...delta.lock import LOCK_NAME
     from ...delta.log import DeltaLog
+    from ...files import check_new_folder
 
     if args.keyframe_every is not None and args.keyframe_every < 1:
         raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: expected 1 or more")
-    check_new_folder(args.output_dir, "to")
+    check_new_folder(args.output_dir, "to", ignored=LOCK_NAME)
     log = open_log_of(args)
     with progress_bar(total=len(log.steps), what="convert", unit="step") as bar:
         convert(

@@ -86,9 +86,9 @@ def reconstruct(delta_log_dir: Path, step: int, model_name: str, output_dir: Pat
 
 
 def _reconstruct(log: Log, step: int, model_name: str, output_dir: Path) -> str:
-    from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from
-    from sparse_opt.trainers.run.outputs import check_new_folder, save_checkpoint
+    from sparse_opt.trainers.pretrained import load_causal_lm, load_tokenizer_from
 
+    from ...files import check_new_folder, save_model
     from ...progress import hide_progress_bars
 
     check_new_folder(output_dir, "output_dir")
@@ -96,7 +96,7 @@ def _reconstruct(log: Log, step: int, model_name: str, output_dir: Path) -> str:
     hide_progress_bars()
     model, tokenizer = load_causal_lm(model_name, _main_dtype(log.layout)), load_tokenizer_from(model_name)
     log.apply_(model, step)
-    save_checkpoint(model, tokenizer, output_dir)
+    save_model(model, tokenizer, output_dir)
     return digest
 
 
@@ -113,10 +113,9 @@ def _main_dtype(layout: StateLayout) -> torch.dtype:
 
 def run_export(args: Namespace) -> None:
     """Write a step in one of the formats of `delta.export`."""
-    from sparse_opt.trainers.run.outputs import check_new_folder
-
     from ...delta.export import export_state, export_values
     from ...delta.pt import export_pt
+    from ...files import check_new_folder
 
     if args.format != "pt" and len(args.step) > 1:
         raise ConfigError(f"option 'step' is {args.step}: format {args.format} takes one step")

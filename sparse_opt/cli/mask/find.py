@@ -127,7 +127,7 @@ def run(args: Namespace) -> None:
         return
     sparsity = _sparsity(args)
     _settle_options(args)
-    from sparse_opt.trainers.policy.models import resolve_device
+    from sparse_opt.trainers.models import resolve_device
 
     from ...delta.open import open_log
 
@@ -208,7 +208,7 @@ _Plan = tuple[str, int | None, "Callable[[], FoundMask]"]
 
 def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.device) -> _Plan:
     """The method and step as used in file names, and the search itself; invalid calls are refused at once."""
-    from sparse_opt.trainers.policy.pretrained import parameter_shapes
+    from sparse_opt.trainers.pretrained import parameter_shapes
 
     from ...mask_finding.find import find_from_log
     from ...mask_finding.log_scores import plan_scores

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparse_opt.trainers.policy.pretrained import load_causal_lm, load_tokenizer_from, parameter_shapes
+from sparse_opt.trainers.pretrained import load_causal_lm, load_tokenizer_from, parameter_shapes
 
 from ... import __version__
 from ...errors import ConfigError
@@ -83,10 +83,10 @@ def find(
 
 
 def _load_sequences(args: Namespace) -> list[Any]:
-    from sparse_opt.trainers.data.encoding import load_examples
+    from sparse_opt.trainers.batches import load_examples
 
     tokenizer = load_tokenizer_from(args.model_name)
-    examples, _ = load_examples(
+    examples = load_examples(
         "demonstration",
         args.dataset,
         args.dataset_split,

@@ -13,8 +13,7 @@ from ..output import format_percent, print_json
 from ..parser import add_json_flag
 
 if TYPE_CHECKING:
-    from ...masks.mask_set import MaskSet
-    from ...masks.stats import MaskStats
+    from ...masks.mask_set import MaskSet, MaskStats
 
 # Copies of the names in masks.patterns, which cannot be imported without torch.
 PATTERNS = ("element", "run16", "run32", "tile64", "tile128")

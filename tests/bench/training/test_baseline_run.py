@@ -9,7 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
-pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
 
 from sparse_opt import MaskSet
 from sparse_opt.bench.common.shapes import LLAMA_3_2_3B_SIZES
@@ -23,23 +22,17 @@ from sparse_opt.bench.training.baseline.inputs import (
     words_config,
     write_pairs,
 )
-from sparse_opt.bench.training.baseline.modes import Job, prepare
+from sparse_opt.bench.training.baseline.modes import Job, n_trained, prepare
 from sparse_opt.bench.training.baseline.report import FIRST_LOSS_ATOL, summary, wrong_results
-from sparse_opt.bench.training.baseline.run import Sections, compile_layers, covered, even_share, run
+from sparse_opt.bench.training.baseline.run import Sections, covered, even_share, run
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.data.encoding import TokenSequence, collate
-from sparse_opt.trainers.policy.branch_attention import Pieces
-from sparse_opt.trainers.policy.logprobs import token_logprobs
-from sparse_opt.trainers.policy.models import load_policy
-from sparse_opt.trainers.run import graphs
+from sparse_opt.trainers import graphs
+from sparse_opt.trainers.batches import TokenSequence, collate
+from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.trainers.models import compile_layers, load_model
+from sparse_opt.trainers.shared_prompts import Pieces
 
 MODES = ("dense", "sparse", "lora", "shira")
-
-
-@pytest.fixture(autouse=True)
-def private_dataset_cache(tmp_path_factory, monkeypatch):
-    """Keep what `datasets` caches out of the user's home."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 @pytest.fixture(scope="module")
@@ -218,12 +211,12 @@ def test_dense_and_sparse_with_everything_active_have_one_gradient(job, tmp_path
 
 
 def test_sparse_trains_the_mask_alone_and_keeps_its_reference(job):
-    policy = load_policy(job.options(), torch.device("cpu"))
+    policy = load_model(job.model_name, torch.device("cpu"), "bf16")
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     trained = prepare(job, policy)
     assert trained.reference is policy
     sequences = [TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)]
-    step = baseline_run.dpo_step(trained, [collate(sequences, 0)] * 2, Sections(torch.device("cpu")))
+    step = baseline_run.dpo_steps(trained, [collate(sequences, 0)] * 2, Sections(torch.device("cpu")))
     for i in range(2):
         step(i)
     mask = MaskSet.load(job.mask, policy)
@@ -241,19 +234,19 @@ def test_sparse_trains_the_mask_alone_and_keeps_its_reference(job):
 @pytest.mark.parametrize("mode", ["lora", "shira"])
 def test_adapters_train_alone_and_their_reference_is_without_them(job, mode):
     pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
-    policy = load_policy(job.options(), torch.device("cpu"))
+    policy = load_model(job.model_name, torch.device("cpu"), "bf16")
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     batch = collate([TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)], 0)
     with torch.no_grad():
         expected = token_logprobs(policy, batch)
     trained = prepare(changed(job, mode=mode), policy)
     assert trained.reference is policy
-    step = baseline_run.dpo_step(trained, [batch] * 2, Sections(torch.device("cpu")))
+    step = baseline_run.dpo_steps(trained, [batch] * 2, Sections(torch.device("cpu")))
     for i in range(2):
         step(i)
     after = {name.replace(".base_layer.", "."): parameter for name, parameter in policy.named_parameters()}
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert trained.n_trained == sum(after[name].numel() for name in after.keys() - before.keys())
+    assert n_trained(trained) == sum(after[name].numel() for name in after.keys() - before.keys())
     with torch.no_grad():
         assert not torch.equal(token_logprobs(policy, batch), expected)
         with trained.reference_weights():

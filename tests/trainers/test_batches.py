@@ -1,0 +1,301 @@
+"""From rows to batches: files, formats, the rules of encoding, prompts, the order of examples."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from sparse_opt.errors import DataError
+from sparse_opt.integrations.trl.records import Example, demonstration_reader, preference_reader
+from sparse_opt.trainers.batches import (
+    ShuffledOrder,
+    TokenSequence,
+    collate,
+    encode,
+    encode_prompt,
+    load_examples,
+    load_prompts,
+    load_rows,
+)
+
+USER = {"role": "user", "content": "2 + 2?"}
+RIGHT = {"role": "assistant", "content": "4"}
+WRONG = {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CONVERSATION = Example([USER], ([RIGHT], [WRONG]))
+LIGHT_R1 = [{"from": "human", "value": "2 + 2?"}]
+
+PREFERENCE_ROWS = {
+    "trl-text": ({"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"}, Example("2 + 2?", (" 4", " 5"))),
+    "trl-messages": ({"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}, CONVERSATION),
+    "trl-implicit": ({"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, CONVERSATION),
+    "text-prompt-repeated": ({"prompt": "2 + 2?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, CONVERSATION),
+    "same-answers": ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, Example([USER], ([RIGHT], [RIGHT]))),
+    "orca": (
+        {"system": "Be brief.", "question": "2 + 2?", "chosen": "4", "rejected": "5"},
+        Example([SYSTEM, USER], ([RIGHT], [WRONG])),
+    ),
+    "orca-empty-system": ({"system": "", "question": "2 + 2?", "chosen": "4", "rejected": "5"}, CONVERSATION),
+    "light-r1": (
+        {
+            "conversations": LIGHT_R1,
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": [{"from": "assistant", "value": "5"}],
+        },
+        CONVERSATION,
+    ),
+}
+
+
+def write(rows: list[dict], path: Path) -> str:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PREFERENCE_ROWS)
+def test_preference_formats(name):
+    row, expected = PREFERENCE_ROWS[name]
+    assert preference_reader(row, "data")(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "2 + 2?", "completion": " 4"}, Example("2 + 2?", (" 4",))),
+        ({"prompt": [USER], "completion": [RIGHT]}, Example([USER], ([RIGHT],))),
+        ({"messages": [SYSTEM, USER, RIGHT]}, Example([SYSTEM, USER], ([RIGHT],))),
+        (PREFERENCE_ROWS["orca"][0], Example([SYSTEM, USER], ([RIGHT],))),
+        ({"problem": "2 + 2?", "solution": "4", "answer": "4"}, Example([USER], ([RIGHT],))),
+    ],
+    ids=["text", "messages", "conversation", "chosen-of-preference", "problem"],
+)
+def test_demonstration_formats(row, expected):
+    assert demonstration_reader(row, "data")(row) == expected
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
+def test_files(tmp_path, suffix):
+    rows = [PREFERENCE_ROWS["trl-messages"][0], PREFERENCE_ROWS["trl-messages"][0]]
+    assert load_rows(write(rows, tmp_path / f"data{suffix}")) == rows
+
+
+def test_json_needs_no_other_package(tmp_path, pairs_file):
+    code = f"""
+import sys
+from sparse_opt.trainers.batches import load_rows
+assert load_rows({str(pairs_file)!r})
+assert "datasets" not in sys.modules and "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.csv", b"a,b\n", r"unknown file type '\.csv', expected \.jsonl"),
+        ("torn.jsonl", b'{"prompt": "a", "cho', r"torn\.jsonl, line 1: is not JSON"),
+        ("torn.parquet", b"PAR1 and no more", r"torn\.parquet: cannot be read"),
+        ("nested.jsonl", b"{}\n" + b"[" * 100_000 + b"\n", r"nested\.jsonl, line 2: is not JSON"),
+        ("latin.jsonl", '{"prompt": "é"}'.encode("latin1"), r"latin\.jsonl: cannot be read"),
+        ("blank.jsonl", b"\n \n\n", r"blank\.jsonl: no rows"),
+        ("list.json", b"[]", r"list\.json: no rows"),
+        ("number.jsonl", b"{}\n3\n", r"number\.jsonl, line 2: has int, expected an object"),
+        ("other.jsonl", b'{"a": 1}\n{"b": 1}\n', r"other\.jsonl, row 1: has columns \(b\), expected .* \(a\)"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(str(tmp_path / name))
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(DataError, match=r"nothing\.jsonl: cannot be read: No such file"):
+        load_rows("nothing.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ({"prompt": None, "chosen": "4", "rejected": "5"}, "found null"),
+        ({"chosen": "2 + 2? 4", "rejected": "2 + 2? 5"}, "'prompt' is missing"),
+        ({"chosen": [RIGHT, RIGHT], "rejected": [WRONG, WRONG]}, "share no first message"),
+        ({"prompt": [{"role": "wizard", "content": "x"}], "chosen": [RIGHT], "rejected": [WRONG]}, "wizard"),
+        ({"prompt": [{"role": "user"}], "chosen": [RIGHT], "rejected": [WRONG]}, "expected role and content"),
+        ({"prompt": "2 + 2?", "chosen": "", "rejected": "5"}, "no examples left; 1 of 1 rows dropped"),
+        ({"prompt": "2 + 2?", "chosen": "4"}, r"found columns \(chosen, prompt\); expected \(chosen, prompt, rejected"),
+    ],
+)
+def test_rows_that_do_not_fit(tmp_path, chat_tokenizer, row, part):
+    dataset = write([row], tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=rf"rows\.jsonl.*{part}"):
+        load_examples("preference", dataset, "train", chat_tokenizer, max_length=64)
+
+
+# Encoding
+
+CHAT = Example(
+    [SYSTEM, {"role": "user", "content": "What is 2 plus 2?"}],
+    ([{"role": "assistant", "content": "It is 4."}], [{"role": "assistant", "content": "Maybe 5, or not."}]),
+)
+TEXT = Example("What is 2 plus 2?", (" It is 4.", " Maybe 5, or not."))
+
+
+def test_chat_template_is_applied_once(chat_tokenizer):
+    for sequence, completion in zip(encode(chat_tokenizer, CHAT), CHAT.completions, strict=True):
+        assert sequence.ids.count(chat_tokenizer.bos_token_id) == 1
+        assert chat_tokenizer.decode(sequence.ids[sequence.prompt_length :]) == completion[0]["content"] + "</s>"
+        prompt = chat_tokenizer.decode(sequence.ids[: sequence.prompt_length])
+        assert prompt == "<s><|system|>Be brief.</s><|user|>What is 2 plus 2?</s><|assistant|>"
+
+
+def test_text_gets_one_bos_and_one_eos_also_with_a_chat_template(tokenizer, chat_tokenizer):
+    for prompt in (TEXT.prompt, "<s>" + TEXT.prompt):
+        for completion in (TEXT.completions[0], TEXT.completions[0] + "</s>"):
+            (sequence,) = encode(tokenizer, Example(prompt, (completion,)))
+            assert sequence.ids.count(tokenizer.bos_token_id) == 1
+            assert sequence.ids.count(tokenizer.eos_token_id) == 1
+            assert tokenizer.decode(sequence.ids) == "<s>What is 2 plus 2? It is 4.</s>"
+    assert encode(chat_tokenizer, TEXT) == encode(tokenizer, TEXT)
+
+
+def test_messages_without_a_template_are_joined_by_newlines(tokenizer):
+    sequence = encode(tokenizer, CHAT)[0]
+    assert tokenizer.decode(sequence.ids) == "<s>Be brief.\nWhat is 2 plus 2?\nIt is 4.</s>"
+    assert tokenizer.decode(sequence.ids[: sequence.prompt_length]) == "<s>Be brief.\nWhat is 2 plus 2?\n"
+
+
+def test_tokens_merged_across_the_border_count_as_completion(tokenizer):
+    # " plus" is one token of this tokenizer: the prompt's " pl" is none of its beginnings.
+    (sequence,) = encode(tokenizer, Example("What is 2 pl", ("us 2?",)))
+    assert tokenizer.decode(sequence.ids[sequence.prompt_length :]).endswith("plus 2?</s>")
+    assert tokenizer.decode(sequence.ids) == "<s>What is 2 plus 2?</s>"
+    # The two completions of a pair have the same prompt, also where only one of them moves its end.
+    merged, apart = encode(tokenizer, Example("What is 2 pl", ("us 2?", "ot?")))
+    assert merged == sequence
+    assert apart.ids[: apart.prompt_length] == merged.ids[: merged.prompt_length]
+
+
+def test_eos_is_trained_and_padding_is_not_even_when_they_share_an_id(tokenizer):
+    eos = tokenizer.eos_token_id
+    sequences = encode(tokenizer, TEXT)
+    batch = collate(sequences, pad_id=eos)
+    for row, sequence in enumerate(sequences):
+        end = len(sequence.ids)
+        assert batch.completion_mask[row].nonzero()[:, 0].tolist() == list(range(sequence.prompt_length, end))
+        assert batch.input_ids[row, end - 1] == eos
+        assert (batch.input_ids[row, end:] == eos).all()
+        assert batch.attention_mask[row].tolist() == [1] * end + [0] * (batch.input_ids.shape[1] - end)
+    assert min(len(sequence.ids) for sequence in sequences) < batch.input_ids.shape[1]
+    assert batch.n_tokens == batch.attention_mask.sum()
+    assert batch.n_trained == batch.completion_mask.sum()
+    assert batch.first_trained == batch.completion_mask.any(0).nonzero()[0, 0]
+
+
+def test_batches_are_padded_to_a_multiple():
+    sequences = [TokenSequence([5] * length, 9) for length in (11, 19)]
+    batch = collate(sequences, pad_id=0, multiple=8)
+    assert batch.input_ids.shape == (2, 24)
+    assert (batch.first_trained, batch.n_tokens, batch.n_trained) == (8, 30, 12)
+    assert batch.completion_mask.sum(dim=1).tolist() == [2, 10]
+
+
+def test_rows_without_a_trained_token_are_dropped_with_a_count(tokenizer, tmp_path):
+    fine = {"prompt": "What is 2?", "chosen": " It is 2.", "rejected": " Maybe 3."}
+    rows = [fine, {**fine, "chosen": " "}, {**fine, "rejected": ""}, {**fine, "prompt": "What is 2? " * 20}]
+    with pytest.warns(UserWarning, match="3 of 4 rows dropped as empty, or without a completion token within max_len"):
+        examples = load_examples("preference", write(rows, tmp_path / "rows.jsonl"), "train", tokenizer, max_length=40)
+    assert len(examples) == 1
+    short = load_examples("preference", write([fine], tmp_path / "one.jsonl"), "train", tokenizer, max_length=10)
+    assert [sequence.ids for sequence in short[0]] == [sequence.ids[:10] for sequence in examples[0]]
+
+
+def test_a_template_that_refuses_and_a_tokenizer_without_eos(tokenizer):
+    refusing, endless = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    refusing.chat_template = "{{ raise_exception('no system role here') }}"
+    with pytest.raises(DataError, match="no system role here"):
+        encode(refusing, CHAT)
+    endless.eos_token = None
+    with pytest.raises(DataError, match="no EOS token"):
+        encode(endless, TEXT)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "2+2=", "answer": "4"}, "2+2="),
+        ({"prompt": [SYSTEM, USER], "answer": "4"}, [SYSTEM, USER]),
+        ({"problem": "2 + 2?", "solution": "2+2=4", "answer": "4"}, [USER]),
+        ({"question": "2 + 2?", "system": "Be brief."}, [SYSTEM, USER]),
+        ({"question": "2 + 2?", "system": ""}, [USER]),
+    ],
+    ids=["text", "messages", "openr1", "question", "no-system"],
+)
+def test_prompts_keep_their_form_and_the_columns_of_their_row(tmp_path, chat_tokenizer, row, text):
+    dataset = write([row], tmp_path / "data.jsonl")
+    (prompt,) = load_prompts(dataset, "train", chat_tokenizer, max_length=100)
+    assert (prompt.text, prompt.row) == (text, row)
+
+
+@pytest.mark.parametrize("prompt", ["What is 2 plus 2?", "<s>What is 2 plus 2?", [USER], [SYSTEM, USER, RIGHT, USER]])
+@pytest.mark.parametrize("template", [True, False])
+def test_a_prompt_has_the_tokens_that_sft_trains_after(tokenizer, chat_tokenizer, prompt, template):
+    tokenizer = chat_tokenizer if template else tokenizer
+    ids = encode_prompt(tokenizer, prompt).ids
+    (sequence,) = encode(tokenizer, Example(prompt, (" It is 4." if isinstance(prompt, str) else [RIGHT],)))
+    assert ids == sequence.ids[: sequence.prompt_length]
+    assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+    assert ids[-1] != tokenizer.eos_token_id
+
+
+def test_a_tokenizer_that_ends_texts_does_not_end_prompts(tokenizer):
+    ending = copy.deepcopy(tokenizer)
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)],
+    )
+    assert ending("2 plus 2")["input_ids"][-1] == tokenizer.eos_token_id
+    assert encode_prompt(ending, "2 plus 2").ids == tokenizer("2 plus 2")["input_ids"]
+
+
+def test_long_and_empty_prompts_are_dropped_and_a_subset_is_drawn_with_the_seed(tmp_path, tokenizer):
+    rows = [{"prompt": text} for text in ("2 plus 2", "", "2 plus 2 " * 20, " \n", "3 plus 3")]
+    longest = len(tokenizer("2 plus 2")["input_ids"])
+    with pytest.warns(UserWarning, match="3 of 5 rows dropped as empty, or longer than"):
+        found = load_prompts(write(rows, tmp_path / "a.jsonl"), "train", tokenizer, max_length=longest)
+    assert [prompt.text for prompt in found] == ["2 plus 2", "3 plus 3"]
+    path = write([{"prompt": f"{n} plus {n}"} for n in range(50)], tmp_path / "b.jsonl")
+
+    def drawn(seed: int, size: int = 10) -> list[str]:
+        return [p.text for p in load_prompts(path, "train", tokenizer, size, seed, max_length=30)]
+
+    assert drawn(1) == drawn(1) and set(drawn(1)) != set(drawn(2)) and len(set(drawn(1))) == 10
+    with pytest.warns(UserWarning, match="has 50 rows, not subset_size 51"):
+        assert len(drawn(1, 51)) == 50
+
+
+def test_order_visits_every_example_once_an_epoch_and_can_start_anywhere():
+    order = ShuffledOrder(7, seed=1)
+    visited = order.take(0, 21)
+    epochs = [visited[i : i + 7] for i in (0, 7, 14)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert ShuffledOrder(7, seed=1).take(9, 5) == visited[9:14]
+    assert ShuffledOrder(7, seed=2).take(0, 21) != visited

@@ -1,0 +1,114 @@
+"""Model folders that are damaged, or of another model than their configuration: refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from sparse_opt.errors import DataError
+from sparse_opt.trainers.pretrained import load_config_from, load_pretrained, load_tokenizer_from
+
+
+@pytest.fixture
+def folder(model_folder, tmp_path):
+    return shutil.copytree(model_folder, tmp_path / "model")
+
+
+def load(folder):
+    return load_pretrained(AutoModelForCausalLM, folder, "a causal language model", dtype=torch.float32)
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+
+
+def test_a_whole_model_is_loaded_bit_for_bit(folder):
+    expected = load_file(folder / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = load(folder).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (
+            lambda f: edit_weights(f, lambda t: t.pop("model.norm.weight")),
+            "no weights for 1 tensors of a causal language model, among them model.norm.weight",
+        ),
+        (
+            lambda f: edit_weights(f, lambda t: t.update(extra=torch.ones(2))),
+            "has 1 tensors that a causal language model of its config.json lacks, among them extra",
+        ),
+        (
+            lambda f: edit_weights(f, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
+            "model.norm.weight is [3] in its files, [32] in a causal language model of its config.json",
+        ),
+        (lambda f: edit_config(f, num_hidden_layers=1), "has 9 tensors that a causal language model of its config"),
+        (lambda f: edit_config(f, num_hidden_layers=3), "no weights for 9 tensors"),
+        (lambda f: edit_config(f, vocab_size=300), "lm_head.weight is [320, 32] in its files, [300, 32] in a"),
+        (lambda f: edit_config(f, num_attention_heads=0), "ZeroDivisionError: "),
+        (lambda f: edit_config(f, hidden_size="big"), "expected int, got str (value: 'big')"),
+        (lambda f: edit_config(f, hidden_size=10**30), "cannot load a causal language model from"),
+        (lambda f: edit_config(f, hidden_act="none"), "KeyError: 'none'"),
+        (lambda f: edit_config(f, model_type="none"), "model type `none`"),
+        (lambda f: (f / "config.json").unlink(), "the folder has no config.json"),
+        (lambda f: write(f, "config.json", None), "the folder has no config.json"),
+        (lambda f: write(f, "config.json", b""), "is not a valid JSON file"),
+        (lambda f: write(f, "config.json", bytes(range(256))), "is not a valid JSON file"),
+        (lambda f: write(f, "config.json", b"3"), "cannot load a causal language model from"),
+        (lambda f: write(f, "config.json", b"[]"), "cannot load a causal language model from"),
+        (lambda f: write(f, "config.json", b"[" * 100_000), "maximum recursion depth exceeded"),
+        (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
+        (lambda f: write(f, "model.safetensors", b""), "header too small"),
+        (lambda f: write(f, "model.safetensors", b"\xff" * 64), "header too large"),
+        (lambda f: write(f, "model.safetensors", None), "no file named model.safetensors"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "UnpicklingError: "),
+        (
+            lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors.index.json").write_text("{}")),
+            "KeyError: 'weight_map'",
+        ),
+    ],
+)
+def test_a_damaged_model_is_refused(folder, harm, message):
+    harm(folder)
+    with pytest.raises(DataError) as error:
+        load(folder)
+    assert str(folder) in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b"text", b"[]", bytes(range(256)), b"[" * 100_000])
+def test_a_damaged_tokenizer_is_refused(folder, file, content):
+    write(folder, file, content)
+    with pytest.raises(DataError, match=f"^cannot load a tokenizer from {folder}: [^\n]*$"):
+        load_tokenizer_from(folder)
+
+
+def test_a_damaged_configuration_is_refused(folder):
+    write(folder, "config.json", b"3")
+    with pytest.raises(DataError, match=f"^cannot load the configuration of {folder}: [^\n]*$"):
+        load_config_from(folder)

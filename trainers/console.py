@@ -1,0 +1,83 @@
+"""The command line of the loops, and the metrics of their steps: rows of a file, and lines of progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.files import check_new_folder, writing
+
+METRICS_FILE = "metrics.jsonl"
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+def run_module(config_class: type, work: Callable[[Any], object], argv: Sequence[str] | None, name: str) -> int:
+    """Call `work` with the dataclass of the options in `argv`, by default the process's: main of the module `name`.
+
+    Returns:
+        0; 1 if `work` failed, or 2 if the call was wrong, after the error in one line on stderr.
+    """
+    from transformers import HfArgumentParser
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    parser = HfArgumentParser(config_class, prog=f"python -m sparse_opt.trainers.{name}")  # type: ignore[arg-type]
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        config, unknown = parser.parse_args_into_dataclasses(
+            words, return_remaining_strings=True, look_for_args_file=False
+        )
+        if unknown:
+            parser.error(f"unknown arguments: {' '.join(unknown)}")
+        work(config)
+    except SparseOptError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+class Metrics:
+    """Writes a row for each step to `metrics.jsonl` in a new folder, and prints a line every few seconds.
+
+    Raises:
+        ConfigError: the folder is not empty, or cannot be created.
+    """
+
+    def __init__(self, folder: Path, n_steps: int):
+        check_new_folder(folder, "output_dir")
+        self._n_steps = n_steps
+        self._path = folder / METRICS_FILE
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._began = self._printed = time.perf_counter()
+
+    def write(self, step: int, values: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        """Write the row of a step, from 1 on.
+
+        Args:
+            values: numbers, or tensors of one element; reading them waits for the device.
+            seconds: time of each section of the step.
+
+        Raises:
+            SparseOptError: a value is not finite, or the row cannot be written.
+        """
+        row = {name: float(value) for name, value in values.items()}
+        wrong = [name for name, value in row.items() if not math.isfinite(value)]
+        if wrong:
+            raise SparseOptError(f"step {step}: {wrong[0]} is {row[wrong[0]]}: lower the learning rate, or use fp32")
+        times = {f"{name}_s": value for name, value in seconds.items()}
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **row, **times}) + "\n")
+        now = time.perf_counter()
+        if step in (1, self._n_steps) or now - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = now
+            left = (now - self._began) / step * (self._n_steps - step)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
+            print(f"step {step}/{self._n_steps}: {shown}; {left:.0f} s left", flush=True)

@@ -1,1 +1,0 @@
-"""Training data: records, prompts and solved questions, encoded, packed and ordered."""

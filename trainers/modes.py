@@ -1,0 +1,133 @@
+"""What each way of training changes, with its optimizer, clipping and reference: all weights, those of a mask, LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparse_opt.errors import ConfigError
+from sparse_opt.masks import MaskSet
+from sparse_opt.optim import SparseAdamW
+
+from .models import add_lora, compile_layers, frozen_copy
+
+MAX_GRAD_NORM = 1.0
+# A context in which the time of a section of a step, such as "backward", is measured.
+Section = Callable[[str], AbstractContextManager[Any]]
+
+
+def untimed(name: str) -> AbstractContextManager[Any]:
+    """A `Section` that measures nothing."""
+    return nullcontext()
+
+
+@dataclass
+class Trained:
+    """The policy with the reference, clipping and optimizer of its mode."""
+
+    policy: nn.Module
+    reference: nn.Module
+    reference_weights: Callable[[], AbstractContextManager[Any]]  # the reference's weights are in `reference` inside
+    clip: Callable[[], Tensor]  # returns the norm
+    optimizer: torch.optim.Optimizer
+
+    def compile(self) -> None:
+        """`torch.compile` the layers of both models in place; copies of a compiled model are not compiled."""
+        for model in {id(model): model for model in (self.policy, self.reference)}.values():
+            compile_layers(model)
+
+    def update(self, section: Section = untimed) -> Tensor:
+        """Clip the gradients, step, and free them; returns the norm before clipping, on the device."""
+        with section("clip"):
+            norm = self.clip()
+        with section("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm.detach()
+
+
+def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float | Tensor, **options: Any) -> Trained:
+    """SparseAdamW under a mask, with `options` of its own; the reference is `base_weights()`.
+
+    Of a mask of whole tiles, only the active tiles of weight gradients are computed. With keep_base_weights=False the
+    policy is the reference, until the first step.
+    """
+    sparse = SparseAdamW(policy, mask, lr=learning_rate, **options)
+    reference_weights = sparse.base_weights if sparse.keep_base_weights else nullcontext
+    return Trained(policy, policy, reference_weights, lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM), sparse)
+
+
+def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = True) -> Trained:
+    """All weights, by fused AdamW; the reference is a frozen copy, or until the first step the policy."""
+    return _adamw_training(policy, frozen_copy(policy) if copied else policy, nullcontext, learning_rate)
+
+
+def adapter_training(adapted: Any, learning_rate: float) -> Trained:
+    """The adapters of a PEFT wrapper, by fused AdamW; the reference is the model without them."""
+    return _adamw_training(adapted, adapted, adapted.disable_adapter, learning_rate)
+
+
+def _adamw_training(
+    policy: nn.Module,
+    reference: nn.Module,
+    reference_weights: Callable[[], AbstractContextManager[Any]],
+    learning_rate: float,
+) -> Trained:
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
+    return Trained(
+        policy,
+        reference,
+        reference_weights,
+        lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
+        adamw,
+    )
+
+
+class ModeOptions(Protocol):
+    """The options of a loop that say what is trained."""
+
+    learning_rate: float
+    mask: str | None  # a file
+    density: float | None  # of a random mask, of `pattern`
+    pattern: str
+    lora_rank: int | None
+    compile: bool
+    seed: int  # of the random mask, and of LoRA's initial values
+
+
+def train_model(model: Any, options: ModeOptions, *, reference: bool) -> Trained:
+    """Sparse training with `mask` or `density`, LoRA with `lora_rank`, else of all weights.
+
+    Args:
+        reference: whether the reference is used after the first step; if not, no copy of its weights is kept.
+
+    Raises:
+        ConfigError: more than one of the three is given, or the random mask is empty.
+        MaskError: the mask cannot be read, or is another model's.
+    """
+    given = {name: getattr(options, name) for name in ("mask", "density", "lora_rank")}
+    if sum(value is not None for value in given.values()) > 1:
+        values = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise ConfigError(f"options {values}: give one of them")
+    lr = options.learning_rate
+    if options.lora_rank is not None:
+        torch.manual_seed(options.seed)
+        trained = adapter_training(add_lora(model, options.lora_rank), lr)
+    elif options.mask is not None:
+        trained = sparse_training(model, MaskSet.load(options.mask, model), lr, keep_base_weights=reference)
+    elif options.density is not None:
+        mask = MaskSet.random(model, density=options.density, pattern=options.pattern, seed=options.seed)
+        if not mask.nnz:
+            raise ConfigError(f"density {options.density:g} is less than one unit of {options.pattern} in each tensor")
+        trained = sparse_training(model, mask, lr, keep_base_weights=reference)
+    else:
+        trained = dense_training(model, lr, copied=reference)
+    if options.compile:
+        trained.compile()
+    return trained

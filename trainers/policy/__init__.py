@@ -1,1 +1,0 @@
-"""The trained model: loading, log-probabilities, reference model, value head, and its optimizer."""

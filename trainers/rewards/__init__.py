@@ -1,1 +1,0 @@
-"""Rewards: functions of completions, a classifier's score, and a student's log-probabilities."""

@@ -1,1 +1,0 @@
-"""One training run: outputs, checkpoints, metrics, progress and delta log."""
