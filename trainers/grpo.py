@@ -215,7 +215,7 @@ def rewards_of(reward: RewardFunction, tokenizer: Any, prompts: Sequence[Prompt]
     columns = {name: [prompt.row[name] for prompt in repeated] for name in repeated[0].row if name != "prompt"}
     texts = [prompt.text for prompt in repeated]
     found = reward(prompts=texts, completions=completions, completion_ids=sampled.completions, **columns)
-    return torch.tensor([float("nan") if value is None else value for value in found], device="cpu")
+    return torch.tensor([torch.nan if r is None else r for r in found], dtype=torch.float32, device="cpu")
 
 
 # Step
