@@ -172,7 +172,8 @@ def dpo_step(
     for batch, ref in zip(batches, ref_logprobs, strict=True):
         with section("forward"):
             chosen, rejected = completion_logprobs(trained.policy, batch).chunk(2)
-            of_pairs, *found = dpo_loss(chosen, rejected, *ref.chunk(2), beta, loss_type, label_smoothing)
+            ref_chosen, ref_rejected = ref.chunk(2)
+            of_pairs, *found = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, loss_type, label_smoothing)
             loss = of_pairs.sum() / n_pairs
         with section("backward"):
             loss.backward()
@@ -225,14 +226,16 @@ def train(config: DPOConfig) -> None:
 
     # Steps
     timer = StepTimer(device)
-    options = {"beta": config.beta, "loss_type": config.loss_type, "label_smoothing": config.label_smoothing}
+    take_step = partial(
+        dpo_step,
+        trained,
+        beta=config.beta,
+        loss_type=config.loss_type,
+        label_smoothing=config.label_smoothing,
+    )
     if config.cuda_graphs:
         require_graphs(trained.policy, trained.optimizer, device)
-
-        def whole_step(batches: Sequence[TokenBatch], refs: Sequence[Tensor]) -> dict[str, Tensor]:
-            return dpo_step(trained, batches, refs or None, **options)
-
-        graphs = GraphedSteps(whole_step, trained.optimizer)
+        graphs = GraphedSteps(lambda batches, refs: take_step(batches, refs or None), trained.optimizer)
     for step in range(1, config.n_steps + 1):
         passes = chunks(order.take((step - 1) * n_pairs, n_pairs), config.batch_size)
         batches = [collate([pairs[index] for index in indices]).to(device) for indices in passes]
@@ -243,13 +246,13 @@ def train(config: DPOConfig) -> None:
             with timer.section("step"):
                 found = graphs(batches, refs or [])
         else:
-            found = dpo_step(trained, batches, refs, timer.section, **options)
+            found = take_step(batches, refs, timer.section)
 
         # Metrics
         chosen, rejected = found.pop("chosen"), found.pop("rejected")
         found |= {"margin": (chosen - rejected).mean(), "accuracy": (chosen > rejected).float().mean()}
         metrics.write(step, found, timer.read())
-    save_model(trained.policy, tokenizer, config.output_dir / "model")
+    save_model(trained.saved, tokenizer, config.output_dir / "model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,13 +3,11 @@
     python -m sparse_opt.trainers.grpo --model M --data prompts.jsonl --mask masks/M.safetensors --output_dir runs/grpo
 
 Each prompt gets a group of completions, sampled from the policy; the advantage of a completion is its reward relative
-to its group. A group whose rewards are all equal gives no gradient. One rollout can be used for several optimizer
-steps; the ratio of each token is relative to the policy that sampled it.
+to its group. One rollout can be used for several optimizer steps; ratios are relative to the policy that sampled it.
 
 This file is to be read and measured (`sparse-opt bench baseline grpo` times `rollout` and `grpo_step`). Train with
 `sparse-opt train grpo`, which is TRL under a mask: it has what is left out here, such as several GPUs, vLLM, several
-reward functions, checkpoints, schedules and evaluation. bf16 weights have no fp32 master copies here: with --dtype
-bf16, updates below half a unit in the last place are lost.
+rewards, checkpoints, schedules and evaluation. bf16 weights have no fp32 master copies: small updates are lost.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ from .timing import StepTimer
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
 Scale = Literal["group", "batch", "none"]
-# Limits the scale of the advantages in a group of nearly equal rewards; TRL's value.
-_STD_FLOOR = 1e-4
+_STD_FLOOR = 1e-4  # limits the advantages in a group of nearly equal rewards; TRL's value
 
 
 # Options
@@ -99,10 +96,9 @@ def group_advantages(rewards: Tensor, n_generations: int, *, scale: Scale = "gro
     Raises:
         ValueError: fewer than two completions per group, or the number of rewards is not a multiple of n_generations.
     """
-    if n_generations < 2:
-        raise ValueError(f"n_generations is {n_generations}, expected at least 2: a group of one has no advantage")
-    if rewards.dim() != 1 or rewards.numel() % n_generations:
-        raise ValueError(f"rewards have shape {list(rewards.shape)}, expected groups of n_generations {n_generations}")
+    if n_generations < 2 or rewards.dim() != 1 or rewards.numel() % n_generations:
+        shape = list(rewards.shape)
+        raise ValueError(f"rewards have shape {shape}, n_generations is {n_generations}: expected groups of at least 2")
     groups = rewards.float().view(-1, n_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if scale == "group":
@@ -151,17 +147,15 @@ def grpo_loss(
     | gspo | grpo with one ratio per sequence, exp(mean of logprob - old) (https://arxiv.org/abs/2507.18071) |
 
     With `n_sequences` and `n_tokens` of the whole optimizer step, the losses of its forward passes add up to the loss
-    of the step; bnpo alone depends on the split. Names and defaults are those of TRL 1.16, where gspo is
-    `importance_sampling_level="sequence"` with the loss type grpo.
+    of the step; bnpo alone depends on the split. Names are TRL's, where gspo is importance_sampling_level sequence.
 
     Args:
-        logprobs: [R, P] fp32, of the tokens under the policy, with gradient.
-        old_logprobs: [R, P] fp32, under the policy that sampled the tokens.
+        logprobs, old_logprobs: [R, P] fp32, of the tokens under the policy, and under the one that sampled them.
         advantages: [R] fp32, one per completion.
         mask: [R, P] bool, the tokens that count. Values outside the mask must be finite and have no effect.
         ref_logprobs: [R, P] fp32, under the reference; required if beta is not 0.
-        correct_k3: multiply k3 by the token's ratio, so that its gradient is that of the divergence (DeepSeek-V3.2,
-            https://arxiv.org/abs/2512.02556). TRL 1.16 does this by default; the GRPO paper does not.
+        correct_k3: multiply k3 by the token's ratio, so that its gradient is that of the divergence, as TRL 1.16 does
+            (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556); the GRPO paper does not.
         n_sequences, n_tokens: in all forward passes of the optimizer step; None takes those of this one.
         max_completion_length: required for loss type dr_grpo.
 
@@ -190,7 +184,7 @@ def grpo_loss(
         k3 = difference.exp() - difference - 1
         per_token = per_token + beta * (k3 * token_ratio if correct_k3 else k3)
     per_token = torch.where(mask, per_token, 0.0)
-    n_sequences = len(mask) if n_sequences is None else n_sequences
+    n_sequences = n_sequences or len(mask)
     if loss_type in ("grpo", "gspo"):
         loss = (per_token.sum(dim=1, keepdim=True) / lengths).sum() / n_sequences
     elif loss_type == "bnpo":
@@ -221,15 +215,13 @@ def rewards_of(reward: RewardFunction, tokenizer: Any, prompts: Sequence[Prompt]
     columns = {name: [prompt.row[name] for prompt in repeated] for name in repeated[0].row if name != "prompt"}
     texts = [prompt.text for prompt in repeated]
     found = reward(prompts=texts, completions=completions, completion_ids=sampled.completions, **columns)
-    return torch.tensor([float("nan") if value is None else value for value in found], device="cpu")
+    return torch.tensor([torch.nan if r is None else r for r in found], dtype=torch.float32, device="cpu")
 
 
 # Step
 
 
-def reference_logprobs(
-    trained: Trained, sampled: Rollout, temperature: float, rows_per_pass: int | None = None
-) -> Tensor:
+def reference_logprobs(trained: Trained, sampled: Rollout, temperature: float, rows_per_pass: int | None) -> Tensor:
     """Log-probabilities of a rollout's sampled tokens under the initial weights: [R, P] fp32, 0 elsewhere."""
     with torch.no_grad(), trained.reference_weights():
         return sampled.token_logprobs(trained.reference, temperature, rows_per_pass)
@@ -249,8 +241,7 @@ def grpo_step(
     """One optimizer step on a rollout, without a synchronization.
 
     Args:
-        advantages: [R] fp32, see `group_advantages`.
-        ref_logprobs: see `reference_logprobs`; required if beta is not 0.
+        advantages, ref_logprobs: see `group_advantages` and `reference_logprobs`; the latter if beta is not 0.
         rows_per_pass: completions of a forward pass; None is all.
         loss_options: of `grpo_loss`, such as beta.
 
@@ -275,8 +266,7 @@ def grpo_step(
             loss.backward()
         losses.append(loss.detach())
         errors.append((ratio - 1).abs().max())
-        if k3 is not None:
-            k3s.append(k3.max())
+        k3s += [] if k3 is None else [k3.max()]
     norm = trained.update(section)
     found = {"loss": sum(losses[1:], losses[0]), "grad_norm": norm, "ratio_error": torch.stack(errors).max()}
     return found | ({"k3": torch.stack(k3s).max()} if k3s else {})
@@ -307,7 +297,6 @@ def train(config: GRPOConfig) -> None:
 
     # Steps
     timer, sampling = StepTimer(device), Sampling(config.max_completion_length, config.temperature)
-    passes = {"temperature": sampling.logprob_temperature, "rows_per_pass": config.rows_per_pass}
     torch.manual_seed(config.seed)
     for step in range(1, config.n_steps + 1):
         prompts = [data[index] for index in order.take((step - 1) * config.batch_size, config.batch_size)]
@@ -329,7 +318,7 @@ def train(config: GRPOConfig) -> None:
         ref_logprobs = None
         if config.beta > 0:
             with timer.section("reference"):
-                ref_logprobs = reference_logprobs(trained, sampled, **passes)
+                ref_logprobs = reference_logprobs(trained, sampled, sampling.logprob_temperature, config.rows_per_pass)
         for _ in range(config.num_iterations):
             found = grpo_step(
                 trained,
@@ -337,7 +326,8 @@ def train(config: GRPOConfig) -> None:
                 advantages,
                 ref_logprobs,
                 timer.section,
-                **passes,
+                temperature=sampling.logprob_temperature,
+                rows_per_pass=config.rows_per_pass,
                 beta=config.beta,
                 epsilon_low=config.epsilon,
                 epsilon_high=config.epsilon_high,
@@ -346,9 +336,9 @@ def train(config: GRPOConfig) -> None:
             )
 
         # Metrics
-        found |= {"reward": rewards.nanmean(), "length": sampled.mask.sum() / len(sampled)}
-        metrics.write(step, found, timer.read())
-    save_model(trained.policy, tokenizer, config.output_dir / "model")
+        of_rollout = {"reward": rewards.nanmean(), "length": sampled.mask.sum() / len(sampled)}
+        metrics.write(step, found | of_rollout, timer.read())
+    save_model(trained.saved, tokenizer, config.output_dir / "model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,6 +35,12 @@ class Trained:
     reference_weights: Callable[[], AbstractContextManager[Any]]  # the reference's weights are in `reference` inside
     clip: Callable[[], Tensor]  # returns the norm
     optimizer: torch.optim.Optimizer
+    wrapper: Any = None  # PEFT's, which saves the adapters that it has put into the policy
+
+    @property
+    def saved(self) -> Any:
+        """What to save: the policy, or its adapters."""
+        return self.policy if self.wrapper is None else self.wrapper
 
     def compile(self) -> None:
         """`torch.compile` the layers of both models in place; copies of a compiled model are not compiled."""
@@ -68,8 +74,11 @@ def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = Tr
 
 
 def adapter_training(adapted: Any, learning_rate: float) -> Trained:
-    """The adapters of a PEFT wrapper, by fused AdamW; the reference is the model without them."""
-    return _adamw_training(adapted, adapted, adapted.disable_adapter, learning_rate)
+    """The adapters in a PEFT wrapper, by fused AdamW; the policy is the model inside; without them the reference."""
+    policy = adapted.get_base_model()
+    trained = _adamw_training(policy, policy, adapted.disable_adapter, learning_rate)
+    trained.wrapper = adapted
+    return trained
 
 
 def _adamw_training(

@@ -122,11 +122,7 @@ def train(config: SFTConfig) -> None:
     timer = StepTimer(device)
     if config.cuda_graphs:
         require_graphs(trained.policy, trained.optimizer, device)
-
-        def whole_step(batches: Sequence[TokenBatch], counts: Sequence[Tensor]) -> dict[str, Tensor]:
-            return sft_step(trained, batches, counts[0])
-
-        graphs = GraphedSteps(whole_step, trained.optimizer)
+        graphs = GraphedSteps(lambda batches, counts: sft_step(trained, batches, counts[0]), trained.optimizer)
     for step in range(1, config.n_steps + 1):
         chosen = [rows[index] for index in order.take((step - 1) * n_rows, n_rows)]
         batches = [
@@ -142,7 +138,7 @@ def train(config: SFTConfig) -> None:
 
         # Metrics
         metrics.write(step, {**found, "n_tokens": sum(batch.n_tokens for batch in batches)}, timer.read())
-    save_model(trained.policy, tokenizer, config.output_dir / "model")
+    save_model(trained.saved, tokenizer, config.output_dir / "model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -94,8 +94,7 @@ def make_training(case: Case, device: torch.device) -> Trained:
     if case.method == "dense":
         return dense_training(policy, case.learning_rate, copied=not case.precomputed_reference)
     if case.method == "lora":
-        adapted: Any = add_lora(policy, case.lora_rank)
-        return adapter_training(policy, adapted.disable_adapter, case.learning_rate)
+        return adapter_training(add_lora(policy, case.lora_rank), case.learning_rate)
     mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
     options = SPARSE_OPTIONS[case.method]
     if case.precomputed_reference:

@@ -134,7 +134,7 @@ def grpo_steps(
             )
             advantages = group_advantages(even_share(sampled.batch), job.n_generations)
         with section("reference"):
-            ref = rollout_reference(trained, sampled, sampling.temperature)
+            ref = rollout_reference(trained, sampled, sampling.temperature, None)
         return grpo_step(trained, sampled, advantages, ref, section, beta=GRPO_BETA)
 
     return step
