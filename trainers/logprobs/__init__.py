@@ -47,7 +47,7 @@ def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0
     labels = batch.input_ids[:, batch.first_trained :]
     n_positions = labels.shape[1] + 1  # position t predicts token t + 1; the last one predicts nothing
     takes_positions = _takes(getattr(model.forward, "__func__", model.forward), "logits_to_keep")
-    inputs = {
+    inputs: dict[str, Any] = {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,
         "use_cache": False,
