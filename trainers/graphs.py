@@ -59,8 +59,7 @@ class GraphedSteps:
             self._n_batches, self._n_parts = len(batches), len(_tensors(batches[0]))
         if len(batches) != self._n_batches:
             raise ValueError(f"a step has {len(batches)} forward passes after steps of {self._n_batches}")
-        found: dict[str, Tensor] = self._step(*(part for batch in batches for part in _tensors(batch)), *tensors)
-        return found
+        return dict(self._step(*(part for batch in batches for part in _tensors(batch)), *tensors))
 
     def _captured(self, *inputs: Tensor) -> dict[str, Tensor]:
         end = self._n_parts * self._n_batches

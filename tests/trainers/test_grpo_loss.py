@@ -159,25 +159,6 @@ def test_agrees_with_numpy(arrays, loss_type, beta, correct_k3):
     np.testing.assert_allclose(logprobs.grad.numpy(), grad, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_of_passes_add_up_to_the_steps(arrays, loss_type):
-    tensors = {name: torch.tensor(values) for name, values in arrays.items()}
-    mask = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
-
-    def loss_of(rows, **of_step):
-        logprobs, old, advantages = (tensors[name][rows] for name in ("logprobs", "old", "advantages"))
-        options = {"loss_type": loss_type, "max_completion_length": 9, **of_step}
-        return grpo_loss(logprobs, old, advantages, mask[rows], **options)[0].item()
-
-    parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
-    total = sum(loss_of(rows, n_sequences=6, n_tokens=sum(LENGTHS)) for rows in parts)
-    if loss_type == "bnpo":  # the mean over each pass, by its share of the step's sequences
-        assert total == pytest.approx(sum(loss_of(rows) * (rows.stop - rows.start) / 6 for rows in parts), rel=1e-13)
-        assert total != pytest.approx(loss_of(slice(0, 6)), rel=1e-2)
-    else:
-        assert total == pytest.approx(loss_of(slice(0, 6)), rel=1e-13)
-
-
 # Optimizer steps on a rollout, compared with TRL
 
 

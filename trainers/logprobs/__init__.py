@@ -44,35 +44,17 @@ def token_logprobs(model: nn.Module, batch: TokenBatch, temperature: float = 1.0
     0 at tokens that are not trained. The logits, of the model's dtype, are divided by `temperature`; log-softmax is
     computed in fp32. A `TokenBatch` is right-padded, so a model of `make_masks_skippable` attends without a mask.
     """
-    return _forward(model, batch, temperature, states=False)[0]
-
-
-def token_logprobs_and_states(model: nn.Module, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the last hidden states of the same forward pass.
-
-    The states are [B, T - first_trained, H] of the model's dtype, with gradient: the column of a token holds the state
-    of the token before it, which predicts it. A model whose logits are used as returned (see the module) must return
-    its hidden states, and then keeps those of all layers.
-    """
-    logprobs, states = _forward(model, batch, temperature, states=True)
-    assert states is not None
-    return logprobs, states
-
-
-def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states: bool) -> tuple[Tensor, Tensor | None]:
     labels = batch.input_ids[:, batch.first_trained :]
     n_positions = labels.shape[1] + 1  # position t predicts token t + 1; the last one predicts nothing
     takes_positions = _takes(getattr(model.forward, "__func__", model.forward), "logits_to_keep")
-    inputs = {
+    inputs: dict[str, Any] = {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,
         "use_cache": False,
         **({"logits_to_keep": n_positions} if takes_positions else {}),
     }
-    if batch.position_ids is not None:
-        # Without an attention mask, transformers makes one that separates packed sequences.
-        inputs |= {"attention_mask": None, "position_ids": batch.position_ids}
     if batch.branches is not None:
+        inputs["position_ids"] = batch.position_ids
         dtype = next(model.parameters()).dtype
         layout, device = batch.branch_layout, batch.input_ids.device
         if layout is not None and attends_without_masks(model) and shared_prompts.supports(layout, dtype, device):
@@ -84,19 +66,15 @@ def _forward(model: nn.Module, batch: TokenBatch, temperature: float, *, states:
     fused = has_compiled_layers(model)
     weight_grad = None if head is None else WeightGrad.of(head.weight, route_of(head))
     hidden = None if head is None else hidden_states(model, head, inputs)
-    rows: Tensor | None = None
     if head is None or hidden is None:
         with skip_padding_masks():
-            output = model(**inputs, **({"output_hidden_states": True} if states else {}))
-        logits = output.logits[:, -n_positions:]  # [B, P, V]
+            logits = model(**inputs).logits[:, -n_positions:]  # [B, P, V]
         # Labels are padded instead of cutting the logits, which would copy them.
         logprobs = selected_logprobs(logits, F.pad(labels, (0, 1)), temperature)[:, :-1]
-        if states:
-            rows = output.hidden_states[-1][:, -n_positions:-1]
     else:
         rows = hidden[:, -n_positions:-1]
         logprobs = linear_logprobs(rows, head.weight, labels, temperature, weight_grad=weight_grad, fused=fused)
-    return torch.where(batch.completion_mask[:, batch.first_trained :], logprobs, 0.0), rows
+    return torch.where(batch.completion_mask[:, batch.first_trained :], logprobs, 0.0)
 
 
 @functools.lru_cache(maxsize=64)

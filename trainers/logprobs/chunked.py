@@ -124,7 +124,7 @@ def linear_logprobs(
     computed from kept or recomputed values, one slice of words at a time and over all positions at once, so that each
     of its elements is one product with one rounding, as in a linear layer (in `fused.OneSlice` the product's second
     operand is rounded, too). It is computed at the end of the backward pass, see `WeightGrad`. Fused losses of other
-    libraries keep this gradient in fp32, twice a bf16 weight, from the start of the backward pass or earlier.
+    libraries keep this gradient in fp32, twice the size of a bf16 weight, from the start of the backward pass on.
 
     Args:
         hidden: [..., H] bf16, fp16 or fp32.
