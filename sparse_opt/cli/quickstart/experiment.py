@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -46,6 +45,7 @@ CONTENTS = ("data", "model", "start", "dense", "dense_log", "mask.safetensors", 
 DENSITY, PATTERN, BETA = 0.025, "tile64", 0.5
 HIDDEN_SIZE, N_LAYERS = 128, 4  # of the tiny model: 0.9 million weights
 SFT_RATE, TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-3, 3e-5  # for all weights
+LOG_STEPS = "every:30,last"
 LN2_TOLERANCE = 5e-6  # rounding of fp32 log-probabilities, times beta
 
 
@@ -143,8 +143,8 @@ def _experiment(args: Namespace) -> dict[str, Any]:
         _say(f"4/5 sparse DPO from the same start: {mask.density:.2%} of the weights, in random tiles of 64 x 64")
         sparse = _dpo("sparse", args, start, rows, engine, mask)
     _say("5/5 checks of the weights, bit for bit")
-    _check_weights(folder, _weights(model), mask)
-    n_weights = sum(tensor.numel() for tensor in _weights(model).values())
+    check_weights(folder, start)
+    n_weights = sum(parameter.numel() for parameter in model.parameters())
     return {
         "finished": True,
         **{name: getattr(args, name) for name in ("device", "model", "seed", "sft_steps", "dpo_steps")},
@@ -171,15 +171,15 @@ def _make_rows(args: Namespace) -> dict[str, list[data.Row]]:
 
 
 def _make_model(args: Namespace) -> Path:
-    if args.model not in ("tiny", "smollm2"):
-        return Path(args.model)
     if args.model == "smollm2":
         model, tokenizer = smollm2.load()
-    else:
+    elif args.model == "tiny":
         tokenizer = make_tokenizer()
         model = make_model(tokenizer, HIDDEN_SIZE, N_LAYERS, args.seed)
-    for part in (model, tokenizer):
-        part.save_pretrained(args.output_dir / "model")
+    else:
+        return Path(args.model)
+    model.save_pretrained(args.output_dir / "model")
+    tokenizer.save_pretrained(args.output_dir / "model")
     return args.output_dir / "model"
 
 
@@ -234,19 +234,16 @@ def _dpo(
     Raises:
         SparseOptError: the first loss is not ln 2, or the engine answers otherwise than the saved model.
     """
-    log, log_steps = (
-        args.output_dir / f"{name}_log",
-        f"every:{-(-args.dpo_steps // 5)},last" if args.is_fast else "last",
-    )
+    log = args.output_dir / f"{name}_log"
     rate = args.dense_rate * (1.0 if mask is None else rate_factor(mask.density))
     options = _arguments(DPOConfig, args, name, args.dpo_steps, rate, beta=BETA)
     pairs = Dataset.from_list(rows["preferences"])
     if mask is None:
         trainer = DPOTrainer(str(start), args=options, train_dataset=pairs)
-        trainer.add_callback(DeltaLogCallback(log, log_steps))
+        trainer.add_callback(DeltaLogCallback(log, LOG_STEPS))
         follow = _Follow(lambda: all_weights(trainer.model), lambda message: engine.call("set_weights", message))
     else:
-        sparse = SparseArguments(delta_log_dir=log, delta_log_steps=log_steps)
+        sparse = SparseArguments(delta_log_dir=log, delta_log_steps=LOG_STEPS)
         trainer = sparse_trainer(DPOTrainer)(str(start), args=options, train_dataset=pairs, mask=mask, sparse=sparse)
         trainer.create_optimizer()
         sender = WeightSender(trainer.sparse_optimizer)
@@ -288,28 +285,24 @@ def _accuracy(answers: Sequence[float]) -> float:
     return sum(margin > 0 for margin in answers) / len(answers)
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _check_weights(folder: Path, start: dict[str, Tensor], mask: MaskSet) -> None:
+def check_weights(folder: Path, start: Path) -> None:
     """Check that the delta logs lead to the saved models, and that sparse DPO changed nothing outside the mask.
 
     Raises:
         SparseOptError: an element differs; the message names its tensor.
     """
+    mask, before = MaskSet.load(folder / "mask.safetensors"), dict(load_checkpoint(start)[0].named_parameters())
     for run in ("dense", "sparse"):
         log = DeltaLog.open(folder / f"{run}_log")
         rebuilt = log.load(log.steps[-1])
-        for name, tensor in _weights(load_checkpoint(folder / run)[0]).items():
+        for name, tensor in load_checkpoint(folder / run)[0].named_parameters():
             if not torch.equal(as_bits(tensor), as_bits(rebuilt[name])):
                 raise SparseOptError(f"{name} of {folder / run} differs from step {log.steps[-1]} of its delta log")
-            if run == "sparse":
-                changed = (as_bits(tensor) != as_bits(start[name])).flatten()
-                if name in mask:
-                    changed[mask[name].long()] = False
-                if changed.any():
-                    raise SparseOptError(f"{name}: sparse DPO changed {int(changed.sum())} elements outside the mask")
+            changed = (as_bits(tensor) != as_bits(before[name])).flatten()
+            if name in mask:
+                changed[mask[name].long()] = False
+            if run == "sparse" and changed.any():
+                raise SparseOptError(f"{name}: sparse DPO changed {int(changed.sum())} elements outside the mask")
 
 
 def text(results: dict[str, Any]) -> str:
@@ -344,8 +337,7 @@ def text(results: dict[str, Any]) -> str:
     if gpu:
         extra = (run["optimizer_state_bytes"] + run["gradient_bytes"] + run["reference_bytes"] for run in runs)
         dense, sparse = (gpu / (4 + nbytes / n_weights) / 1e9 for nbytes in extra)
-        lines += [
-            f"without activations, this GPU ({format_bytes(gpu)}) has memory for DPO of {dense:.1f} billion fp32 weights, "
-            f"and of {sparse:.1f} under a mask"
-        ]
+        lines.append(
+            f"this GPU ({format_bytes(gpu)}) fits, without activations, {dense:.1f} and {sparse:.1f} billion weights"
+        )
     return "\n".join(lines)
