@@ -65,7 +65,7 @@ def test_memory_and_bytes_are_those_of_the_trained_weights(results):
         assert 0 < run["log_step_bytes"] < 4.2 * trained + 8192
         assert run["loss_first"] == pytest.approx(0.6931472, abs=1e-6)
         assert run["update_ms"] > 0
-    assert sparse["learning_rate"] == pytest.approx(dense["learning_rate"] * (nnz / n) ** -0.75)
+    assert sparse["learning_rate"] == pytest.approx(dense["learning_rate"] * 2 * (nnz / n) ** -0.75)
 
 
 def test_checkpoints_mask_and_logs_are_what_the_commands_read(finished):

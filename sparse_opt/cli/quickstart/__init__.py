@@ -36,7 +36,9 @@ def run(argv: Sequence[str]) -> int:
         # OpenMP reads it when torch is loaded. A step of a small model has many short parallel regions, and threads
         # that spin between them take the cores from the others on a busy machine (docs/notebook.md, "A busy machine").
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it when it is loaded
+        # huggingface_hub and tqdm read these when they are loaded.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
         # The Trainer takes all visible GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     from ..output import print_json

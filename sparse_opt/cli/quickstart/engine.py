@@ -13,7 +13,6 @@ from safetensors.torch import load, save
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from ...errors import SparseOptError
 from ...weight_sync import WeightReceiver
@@ -56,7 +55,6 @@ class Engine:
 
 def _serve(pipe: Any, checkpoint: Path, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process, too; the other one ends it
-    disable_progress_bar()
     model, tokenizer = load_checkpoint(checkpoint, device)
     receiver = WeightReceiver(model)
     while True:
