@@ -34,7 +34,8 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pipe.close()
+        self._pipe.close()  # which ends the process after its last call
+        self._process.join(timeout=10)
         self._process.terminate()
         self._process.join()
 
