@@ -103,7 +103,7 @@ release-check: $(RELEASE)/.installed wheel ## sdist, wheels (that of dist/cuda, 
 	$(AUDIT)/twine check --strict dist/*.whl dist/*.tar.gz $$(ls dist/cuda/*.whl 2> /dev/null)
 	$(BIN)/python .ci/release_check.py dist
 
-quickstart: $(VENV)/.train build ## a dense -> mask -> sparse DPO experiment on a small model, in minutes
+quickstart: $(VENV)/.train build ## dense and sparse DPO of a small model side by side, in minutes
 	$(BIN)/sparse-opt quickstart
 
 # The suite in parts, which `make --jobs` runs in parallel: one for each of these folders, of which those of THREADED have

@@ -21,7 +21,7 @@ from ..options import nearest
 from .output import is_out_of_memory
 
 COMMANDS = {
-    "quickstart": "a complete experiment on a tiny model, in minutes: dense DPO, a mask, sparse DPO under the mask",
+    "quickstart": "dense and sparse DPO of a small model side by side, in minutes: score, memory, bytes that are sent",
     "train": "train a model: sft, dpo and grpo by TRL, all weights or those of a mask; ppo, rft, rlt",
     "mask": "find masks, or draw them at random; describe, compare, combine and convert them",
     "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
@@ -54,7 +54,7 @@ options:
 
 a first run:
   sparse-opt doctor        # which backends run on this machine
-  sparse-opt quickstart    # a complete experiment on a tiny model, no downloads
+  sparse-opt quickstart    # dense and sparse DPO side by side, no downloads
 
 dense -> mask -> sparse on a model of your own:
   sparse-opt train dpo --model_name_or_path M --dataset_name pairs.jsonl --delta_log_dir log --output_dir dense

