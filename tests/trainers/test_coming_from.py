@@ -172,7 +172,7 @@ def test_reinforcement_casino(run, chat_folder, data, tmp_path):
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 def test_reinforcement_casino_timing(run, chat_folder, data, tmp_path, monkeypatch, algorithm):
     # In this process, where the benchmark starts one for each mode.
-    monkeypatch.setattr(baseline, "_run", lambda job, folder, own_data: baseline_run.run(job))
+    monkeypatch.setattr(baseline, "_run", lambda job, folder: baseline_run.run(job))
     tiny = {"model_name": chat_folder, "modes": "dense", "device": "cpu", "n_steps": 2, "n_warmup": 1}
     tiny |= {"dataset": data / ("orca.jsonl" if algorithm == "dpo" else "openr1.jsonl"), "sequence_length": 64}
     tiny |= {"max_new_tokens": 4, "n_generations": 2, "batch_size": 2}

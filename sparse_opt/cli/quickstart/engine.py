@@ -97,7 +97,7 @@ def margins(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[
         some = rows[first : first + ROWS_PER_PASS]
         texts = [row["prompt"] + row[answer] for answer in ("chosen", "rejected") for row in some]
         starts = [len(tokenizer(row["prompt"])["input_ids"]) for row in some] * 2
-        ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
+        ids = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64, device="cpu") for text in texts]
         inputs = pad_sequence(ids, batch_first=True).to(model.device)  # on the right: no token attends to padding
         logprobs = model(input_ids=inputs).logits[:, :-1].log_softmax(-1).gather(-1, inputs[:, 1:, None])[..., 0]
         of = [float(row[start - 1 : len(i) - 1].sum()) for row, start, i in zip(logprobs, starts, ids, strict=True)]
