@@ -112,7 +112,7 @@ def test_dpo_with_shared_prompts(tmp_path, bench, in_this_process):
 
 
 def test_a_missing_mode_with_shared_prompts_is_a_failure(monkeypatch, bench):
-    monkeypatch.setattr(baseline, "_run", lambda job, folder, own_data: None)
+    monkeypatch.setattr(baseline, "_run", lambda job, folder: None)
     code, _, err = bench("dpo", "--small", "--modes", "dense", "--share_prompts")
     assert code == 1
     assert "FAILED: mode dense\n" in err and "FAILED: mode dense, shared prompts\n" in err
@@ -163,8 +163,8 @@ def test_grpo_with_a_picture(tmp_path, bench, run_here):
         (["grpo", "--small", "--sequence_length", 64], "--sequence_length is 64, expected at least 129"),
         (["grpo", "--small", "--n_generations", 1], "--n_generations is 1, expected at least 2"),
         (["dpo", "--small", "--density", 0], "--density is 0.0"),
-        (["dpo", "--small", "--pattern", "tile32"], "is 'tile32': expected one of element, run16"),
-        (["dpo", "--small", "--tile_pattern", "run32"], "is 'run32': expected one of tile64, tile128"),
+        (["dpo", "--small", "--pattern", "tile32"], "invalid choice: 'tile32' (choose from 'element', 'run16'"),
+        (["dpo", "--small", "--tile_pattern", "run32"], "invalid choice: 'run32' (choose from 'tile64', 'tile128')"),
         (["dpo", "--small", "--mask", __file__, "--pattern", "tile64"], "--pattern tile64 is of a random mask"),
         (
             ["dpo", "--small", "--modes", "tiles", "--density", 0.001],
@@ -185,7 +185,7 @@ def test_grpo_with_a_picture(tmp_path, bench, run_here):
             ["dpo", "--small", "--l2_fetch_granularity", "32"],
             "--l2_fetch_granularity needs a GPU, and the device is cpu",
         ),
-        (["dpo", "--l2_fetch_granularity", "48"], "is '48': expected one of"),
+        (["dpo", "--l2_fetch_granularity", "48"], "invalid choice: 48 (choose from"),
         (["dpo", "--small", "--checkpoint", "/nowhere"], "--small makes a model of its own"),
         (["dpo", "--device", "cpu", "--checkpoint", "/nowhere"], "--checkpoint /nowhere: expected a folder"),
         (["dpo", "--small", "--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
@@ -195,8 +195,8 @@ def test_grpo_with_a_picture(tmp_path, bench, run_here):
             "--prompt_share 0.9 of 8 tokens is a prompt of 7, expected 1 to 6",
         ),
         (["dpo", "--small", "--prompt_share", 0], "--prompt_share 0 of 512 tokens is a prompt of 0, expected 1 to 510"),
-        (["dpo", "--small", "--n_step", 3], "unknown option 'n_step' (from --n_step); the nearest is 'n_steps'"),
-        (["ppo", "--small"], "is 'ppo': expected one of dpo, grpo"),
+        (["dpo", "--small", "--n_step", 3], "unknown option 'n_step' (from '--n_step'); the nearest is 'n_steps'"),
+        (["ppo", "--small"], "invalid choice: 'ppo' (choose from 'dpo', 'grpo')"),
     ],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(bench, words, message):
@@ -209,7 +209,7 @@ def test_a_wrong_call_ends_with_2_and_one_line(bench, words, message):
 
 def test_none_is_an_option_that_was_not_given(monkeypatch, bench, tmp_path):
     given: list[baseline.Job] = []
-    monkeypatch.setattr(baseline, "_run", lambda job, folder, own_data: given.append(job))
+    monkeypatch.setattr(baseline, "_run", lambda job, folder: given.append(job))
     optional = [
         word
         for name in ("model_name", "checkpoint", "mask", "pattern", "shira_rank", "dataset", "subset_size")
@@ -418,5 +418,5 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path, bench):
     words = ("--device", "cpu", "--checkpoint", folder, "--modes", "dense", "--dataset", Path("/nowhere/pairs.jsonl"))
     code, _, err = bench("dpo", *words)
     assert code == 1
-    assert "sparse-opt: error: dense: dataset /nowhere/pairs.jsonl: no such file" in err.splitlines()
+    assert "sparse-opt: error: dense: dataset /nowhere/pairs.jsonl: cannot be read: No such file or directory" in err.splitlines()
     assert "dense: the run ended with exit code 1" in err.splitlines()
