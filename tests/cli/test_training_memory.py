@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.trainers.batches import collate
 from sparse_opt.trainers.logprobs import completion_logprobs
-from sparse_opt.trainers.memory import SHAPES, Shape, advice, bytes_per_token, bytes_per_weight
+from sparse_opt.cli.training_memory import SHAPES, Shape, advice, bytes_per_token, bytes_per_weight
 from sparse_opt.trainers.models import make_masks_skippable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
