@@ -28,14 +28,7 @@ from torch import Tensor
 
 from sparse_opt.files import save_model
 
-from .batches import (
-    ShuffledOrder,
-    TokenBatch,
-    chunks,
-    collate_examples,
-    load_examples,
-    require_known_tokens,
-)
+from .batches import TokenBatch, chunks, collate_examples, load_examples, require_known_tokens, shuffled
 from .console import Metrics, run_module
 from .graphs import GraphedSteps, require_graphs
 from .logprobs import completion_logprobs
@@ -215,7 +208,7 @@ def train(config: DPOConfig) -> None:
             multiple=config.pad_to_multiple_of,
             separate_rows=config.cuda_graphs,
         )
-    order, n_pairs = ShuffledOrder(len(pairs), config.seed), config.batch_size * config.accumulation
+    n_pairs = config.batch_size * config.accumulation  # of a step
 
     # Reference
     known: list[Tensor] = []  # [2] of each pair, if precomputed
@@ -237,7 +230,7 @@ def train(config: DPOConfig) -> None:
         require_graphs(trained.policy, trained.optimizer, device)
         graphs = GraphedSteps(lambda batches, refs: take_step(batches, refs or None), trained.optimizer)
     for step in range(1, config.n_steps + 1):
-        passes = chunks(order.take((step - 1) * n_pairs, n_pairs), config.batch_size)
+        passes = chunks(shuffled(len(pairs), config.seed, (step - 1) * n_pairs, n_pairs), config.batch_size)
         batches = [collate([pairs[index] for index in indices]).to(device) for indices in passes]
         refs = (
             [torch.stack([known[index] for index in indices], dim=1).flatten() for indices in passes] if known else None

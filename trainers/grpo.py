@@ -24,7 +24,7 @@ from torch import Tensor
 from sparse_opt.files import save_model
 from sparse_opt.integrations.trl.rewards import RewardFunction, load_rewards
 
-from .batches import Prompt, ShuffledOrder, load_prompts, require_known_tokens
+from .batches import Prompt, load_prompts, require_known_tokens, shuffled
 from .console import Metrics, run_module
 from .models import load_model, resolve_device
 from .modes import Section, Trained, train_model, untimed
@@ -293,13 +293,13 @@ def train(config: GRPOConfig) -> None:
     # Data
     data = load_prompts(config.data, config.split, tokenizer, max_length=config.max_prompt_length)
     require_known_tokens(model, tokenizer, (prompt.ids for prompt in data))
-    order = ShuffledOrder(len(data), config.seed)
 
     # Steps
     timer, sampling = StepTimer(device), Sampling(config.max_completion_length, config.temperature)
     torch.manual_seed(config.seed)
     for step in range(1, config.n_steps + 1):
-        prompts = [data[index] for index in order.take((step - 1) * config.batch_size, config.batch_size)]
+        first = (step - 1) * config.batch_size
+        prompts = [data[index] for index in shuffled(len(data), config.seed, first, config.batch_size)]
         with timer.section("rollout"):
             sampled = rollout(
                 trained.policy,
