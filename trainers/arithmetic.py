@@ -14,10 +14,8 @@ writes, without downloads and the same for the same seed:
 | data/explanations.jsonl | question, solution, explanation: for a teacher; right with probability `p_right` |
 
 SFT on the demonstrations teaches the form of an answer and part of the skill: a sampled answer is then right about as
-often as the demonstrations are, or less, so that reinforcement learning can improve it:
-
-    sparse-opt train sft --model_name_or_path arithmetic/model --dataset_name arithmetic/data/demonstrations.jsonl \\
-        --max_steps 800 --per_device_train_batch_size 64 --learning_rate 3e-3 --warmup_steps 20 --output_dir start
+often as the demonstrations are, or less, so that reinforcement learning can improve it; examples/configs/sft.yaml does
+that.
 
 A near miss is the right answer to a similar question, in which one operand differs by 1 or 10; a wrong explanation
 explains that question.
@@ -135,29 +133,24 @@ class Question:
         return generator.choice(neighbours)
 
 
-def make_arithmetic(folder: Path, **options: Any) -> Path:
-    """Write model and data of `ArithmeticConfig`'s options to `folder`, atomically, and return `folder`.
+def make_arithmetic(output_dir: Path, **options: Any) -> Path:
+    """Write model and data of `ArithmeticConfig`'s options to `output_dir`, atomically, and return it.
 
     Raises:
         ConfigError: an option is out of range, or the folder is not empty or cannot be created.
         TypeError: `ArithmeticConfig` has no such option.
     """
-    return write_arithmetic(ArithmeticConfig(output_dir=folder, **options))
-
-
-def write_arithmetic(config: ArithmeticConfig) -> Path:
-    """As `make_arithmetic`, with the options as `config`."""
-    folder = config.output_dir
-    check_new_folder(folder, "output_dir")
+    config = ArithmeticConfig(output_dir=output_dir, **options)
+    check_new_folder(output_dir, "output_dir")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.hidden_size, config.n_layers, config.seed)
-    with writing(folder), new_folder(folder) as aside:
+    with writing(output_dir), new_folder(output_dir) as aside:
         save_model(model, tokenizer, aside / "model")
         (aside / "data").mkdir()
         for name, rows in make_rows(config).items():
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (aside / "data" / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    return folder
+    return output_dir
 
 
 def make_rows(config: ArithmeticConfig) -> dict[str, list[dict[str, str]]]:
@@ -240,7 +233,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
-    return run_module(ArithmeticConfig, lambda config: print(write_arithmetic(config)), argv, "arithmetic")
+    return run_module(ArithmeticConfig, lambda config: print(make_arithmetic(**vars(config))), argv, "arithmetic")
 
 
 if __name__ == "__main__":

@@ -237,10 +237,7 @@ def joined_text(text: Text) -> str:
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of leading elements that are equal in both."""
-    length = 0
-    while length < min(len(a), len(b)) and a[length] == b[length]:
-        length += 1
-    return length
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 # Batches

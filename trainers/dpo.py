@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_opt.files import save_model
+from sparse_opt.options import resolve_device
 
 from .batches import TokenBatch, chunks, collate_examples, load_examples, require_known_tokens, shuffled
 from .console import Metrics, run_module
 from .graphs import GraphedSteps, require_graphs
 from .logprobs import completion_logprobs
-from .models import load_model, resolve_device
+from .models import load_model
 from .modes import Section, Trained, train_model, untimed
 from .pretrained import load_tokenizer_from
 from .shared_prompts import check_shared_prompts, collate_shared_prompts
@@ -199,15 +200,11 @@ def train(config: DPOConfig) -> None:
     # Data
     pairs = load_examples("preference", config.data, config.split, tokenizer, max_length=config.max_length)
     require_known_tokens(model, tokenizer, (sequence.ids for pair in pairs for sequence in pair))
-    collate = partial(collate_examples, pad_id=pad_id, multiple=config.pad_to_multiple_of)
+    padding = {"pad_id": pad_id, "multiple": config.pad_to_multiple_of}
+    collate = partial(collate_examples, **padding)
     if config.share_prompts:
         check_shared_prompts(model)
-        collate = partial(
-            collate_shared_prompts,
-            pad_id=pad_id,
-            multiple=config.pad_to_multiple_of,
-            separate_rows=config.cuda_graphs,
-        )
+        collate = partial(collate_shared_prompts, separate_rows=config.cuda_graphs, **padding)
     n_pairs = config.batch_size * config.accumulation  # of a step
 
     # Reference

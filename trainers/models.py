@@ -27,27 +27,6 @@ SKIPPABLE_ATTENTION = "sparse_opt_sdpa"
 _CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of this name; `auto` is cuda if available, else cpu.
-
-    Raises:
-        ConfigError: the device is neither a CPU nor a CUDA device, or is not available.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, ValueError):
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):  # meta has no values, and other devices are untested
-        raise ConfigError(f"option 'device' is '{name}': expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"option 'device' is '{device}': there are {torch.cuda.device_count()} CUDA devices here")
-    return device
-
-
 def load_model(source: str | Path, device: torch.device, dtype: str, *, gradient_checkpointing: bool = False) -> Any:
     """A causal language model to train, by hub name or local folder, in `dtype`, a key of `DTYPES`.
 

@@ -78,9 +78,7 @@ def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = Tr
 def adapter_training(adapted: Any, learning_rate: float) -> Trained:
     """The adapters in a PEFT wrapper, by fused AdamW; the policy is the model inside; without them the reference."""
     policy = adapted.get_base_model()
-    trained = _adamw_training(policy, policy, adapted.disable_adapter, learning_rate)
-    trained.wrapper = adapted
-    return trained
+    return _adamw_training(policy, policy, adapted.disable_adapter, learning_rate, adapted)
 
 
 def _adamw_training(
@@ -88,6 +86,7 @@ def _adamw_training(
     reference: nn.Module,
     reference_weights: Callable[[], AbstractContextManager[Any]],
     learning_rate: float,
+    wrapper: Any = None,
 ) -> Trained:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
@@ -97,6 +96,7 @@ def _adamw_training(
         reference_weights,
         lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
         adamw,
+        wrapper,
     )
 
 

@@ -59,7 +59,7 @@ def _linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def add_shira(model: Any, rank: int, seed: int) -> Any:
-    """Sparse high-rank adapters (https://arxiv.org/abs/2406.13175) on the layers of `trainers.models.add_lora`, the rest frozen.
+    """Sparse high-rank adapters on the layers of `trainers.models.add_lora`, the rest frozen.
 
     Each adapted weight of m x n has rank * (m + n) values at random positions, drawn by PEFT on the CPU with the same
     seed for every layer. They are added to `model` itself, have its dtype, and initially change nothing.
