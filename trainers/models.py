@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +47,7 @@ def load_model(source: str | Path, device: torch.device, dtype: str, *, gradient
     return model
 
 
-class _Skipping(threading.local):
-    on = False
-
-
-_skipping = _Skipping()
+_skipping = ContextVar("skipping", default=False)  # of each thread
 
 
 def make_masks_skippable(model: Any) -> bool:
@@ -99,7 +95,7 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
     # A compiled function would keep the behaviour at its compilation. The mask of packed sequences is always made,
     # because transformers marks it as different from causal attention over all tokens.
-    if not torch.compiler.is_compiling() and _skipping.on and kwargs.get("allow_is_causal_skip", True):
+    if not torch.compiler.is_compiling() and _skipping.get() and kwargs.get("allow_is_causal_skip", True):
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -115,11 +111,11 @@ def skip_padding_masks() -> Iterator[None]:
     kernels. Left-padded input, and a cache longer than its tokens, need their masks. Packed sequences get a mask from
     their position ids.
     """
-    before, _skipping.on = _skipping.on, True
+    before = _skipping.set(True)
     try:
         yield
     finally:
-        _skipping.on = before
+        _skipping.reset(before)
 
 
 def causal_lm(model: Any) -> Any:
