@@ -1,4 +1,4 @@
-"""Generated arithmetic: a small Llama with its tokenizer, questions such as "17+25=", and demonstrations to start from.
+"""Generated arithmetic: a small Llama with its tokenizer, sums such as "17+25=", and demonstrations to start from.
 
     python -m sparse_opt.trainers.arithmetic --output_dir arithmetic
 
@@ -11,14 +11,11 @@ writes, without downloads and the same for the same seed:
 | data/train.jsonl | prompt, answer: for rollouts |
 | data/test.jsonl | prompt, answer: questions that no other file has |
 | data/preferences.jsonl | prompt, chosen, rejected: the right answer and a near miss |
-| data/test_preferences.jsonl | the same of the questions of test.jsonl |
 | data/explanations.jsonl | question, solution, explanation: for a teacher; right with probability `p_right` |
 
 SFT on the demonstrations teaches the form of an answer and part of the skill: a sampled answer is then right about as
-often as the demonstrations are, or less, so that reinforcement learning can improve it:
-
-    sparse-opt train sft --model_name_or_path arithmetic/model --dataset_name arithmetic/data/demonstrations.jsonl \\
-        --max_steps 800 --per_device_train_batch_size 64 --learning_rate 3e-3 --warmup_steps 20 --output_dir start
+often as the demonstrations are, or less, so that reinforcement learning can improve it; examples/configs/sft.yaml does
+that.
 
 A near miss is the right answer to a similar question, in which one operand differs by 1 or 10; a wrong explanation
 explains that question.
@@ -29,8 +26,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,7 +62,6 @@ class ArithmeticConfig:
 
     output_dir: Path = Path("arithmetic")  # new or empty folder
     max_operand: int = 19  # operands are 0 to this
-    operations: str = "+"  # in the questions: + or - or +-; no answer is negative
     answers: Literal["plain", "think"] = "plain"  # '42', or with the calculation: '<think>7+5+0=12,1+2+1=4</think>42'
     p_right: float = 0.5  # share of demonstrations and explanations that are right; the others are near misses
     n_train: int = 350  # questions to train on, in demonstrations, rollouts and preferences
@@ -85,9 +81,7 @@ class ArithmeticConfig:
             raise ConfigError(f"option 'p_right' is {self.p_right}: expected 0 to 1")
         if self.hidden_size < _HEAD_DIM or self.hidden_size % _HEAD_DIM:
             raise ConfigError(f"option 'hidden_size' is {self.hidden_size}: expected a multiple of {_HEAD_DIM}")
-        if not self.operations or not set(self.operations) <= {"+", "-"}:
-            raise ConfigError(f"option 'operations' is {self.operations!r}: expected + or - or +-")
-        n_questions = len(all_questions(self.max_operand, self.operations))
+        n_questions = (self.max_operand + 1) ** 2
         if self.n_train + self.n_test > n_questions:
             raise ConfigError(
                 f"n_train {self.n_train} and n_test {self.n_test} are more than the {n_questions} questions there are "
@@ -97,33 +91,31 @@ class ArithmeticConfig:
 
 @dataclass(frozen=True)
 class Question:
-    """A sum or a difference of two whole numbers."""
+    """A sum of two whole numbers."""
 
     a: int
-    operation: str
     b: int
 
     @property
     def prompt(self) -> str:
         """`17+25=`"""
-        return f"{self.a}{self.operation}{self.b}="
+        return f"{self.a}+{self.b}="
 
     @property
     def answer(self) -> str:
         """`42`"""
-        return str(self.a + self.b if self.operation == "+" else self.a - self.b)
+        return str(self.a + self.b)
 
     @property
     def explanation(self) -> str:
-        """The calculation digit by digit from the ones, each with its carry or borrow: `7+5+0=12,1+2+1=4`."""
+        """The calculation digit by digit from the ones, each with its carry: `7+5+0=12,1+2+1=4`."""
         columns: list[str] = []
         a, b, carry = self.a, self.b, 0
         while a or b or not columns:
             a, x = divmod(a, 10)
             b, y = divmod(b, 10)
-            result = x + y + carry if self.operation == "+" else x - y - carry
-            columns.append(f"{x}{self.operation}{y}{self.operation}{carry}={result}")
-            carry = int(result > 9 or result < 0)
+            columns.append(f"{x}+{y}+{carry}={x + y + carry}")
+            carry = int(x + y + carry > 9)
         return ",".join(columns)
 
     def completion(self, style: Literal["plain", "think"]) -> str:
@@ -136,83 +128,56 @@ class Question:
             other
             for change in (-10, -1, 1, 10)
             for other in (replace(self, a=self.a + change), replace(self, b=self.b + change))
-            if other.a >= 0 and other.b >= 0 and int(other.answer) >= 0
+            if other.a >= 0 and other.b >= 0
         ]
         return generator.choice(neighbours)
 
 
-def all_questions(max_operand: int, operations: Sequence[str]) -> list[Question]:
-    """Every question with operands of 0 to `max_operand` and an answer of at least 0."""
-    operands = range(max_operand + 1)
-    return [
-        Question(a, operation, b)
-        for operation in ("+", "-")
-        if operation in operations
-        for a in operands
-        for b in operands
-        if operation == "+" or a >= b
-    ]
-
-
-def make_arithmetic(folder: Path, **options: Any) -> Path:
-    """Write model and data of `ArithmeticConfig`'s options to `folder`, atomically.
-
-    Returns:
-        `folder`.
+def make_arithmetic(output_dir: Path, **options: Any) -> Path:
+    """Write model and data of `ArithmeticConfig`'s options to `output_dir`, atomically, and return it.
 
     Raises:
         ConfigError: an option is out of range, or the folder is not empty or cannot be created.
         TypeError: `ArithmeticConfig` has no such option.
     """
-    config = ArithmeticConfig(output_dir=folder, **options)
-    check_new_folder(folder, "output_dir")
+    config = ArithmeticConfig(output_dir=output_dir, **options)
+    check_new_folder(output_dir, "output_dir")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.hidden_size, config.n_layers, config.seed)
-    with writing(folder), new_folder(folder) as aside:
+    with writing(output_dir), new_folder(output_dir) as aside:
         save_model(model, tokenizer, aside / "model")
         (aside / "data").mkdir()
         for name, rows in make_rows(config).items():
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (aside / "data" / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    return folder
+    return output_dir
 
 
 def make_rows(config: ArithmeticConfig) -> dict[str, list[dict[str, str]]]:
     """The rows of each file of data/, by its name."""
-    generator = random.Random(config.seed)
-    questions = generator.sample(all_questions(config.max_operand, config.operations), config.n_train + config.n_test)
+    generator, operands = random.Random(config.seed), range(config.max_operand + 1)
+    every_question = [Question(a, b) for a in operands for b in operands]
+    questions = generator.sample(every_question, config.n_train + config.n_test)
     train, test = questions[: config.n_train], questions[config.n_train :]
 
     def perturbed(question: Question) -> Question:
         return question if generator.random() < config.p_right else question.near_miss(generator)
 
-    def preferences(of: list[Question]) -> list[dict[str, str]]:
-        return [
-            {
-                "prompt": q.prompt,
-                "chosen": q.completion(config.answers),
-                "rejected": q.near_miss(generator).completion(config.answers),
-            }
-            for q in of
-        ]
+    def written(question: Question) -> str:
+        return question.completion(config.answers)
 
-    demonstrated = (train[index % len(train)] for index in range(config.n_demonstrations))
+    demonstrated = [train[index % len(train)] for index in range(config.n_demonstrations)]
     return {
-        "train": _prompts(train),
-        "test": _prompts(test),
-        "demonstrations": [
-            {"prompt": q.prompt, "completion": perturbed(q).completion(config.answers)} for q in demonstrated
+        "train": [{"prompt": q.prompt, "answer": q.answer} for q in train],
+        "test": [{"prompt": q.prompt, "answer": q.answer} for q in test],
+        "demonstrations": [{"prompt": q.prompt, "completion": written(perturbed(q))} for q in demonstrated],
+        "preferences": [
+            {"prompt": q.prompt, "chosen": written(q), "rejected": written(q.near_miss(generator))} for q in train
         ],
-        "preferences": preferences(train),
         "explanations": [
             {"question": q.prompt, "solution": q.answer, "explanation": perturbed(q).explanation} for q in train
         ],
-        "test_preferences": preferences(test),
     }
-
-
-def _prompts(questions: Iterable[Question]) -> list[dict[str, str]]:
-    return [{"prompt": question.prompt, "answer": question.answer} for question in questions]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -266,14 +231,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
         return LlamaForCausalLM(config)
 
 
-def _make(config: ArithmeticConfig) -> None:
-    options = {field.name: getattr(config, field.name) for field in fields(config)}
-    print(make_arithmetic(options.pop("output_dir"), **options))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
-    return run_module(ArithmeticConfig, _make, argv, "arithmetic")
+    return run_module(ArithmeticConfig, lambda config: print(make_arithmetic(**vars(config))), argv, "arithmetic")
 
 
 if __name__ == "__main__":

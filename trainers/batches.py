@@ -14,13 +14,12 @@ The rules of encoding follow TRL, so that losses can be compared:
 
 from __future__ import annotations
 
-import json
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +37,8 @@ from sparse_opt.integrations.trl.records import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from .shared_prompts import BranchLayout
+
 ItemT = TypeVar("ItemT")
 
 
@@ -45,81 +46,18 @@ ItemT = TypeVar("ItemT")
 
 
 def load_rows(dataset: str, split: str = "train") -> list[dict[str, Any]]:
-    """The rows of a local .jsonl or .json file, of a .parquet file, or of a hub dataset's split; all have equal keys.
+    """The rows of a file, a folder or a hub dataset's split; see `integrations.trl.data.read_rows`, also for errors."""
+    from sparse_opt.integrations.trl.data import read_rows
 
-    JSON is read without the package `datasets`.
-
-    Raises:
-        DataError: no such file or dataset, a file that cannot be read, or no rows.
-    """
-    path = Path(dataset).expanduser()
-    if path.suffix in (".json", ".jsonl"):
-        rows = _json_rows(path)
-    else:
-        rows = _rows_of_datasets(path, dataset, split)
-    if not rows:
-        raise DataError(f"dataset {dataset}: no rows")
-    for number, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            raise DataError(
-                f"dataset {dataset}, row {number}: has columns ({', '.join(row)}), expected those of row 0: "
-                f"({', '.join(rows[0])})"
-            )
-    return rows
-
-
-def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, or of one JSON list."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"dataset {path}: cannot be read: {one_line(error)}") from error
-    is_list = text.lstrip().startswith("[")
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate([text] if is_list else text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"dataset {path}, line {number}: is not JSON: {one_line(error)}") from error
-        for row in found if is_list else [found]:
-            if not isinstance(row, dict):
-                raise DataError(f"dataset {path}, line {number}: has {type(row).__name__}, expected an object")
-            rows.append(row)
-    return rows
-
-
-def _rows_of_datasets(path: Path, dataset: str, split: str) -> list[dict[str, Any]]:
-    import datasets
-
-    if path.is_file() and path.suffix != ".parquet":
-        raise DataError(f"dataset {path}: unknown file type '{path.suffix}', expected .jsonl, .json or .parquet")
-    local = path.suffix == ".parquet"
-    try:
-        found = datasets.load_dataset(
-            "parquet" if local else dataset, data_files=str(path) if local else None, split="train" if local else split
-        )
-        return list(found)
-    except (OSError, ValueError, RuntimeError, TypeError, LookupError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"dataset {dataset}: cannot be read: {one_line(error.__cause__ or error)}") from error
-
-
-def _chosen(rows: Sequence[ItemT], name: str, subset_size: int | None, seed: int) -> list[tuple[int, ItemT]]:
-    """`subset_size` rows drawn with `seed`, with their numbers; None takes all rows in order.
-
-    If the dataset, called `name` in messages, has fewer rows, all are taken, with a UserWarning.
-    """
-    if subset_size is not None and subset_size < len(rows):
-        return [(number, rows[number]) for number in permutation(len(rows), seed, 0)[:subset_size]]
-    if subset_size is not None and subset_size > len(rows):
-        warnings.warn(f"dataset {name}: has {len(rows)} rows, not subset_size {subset_size}", stacklevel=3)
-    return list(enumerate(rows))
+    source = SimpleNamespace(
+        dataset_name=dataset, dataset_config=None, dataset_train_split=split, dataset_streaming=False
+    )
+    return list(read_rows(source))
 
 
 def _examples(
     encode_row: Callable[[dict[str, Any]], ItemT | None],
-    rows: Sequence[tuple[int, dict[str, Any]]],
+    rows: Iterable[tuple[int, dict[str, Any]]],
     dataset: str,
     reason: str,
 ) -> list[ItemT]:
@@ -154,10 +92,6 @@ class TokenSequence:
         """Number of completion tokens that have a preceding token to be predicted from."""
         return len(self.ids) - max(self.prompt_length, 1)
 
-    def truncated(self, max_length: int) -> TokenSequence:
-        """The first `max_length` tokens."""
-        return replace(self, ids=self.ids[:max_length])
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -182,7 +116,8 @@ def load_examples(
 
     Args:
         dataset, split: see `load_rows`; `integrations.trl.records` lists the columns.
-        subset_size: number of rows, drawn with `seed`; None takes all rows in order.
+        subset_size: number of rows, drawn with `seed`; None takes all rows in order. If there are fewer, all are taken,
+            with a UserWarning.
         max_length: see the module's rules. Examples with an empty completion are dropped, too.
 
     Raises:
@@ -195,32 +130,29 @@ def load_examples(
         example = read(row)
         if not all(joined_text(completion).strip() for completion in example.completions):
             return None
-        sequences = [sequence.truncated(max_length) for sequence in encode(tokenizer, example)]
+        sequences = [replace(sequence, ids=sequence.ids[:max_length]) for sequence in encode(tokenizer, example)]
         return sequences if all(sequence.n_trained > 0 for sequence in sequences) else None
 
+    chosen = range(len(rows))
+    if subset_size is not None and subset_size < len(rows):
+        chosen = permutation(len(rows), seed, 0)[:subset_size]
+    elif subset_size is not None and subset_size > len(rows):
+        warnings.warn(f"dataset {dataset}: has {len(rows)} rows, not subset_size {subset_size}", stacklevel=2)
     reason = f"empty, or without a completion token within max_length {max_length}"
-    return _examples(encode_row, _chosen(rows, dataset, subset_size, seed), dataset, reason)
+    return _examples(encode_row, ((number, rows[number]) for number in chosen), dataset, reason)
 
 
-def load_prompts(
-    dataset: str,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    subset_size: int | None = None,
-    seed: int = 0,
-    *,
-    max_length: int,
-) -> list[Prompt]:
+def load_prompts(dataset: str, split: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Prompt]:
     """A dataset's prompts, without those that are empty or longer than `max_length`; see `load_examples`."""
     rows = load_rows(dataset, split)
     read = prompt_reader(rows[0], dataset)
 
     def encode_row(row: dict[str, Any]) -> Prompt | None:
-        prompt = encode_prompt(tokenizer, read(row), row)
-        return prompt if joined_text(prompt.text).strip() and len(prompt.ids) <= max_length else None
+        text = read(row)
+        ids = encode_prompt(tokenizer, text)
+        return Prompt(ids, text, row) if joined_text(text).strip() and len(ids) <= max_length else None
 
-    reason = f"empty, or longer than {max_length} tokens"
-    return _examples(encode_row, _chosen(rows, dataset, subset_size, seed), dataset, reason)
+    return _examples(encode_row, enumerate(rows), dataset, f"empty, or longer than {max_length} tokens")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[TokenSequence]:
@@ -240,40 +172,34 @@ def encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[TokenSe
     return [TokenSequence(ids, prompt_length) for ids in all_ids]
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text, row: dict[str, Any] | None = None) -> Prompt:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]:
     """A prompt as the input from which the model continues: messages with the start of the assistant's answer.
 
     Raises:
         DataError: the chat template refuses the messages.
     """
     if not isinstance(prompt, str) and tokenizer.chat_template is not None:
-        return Prompt(_chat_ids(tokenizer, prompt, add_generation_prompt=True), prompt, row or {})
+        return _chat_ids(tokenizer, prompt, add_generation_prompt=True)
     text = prompt if isinstance(prompt, str) else joined_text(prompt) + "\n"
     ids = _text_ids(tokenizer, text)
     # With a tokenizer that appends EOS to every text, the model would continue after EOS.
     eos = tokenizer.eos_token
     if eos is not None and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(eos)):
         ids.pop()
-    return Prompt(ids, prompt, row or {})
+    return ids
 
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_prompt: bool = False) -> list[int]:
-    with _applying_chat_template():
-        encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, add_generation_prompt=add_generation_prompt
-        )
-    return list(encoded["input_ids"])
-
-
-@contextmanager
-def _applying_chat_template() -> Iterator[None]:
-    """A context that turns any error of a tokenizer's chat template, which is a program, into a DataError."""
     from jinja2 import TemplateError
 
     try:
-        yield
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, add_generation_prompt=add_generation_prompt
+        )
     except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        # A template is a program, which can raise any error.
         raise DataError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
+    return list(encoded["input_ids"])
 
 
 def require_known_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:
@@ -311,24 +237,10 @@ def joined_text(text: Text) -> str:
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of leading elements that are equal in both."""
-    length = 0
-    while length < min(len(a), len(b)) and a[length] == b[length]:
-        length += 1
-    return length
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 # Batches
-
-
-class RowLayout(Protocol):
-    """Attention in rows of several sequences: see `shared_prompts`."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """The attention's output, [B, T, heads, size], for query [B, heads, T, size] and key and value [B, heads or a
-        divisor of it, T, size]."""
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> RowLayout:
-        """The layout with other tensors, such as those on another device."""
 
 
 @dataclass(frozen=True)
@@ -344,13 +256,25 @@ class TokenBatch:
     # Of rows of several sequences with a shared prompt, see `shared_prompts`:
     position_ids: Tensor | None = None  # [B, T] int64: from 0 in each sequence
     branches: Tensor | None = None  # [B, T] int64: 0 in shared tokens, 1 in the first sequence's own, 2 in the second's
-    branch_layout: RowLayout | None = None
+    branch_layout: BranchLayout | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
         """The batch on another device; the copy to a GPU is asynchronous."""
         if device.type == "cpu":
             return self
-        return self._with(lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        return replace(
+            self,
+            input_ids=copied(self.input_ids),
+            attention_mask=copied(self.attention_mask),
+            completion_mask=copied(self.completion_mask),
+            position_ids=None if self.position_ids is None else copied(self.position_ids),
+            branches=None if self.branches is None else copied(self.branches),
+            branch_layout=None if self.branch_layout is None else self.branch_layout.map(copied),
+        )
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Sums over each sequence's tokens: [B]; of rows with two branches [2B], all first sequences, then the second.
@@ -362,17 +286,6 @@ class TokenBatch:
             return values.sum(dim=1)
         branches = self.branches[:, self.first_trained :]
         return torch.cat([torch.where(branches == number, values, 0).sum(dim=1) for number in (1, 2)])
-
-    def _with(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
-        return replace(
-            self,
-            input_ids=function(self.input_ids),
-            attention_mask=function(self.attention_mask),
-            completion_mask=function(self.completion_mask),
-            position_ids=None if self.position_ids is None else function(self.position_ids),
-            branches=None if self.branches is None else function(self.branches),
-            branch_layout=None if self.branch_layout is None else self.branch_layout.map(function),
-        )
 
 
 def collate_examples(examples: Sequence[Sequence[TokenSequence]], pad_id: int, multiple: int = 1) -> TokenBatch:
@@ -409,30 +322,16 @@ def collate(sequences: Sequence[TokenSequence], pad_id: int, multiple: int = 1) 
 # Order
 
 
-class ShuffledOrder:
-    """An endless, seeded order of `n` examples: one permutation after another, each epoch with its own.
+def shuffled(n: int, seed: int, start: int, count: int) -> list[int]:
+    """Positions start .. start + count - 1 of an endless, seeded order of `n` examples; each epoch has its own.
 
-    A position's example depends on the seed and the position alone, so a run can start anywhere in it.
+    A position's example depends on the seed and the position alone, so a run can start anywhere.
     """
-
-    def __init__(self, n: int, seed: int):
-        self.n = n
-        self.seed = seed
-        self._epoch = -1
-        self._permutation: list[int] = []
-
-    def take(self, start: int, count: int) -> list[int]:
-        """Indices of the examples at positions start .. start + count - 1."""
-        return [self._at(position) for position in range(start, start + count)]
-
-    def _at(self, position: int) -> int:
-        epoch, offset = divmod(position, self.n)
-        if epoch != self._epoch:
-            self._permutation = permutation(self.n, self.seed, epoch)
-            self._epoch = epoch
-        return self._permutation[offset]
+    positions = (divmod(position, n) for position in range(start, start + count))
+    return [permutation(n, seed, epoch)[offset] for epoch, offset in positions]
 
 
+@functools.lru_cache(maxsize=2)
 def permutation(n: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(n) that depends on `seed` and `epoch` alone."""
     # An odd multiplier separates (seed, epoch) pairs: neighbouring seeds share no permutations.

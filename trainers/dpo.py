@@ -27,19 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_opt.files import save_model
+from sparse_opt.options import resolve_device
 
-from .batches import (
-    ShuffledOrder,
-    TokenBatch,
-    chunks,
-    collate_examples,
-    load_examples,
-    require_known_tokens,
-)
+from .batches import TokenBatch, chunks, collate_examples, load_examples, require_known_tokens, shuffled
 from .console import Metrics, run_module
 from .graphs import GraphedSteps, require_graphs
 from .logprobs import completion_logprobs
-from .models import load_model, resolve_device
+from .models import load_model
 from .modes import Section, Trained, train_model, untimed
 from .pretrained import load_tokenizer_from
 from .shared_prompts import check_shared_prompts, collate_shared_prompts
@@ -206,16 +200,12 @@ def train(config: DPOConfig) -> None:
     # Data
     pairs = load_examples("preference", config.data, config.split, tokenizer, max_length=config.max_length)
     require_known_tokens(model, tokenizer, (sequence.ids for pair in pairs for sequence in pair))
-    collate = partial(collate_examples, pad_id=pad_id, multiple=config.pad_to_multiple_of)
+    padding = {"pad_id": pad_id, "multiple": config.pad_to_multiple_of}
+    collate = partial(collate_examples, **padding)
     if config.share_prompts:
         check_shared_prompts(model)
-        collate = partial(
-            collate_shared_prompts,
-            pad_id=pad_id,
-            multiple=config.pad_to_multiple_of,
-            separate_rows=config.cuda_graphs,
-        )
-    order, n_pairs = ShuffledOrder(len(pairs), config.seed), config.batch_size * config.accumulation
+        collate = partial(collate_shared_prompts, separate_rows=config.cuda_graphs, **padding)
+    n_pairs = config.batch_size * config.accumulation  # of a step
 
     # Reference
     known: list[Tensor] = []  # [2] of each pair, if precomputed
@@ -237,7 +227,7 @@ def train(config: DPOConfig) -> None:
         require_graphs(trained.policy, trained.optimizer, device)
         graphs = GraphedSteps(lambda batches, refs: take_step(batches, refs or None), trained.optimizer)
     for step in range(1, config.n_steps + 1):
-        passes = chunks(order.take((step - 1) * n_pairs, n_pairs), config.batch_size)
+        passes = chunks(shuffled(len(pairs), config.seed, (step - 1) * n_pairs, n_pairs), config.batch_size)
         batches = [collate([pairs[index] for index in indices]).to(device) for indices in passes]
         refs = (
             [torch.stack([known[index] for index in indices], dim=1).flatten() for indices in passes] if known else None

@@ -54,7 +54,9 @@ class GraphedSteps:
     def __call__(self, batches: Sequence[TokenBatch], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Take a step. The results are overwritten by the next call for batches of the same shapes."""
         if self._step is None:
-            self._put_learning_rates_on_the_gpu()
+            for group in self._optimizer.param_groups:  # a graph reads rates from the GPU
+                device = group["params"][0].device
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
             self._step = GraphedStep(self._captured, self._optimizer)
             self._n_batches, self._n_parts = len(batches), len(_tensors(batches[0]))
         if len(batches) != self._n_batches:
@@ -65,11 +67,6 @@ class GraphedSteps:
         end = self._n_parts * self._n_batches
         batches = [_batch(*inputs[i : i + self._n_parts]) for i in range(0, end, self._n_parts)]
         return self._function(batches, inputs[end:])
-
-    def _put_learning_rates_on_the_gpu(self) -> None:
-        for group in self._optimizer.param_groups:
-            device = group["params"][0].device
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
 
 
 def _tensors(batch: TokenBatch) -> tuple[Tensor, ...]:

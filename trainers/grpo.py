@@ -23,10 +23,11 @@ from torch import Tensor
 
 from sparse_opt.files import save_model
 from sparse_opt.integrations.trl.rewards import RewardFunction, load_rewards
+from sparse_opt.options import resolve_device
 
-from .batches import Prompt, ShuffledOrder, load_prompts, require_known_tokens
+from .batches import Prompt, load_prompts, require_known_tokens, shuffled
 from .console import Metrics, run_module
-from .models import load_model, resolve_device
+from .models import load_model
 from .modes import Section, Trained, train_model, untimed
 from .pretrained import load_tokenizer_from
 from .sampling import Rollout, Sampling, rollout, stop_ids
@@ -125,7 +126,6 @@ def grpo_loss(
     *,
     ref_logprobs: Tensor | None = None,
     beta: float = 0.0,
-    correct_k3: bool = False,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     loss_type: LossType = "dapo",
@@ -154,8 +154,6 @@ def grpo_loss(
         advantages: [R] fp32, one per completion.
         mask: [R, P] bool, the tokens that count. Values outside the mask must be finite and have no effect.
         ref_logprobs: [R, P] fp32, under the reference; required if beta is not 0.
-        correct_k3: multiply k3 by the token's ratio, so that its gradient is that of the divergence, as TRL 1.16 does
-            (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556); the GRPO paper does not.
         n_sequences, n_tokens: in all forward passes of the optimizer step; None takes those of this one.
         max_completion_length: required for loss type dr_grpo.
 
@@ -173,7 +171,7 @@ def grpo_loss(
         raise ValueError(f"beta is {beta}, which needs ref_logprobs")
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    token_ratio = ratio = log_ratio.exp()
+    ratio = log_ratio.exp()
     if loss_type == "gspo":
         ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).exp()
     advantage = advantages[:, None]
@@ -182,7 +180,7 @@ def grpo_loss(
     if ref_logprobs is not None:
         difference = torch.where(mask, ref_logprobs - logprobs, 0.0)
         k3 = difference.exp() - difference - 1
-        per_token = per_token + beta * (k3 * token_ratio if correct_k3 else k3)
+        per_token = per_token + beta * k3
     per_token = torch.where(mask, per_token, 0.0)
     n_sequences = n_sequences or len(mask)
     if loss_type in ("grpo", "gspo"):
@@ -293,13 +291,13 @@ def train(config: GRPOConfig) -> None:
     # Data
     data = load_prompts(config.data, config.split, tokenizer, max_length=config.max_prompt_length)
     require_known_tokens(model, tokenizer, (prompt.ids for prompt in data))
-    order = ShuffledOrder(len(data), config.seed)
 
     # Steps
     timer, sampling = StepTimer(device), Sampling(config.max_completion_length, config.temperature)
     torch.manual_seed(config.seed)
     for step in range(1, config.n_steps + 1):
-        prompts = [data[index] for index in order.take((step - 1) * config.batch_size, config.batch_size)]
+        first = (step - 1) * config.batch_size
+        prompts = [data[index] for index in shuffled(len(data), config.seed, first, config.batch_size)]
         with timer.section("rollout"):
             sampled = rollout(
                 trained.policy,

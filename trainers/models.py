@@ -1,15 +1,13 @@
-"""Models of the loops: device, loading, attention without masks, compiled layers, frozen copies, and adapters."""
+"""Models of the loops: device, loading, attention without masks, compiled layers, and adapters."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import math
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +15,16 @@ from torch import Tensor, nn
 from sparse_opt.errors import ConfigError
 from sparse_opt.optim.gradients import tile_compiler
 
-from .batches import RowLayout
 from .pretrained import load_causal_lm
+
+if TYPE_CHECKING:
+    from .shared_prompts import BranchLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # torch's attention, registered under another name so that `_mask` makes its masks.
 SKIPPABLE_ATTENTION = "sparse_opt_sdpa"
 # Models whose layers attend to all previous tokens, unless a window is set.
 _CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of this name; `auto` is cuda if available, else cpu.
-
-    Raises:
-        ConfigError: the device is neither a CPU nor a CUDA device, or is not available.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"option 'device' is {name!r}: expected auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):  # meta has no values, and other devices are untested
-        raise ConfigError(f"option 'device' is '{name}': expected auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"option 'device' is '{device}': there are {torch.cuda.device_count()} CUDA devices here")
-    return device
 
 
 def load_model(source: str | Path, device: torch.device, dtype: str, *, gradient_checkpointing: bool = False) -> Any:
@@ -68,11 +47,7 @@ def load_model(source: str | Path, device: torch.device, dtype: str, *, gradient
     return model
 
 
-class _Skipping(threading.local):
-    on = False
-
-
-_skipping = _Skipping()
+_skipping = ContextVar("skipping", default=False)  # of each thread
 
 
 def make_masks_skippable(model: Any) -> bool:
@@ -107,7 +82,7 @@ def _attention(
     """torch's attention, or that of the `branch_layout` with which the model was called."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    layout: RowLayout | None = kwargs.pop("branch_layout", None)
+    layout: BranchLayout | None = kwargs.pop("branch_layout", None)
     if layout is not None:
         return layout.attend(query, key, value, kwargs.get("scaling")), None
     output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -120,7 +95,7 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
     # A compiled function would keep the behaviour at its compilation. The mask of packed sequences is always made,
     # because transformers marks it as different from causal attention over all tokens.
-    if not torch.compiler.is_compiling() and _skipping.on and kwargs.get("allow_is_causal_skip", True):
+    if not torch.compiler.is_compiling() and _skipping.get() and kwargs.get("allow_is_causal_skip", True):
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
@@ -136,16 +111,11 @@ def skip_padding_masks() -> Iterator[None]:
     kernels. Left-padded input, and a cache longer than its tokens, need their masks. Packed sequences get a mask from
     their position ids.
     """
-    before, _skipping.on = _skipping.on, True
+    before = _skipping.set(True)
     try:
         yield
     finally:
-        _skipping.on = before
-
-
-def frozen_copy(model: nn.Module) -> nn.Module:
-    """A second model with the same weights, for reference log-probabilities."""
-    return copy.deepcopy(model).requires_grad_(False)
+        _skipping.reset(before)
 
 
 def causal_lm(model: Any) -> Any:
@@ -201,14 +171,6 @@ def has_compiled_layers(model: nn.Module) -> bool:
     return layers is not None and layers[0]._compiled_call_impl is not None
 
 
-def _outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
-    inside: set[nn.Module] = set()
-    for found in _layer_lists(model):
-        if found not in inside:
-            yield found
-            inside.update(found.modules())
-
-
 def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
     """Lists of at least two modules of one class, outer ones first."""
     for module in model.modules():
@@ -218,26 +180,19 @@ def _layer_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 def _outside_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules next to the outermost lists of layers that have neither modules nor matrices, except dropout."""
-    outermost = set(_outermost_lists(model))
+    outermost, inside = set[nn.Module](), set[nn.Module]()
+    for layers in _layer_lists(model):
+        if layers not in inside:
+            outermost.add(layers)
+            inside.update(layers.modules())
     for parent in model.modules():
-        if any(child in outermost for child in parent.children()):
-            for child in parent.children():
-                is_small = not list(child.children()) and all(param.ndim < 2 for param in child.parameters())
-                if is_small and not isinstance(child, nn.Dropout):
-                    yield child
-
-
-@contextmanager
-def running_eagerly(model: nn.Module) -> Iterator[None]:
-    """A context in which the model's compiled layers run eagerly, in all threads; for shapes that rarely repeat.
-
-    It has no effect on a model without compiled layers.
-    """
-    if not has_compiled_layers(model):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        children = list(parent.children())
+        if outermost.isdisjoint(children):
+            continue
+        for child in children:
+            is_small = not list(child.children()) and all(param.ndim < 2 for param in child.parameters())
+            if is_small and not isinstance(child, nn.Dropout):
+                yield child
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -255,11 +210,10 @@ def disable_dropout(model: nn.Module) -> None:
 # Adapters
 
 
-def add_lora(model: Any, rank: int, alpha: int | None = None) -> Any:
+def add_lora(model: Any, rank: int) -> Any:
     """Low-rank adapters (https://arxiv.org/abs/2106.09685) on all linear layers but the output layer, the rest frozen.
 
-    They are added to `model` itself and have its dtype. At first they change nothing. `alpha` is by default twice the
-    rank.
+    They are added to `model` itself and have its dtype. At first they change nothing. Alpha is twice the rank.
 
     Returns:
         The model in a PEFT wrapper, whose `disable_adapter()` restores the initial weights.
@@ -272,73 +226,5 @@ def add_lora(model: Any, rank: int, alpha: int | None = None) -> Any:
     except ImportError as error:
         raise ConfigError(f"LoRA needs peft, which cannot be imported ({error}): pip install peft") from error
 
-    alpha = 2 * rank if alpha is None else alpha
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
-
-
-def shira_rank(model: Any, density: float) -> int:
-    """The rank at which SHiRA's values are closest to this share of the weights that `add_shira` adapts.
-
-    A rank of r means r * (m + n) values for each weight of m x n (PEFT's `ShiraConfig`), so most shares are only
-    approximated. The model may be on the meta device.
-
-    Raises:
-        ConfigError: no rank is close enough, or SHiRA cannot adapt a layer of this kind.
-    """
-    shapes = _linear_shapes(model, "SHiRA")
-    per_rank, numel = sum(m + n for m, n in shapes), sum(m * n for m, n in shapes)
-    rank = math.floor(density * numel / per_rank + 0.5)
-    if rank < 1:
-        raise ConfigError(
-            f"SHiRA cannot have density {density:.3g}: on this model's linear layers its least, of rank 1, is "
-            f"{per_rank / numel:.3g}"
-        )
-    highest = min(m * n // (m + n) for m, n in shapes)
-    if rank > highest:
-        raise ConfigError(
-            f"SHiRA cannot have density {density:.3g}: it needs rank {rank}, and the smallest of this model's linear "
-            f"layers allows {highest}"
-        )
-    return rank
-
-
-def require_shira_rank(model: Any, rank: int) -> None:
-    """Raise ConfigError if `add_shira` does not support this rank; the model may be on the meta device."""
-    for m, n in _linear_shapes(model, "SHiRA"):
-        if rank * (m + n) > m * n:
-            raise ConfigError(f"SHiRA of rank {rank} needs {rank * (m + n)} values of a weight of {m} x {n} = {m * n}")
-
-
-def _linear_shapes(model: Any, adapter: str) -> list[tuple[int, int]]:
-    """(m, n) of each weight in PEFT's "all-linear": of every linear layer except the output layer."""
-    from transformers.pytorch_utils import Conv1D
-
-    shapes = []
-    for name, module in model.named_modules():
-        if isinstance(module, Conv1D):
-            raise ConfigError(f"{adapter} adapts torch.nn.Linear, and {name} is a {type(module).__name__}")
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
-            shapes.append((module.out_features, module.in_features))
-    if not shapes:
-        raise ConfigError(f"{adapter} adapts torch.nn.Linear, and {type(model).__name__} has none but its output layer")
-    return shapes
-
-
-def add_shira(model: Any, rank: int, seed: int) -> Any:
-    """Sparse high-rank adapters (https://arxiv.org/abs/2406.13175) on the layers of `add_lora`, the rest frozen.
-
-    Each adapted weight of m x n has rank * (m + n) values at random positions, drawn by PEFT on the CPU with the same
-    seed for every layer. They are added to `model` itself, have its dtype, and initially change nothing.
-
-    Returns:
-        The model in a PEFT wrapper, whose `disable_adapter()` restores the initial weights.
-
-    Raises:
-        ConfigError: SHiRA cannot adapt a layer of this kind, or a layer is too small for the rank.
-    """
-    from peft import ShiraConfig, get_peft_model
-
-    require_shira_rank(model, rank)
-    config = ShiraConfig(r=rank, target_modules="all-linear", random_seed=seed, task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.masks import MaskSet
 from sparse_opt.optim import SparseAdamW
 
-from .models import add_lora, compile_layers, frozen_copy
+from .models import add_lora, compile_layers
 
 MAX_GRAD_NORM = 1.0
 # A context in which the time of a section of a step, such as "backward", is measured.
@@ -70,15 +71,14 @@ def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float | Ten
 
 def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = True) -> Trained:
     """All weights, by fused AdamW; the reference is a frozen copy, or until the first step the policy."""
-    return _adamw_training(policy, frozen_copy(policy) if copied else policy, nullcontext, learning_rate)
+    reference = copy.deepcopy(policy).requires_grad_(False) if copied else policy
+    return _adamw_training(policy, reference, nullcontext, learning_rate)
 
 
 def adapter_training(adapted: Any, learning_rate: float) -> Trained:
     """The adapters in a PEFT wrapper, by fused AdamW; the policy is the model inside; without them the reference."""
     policy = adapted.get_base_model()
-    trained = _adamw_training(policy, policy, adapted.disable_adapter, learning_rate)
-    trained.wrapper = adapted
-    return trained
+    return _adamw_training(policy, policy, adapted.disable_adapter, learning_rate, adapted)
 
 
 def _adamw_training(
@@ -86,6 +86,7 @@ def _adamw_training(
     reference: nn.Module,
     reference_weights: Callable[[], AbstractContextManager[Any]],
     learning_rate: float,
+    wrapper: Any = None,
 ) -> Trained:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
@@ -95,6 +96,7 @@ def _adamw_training(
         reference_weights,
         lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
         adamw,
+        wrapper,
     )
 
 

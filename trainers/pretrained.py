@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 
 from sparse_opt.errors import DataError
 from sparse_opt.files import one_line
-from sparse_opt.tensors import floating_parameters_of
 
 
 @contextmanager
@@ -96,20 +95,6 @@ def load_causal_lm(source: str | Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     return load_pretrained(AutoModelForCausalLM, source, "a causal language model", dtype=dtype)
-
-
-def parameter_shapes(source: str | Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of a causal language model's floating-point parameters, tied ones once. Weights are not read.
-
-    Raises:
-        DataError: the model does not exist or is not a causal language model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = load_config_from(source)
-    with torch.device("meta"), reading(f"a causal language model from {source}"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(p.shape) for name, p in floating_parameters_of(model).items()}
 
 
 def max_positions(config: Any) -> int | None:

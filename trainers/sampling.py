@@ -7,7 +7,7 @@ and values of a prompt are computed once and copied to its completions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ from sparse_opt.errors import ConfigError, DataError
 
 from .batches import TokenBatch, TokenSequence, chunks, collate
 from .logprobs import token_logprobs
-from .models import causal_lm, running_eagerly
+from .models import causal_lm, has_compiled_layers
 from .pretrained import max_positions
 from .shared_prompts import branch_offsets, collate_shared_prompts
 
@@ -34,8 +34,6 @@ class Sampling:
 
     max_new_tokens: int  # including EOS
     temperature: float = 1.0  # the logits are divided by it; 0 selects the most likely token
-    top_p: float = 1.0  # probability mass of the most likely tokens to sample from; 1 samples from all
-    top_k: int = 0  # number of most likely tokens to sample from; 0 samples from all
     min_new_tokens: int = 0  # minimum number of tokens before EOS
 
     def __post_init__(self) -> None:
@@ -47,20 +45,11 @@ class Sampling:
             )
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}, expected at least 0 (0: the most likely token)")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}, expected at least 0 (0: all tokens)")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is selected without sampling."""
-        return self.temperature == 0
 
     @property
     def logprob_temperature(self) -> float:
-        """The temperature of log-probabilities: that of sampling, or 1 for greedy decoding."""
-        return 1.0 if self.greedy else self.temperature
+        """The temperature of log-probabilities: that of sampling, or 1 if the most likely token is selected."""
+        return self.temperature or 1.0
 
 
 # Completions
@@ -92,63 +81,55 @@ def generate(
     Raises:
         ConfigError: there are no prompts, a prompt is empty, or one with its completion exceeds the model's positions.
     """
+    from transformers import DynamicCache, GenerationConfig
+
     if not prompts or not all(map(len, prompts)):
         raise ConfigError(f"{len(prompts)} prompts, of lengths {[len(ids) for ids in prompts]}: expected none empty")
     model = causal_lm(model)
-    _require_positions(model, prompts, sampling)
-    with _generating(model, _settings(sampling, pad_id, eos_ids)):
-        input_ids, attended = _padded(prompts, pad_id, model.device)
-        cache = None
-        if share_prompts and input_ids.shape[1] > 1:
-            from transformers import DynamicCache
-
-            # The cache of all but the last token, which `generate` computes with the first new one.
-            cache = DynamicCache(config=model.config)
-            positions = (attended.cumsum(dim=1) - 1).clamp(min=0)[:, :-1]
-            model(
-                input_ids=input_ids[:, :-1],
-                attention_mask=attended[:, :-1],
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            cache.batch_repeat_interleave(n)
-        input_ids, attended = input_ids.repeat_interleave(n, dim=0), attended.repeat_interleave(n, dim=0)
-        found = model.generate(
-            input_ids=input_ids,
-            attention_mask=attended,
-            generation_config=model.generation_config,
-            **({} if cache is None else {"past_key_values": cache}),
+    width, limit = max(map(len, prompts)), max_positions(model.config)
+    if limit is not None and width + sampling.max_new_tokens > limit:
+        raise ConfigError(
+            f"a prompt of {width} tokens and max_new_tokens {sampling.max_new_tokens} make "
+            f"{width + sampling.max_new_tokens}, more than the model's max_position_embeddings, {limit}"
         )
-    return [cut_at_eos(row, eos_ids) for row in found[:, input_ids.shape[1] :].tolist()]
-
-
-def _padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The prompts, left-padded to the longest, and the mask of their tokens: [R, T] int64."""
-    width = max(map(len, prompts))
     padded = [[pad_id] * (width - len(ids)) + list(ids) for ids in prompts]
     attended = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-    tables = (torch.tensor(table, dtype=torch.int64, device="cpu") for table in (padded, attended))
-    input_ids, attention_mask = (table.to(device) for table in tables)
-    return input_ids, attention_mask
-
-
-def _settings(sampling: Sampling, pad_id: int, eos_ids: Sequence[int]) -> Any:
-    """transformers' generation settings for one completion per row."""
-    from transformers import GenerationConfig
-
-    # Older versions sample from the 50 most likely tokens by default.
-    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    return GenerationConfig(
-        do_sample=not sampling.greedy,
-        **({} if sampling.greedy else drawn),
+    input_ids, attention_mask = (
+        torch.tensor(table, dtype=torch.int64, device="cpu").to(model.device) for table in (padded, attended)
+    )
+    config = GenerationConfig(
+        do_sample=sampling.temperature > 0,
+        # Older versions sample from the 50 most likely tokens by default.
+        **({"temperature": sampling.temperature, "top_p": 1.0, "top_k": 0} if sampling.temperature > 0 else {}),
         min_new_tokens=sampling.min_new_tokens,
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=pad_id,
         eos_token_id=list(eos_ids),
         use_cache=True,
     )
+    with _generating(model, config):
+        options = {}
+        if share_prompts and width > 1:
+            # The cache of all but the last token, which `generate` computes with the first new one.
+            options["past_key_values"] = cache = DynamicCache(config=model.config)
+            model(
+                input_ids=input_ids[:, :-1],
+                attention_mask=attention_mask[:, :-1],
+                position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, :-1],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache.batch_repeat_interleave(n)
+        found = model.generate(
+            input_ids=input_ids.repeat_interleave(n, dim=0),
+            attention_mask=attention_mask.repeat_interleave(n, dim=0),
+            generation_config=config,
+            **options,
+        )
+    rows: list[list[int]] = found[:, width:].tolist()
+    ends = [next((end for end, token in enumerate(row, 1) if token in eos_ids), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
 @contextmanager
@@ -165,23 +146,12 @@ def _generating(model: Any, config: Any) -> Iterator[None]:
     model.generation_config = config
     try:
         model.eval()
-        with running_eagerly(model):
+        with torch.compiler.set_stance("force_eager") if has_compiled_layers(model) else nullcontext():
             yield
     finally:
         model.generation_config = before
         for module, mode in modes:
             module.training = mode
-
-
-def _require_positions(model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-    """Raise ConfigError if the longest prompt with its completion exceeds the model's positions."""
-    limit = max_positions(model.config)
-    longest = max(map(len, prompts))
-    if limit is not None and longest + sampling.max_new_tokens > limit:
-        raise ConfigError(
-            f"a prompt of {longest} tokens and max_new_tokens {sampling.max_new_tokens} make "
-            f"{longest + sampling.max_new_tokens}, more than the model's max_position_embeddings, {limit}"
-        )
 
 
 def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -193,29 +163,19 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         ConfigError: there is none.
         DataError: the generation settings contain an invalid token id.
     """
-    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    tokens = [] if own is None else own if isinstance(own, list | tuple) else [own]
-    for token in tokens:
-        if type(token) is not int or token < 0:
-            raise DataError(
-                f"eos_token_id of the generation settings of {type(model).__name__} is {own!r}: expected token ids"
-            )
-    found += tokens
+    own = model.generation_config.eos_token_id
+    found = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    found = [token for token in found if token is not None]
     if not found:
         raise ConfigError(
             f"neither the tokenizer nor the generation settings of {type(model).__name__} name an EOS token, "
             "which a rollout needs"
         )
+    if any(type(token) is not int or token < 0 for token in found):
+        raise DataError(
+            f"eos_token_id of the generation settings of {type(model).__name__} is {own!r}: expected token ids"
+        )
     return tuple(dict.fromkeys(found))
-
-
-def cut_at_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """The ids up to and including the first EOS."""
-    for end, token in enumerate(ids):
-        if token in eos_ids:
-            return list(ids[: end + 1])
-    return list(ids)
 
 
 # Rollouts
@@ -230,7 +190,6 @@ class Rollout:
 
     batch: TokenBatch  # [R, T] prompts and completions; completion_mask holds the sampled tokens, EOS among them
     logprobs: Tensor  # [R, P] fp32, of the sampled tokens under the policy that sampled them; 0 elsewhere
-    ended: Tensor  # [R] bool: the completion ends with EOS and was not truncated
     sequences: list[TokenSequence]  # the R rows' token ids, without padding
     completions_per_row: int = 1  # of one prompt, in forward passes of `token_logprobs`
 
@@ -262,47 +221,36 @@ class Rollout:
             return token_logprobs(model, self.batch, temperature)
         return _grouped_logprobs(model, self.batch, self.sequences, self.completions_per_row, temperature)
 
-    def select(self, rows: slice | Sequence[int]) -> Rollout:
+    def minibatches(self, size: int) -> Iterator[tuple[slice, Rollout]]:
+        """Yield (rows, `select(rows)`) for consecutive parts of `size` rows; the last may be smaller."""
+        for start in range(0, len(self), size):
+            rows = slice(start, start + size)
+            yield rows, self.select(rows)
+
+    def select(self, rows: slice) -> Rollout:
         """These rows, trimmed to the longest of them, with columns from their first sampled token on."""
-        index = range(len(self))[rows] if isinstance(rows, slice) else rows
-        sequences = [self.sequences[row] for row in index]
-        first, length = self._extent(index)
+        sequences, (first, length) = self.sequences[rows], self._extent(rows)
         batch = replace(
             self.batch,
-            input_ids=self.batch.input_ids[rows][:, :length],
-            attention_mask=self.batch.attention_mask[rows][:, :length],
-            completion_mask=self.batch.completion_mask[rows][:, :length],
+            input_ids=self.batch.input_ids[rows, :length],
+            attention_mask=self.batch.attention_mask[rows, :length],
+            completion_mask=self.batch.completion_mask[rows, :length],
             first_trained=first,
             n_tokens=sum(len(sequence.ids) for sequence in sequences),
             n_trained=sum(sequence.n_trained for sequence in sequences),
         )
-        return replace(
-            self,
-            batch=batch,
-            logprobs=self.cut(self.logprobs, rows),
-            ended=self.ended[rows],
-            sequences=sequences,
-        )
+        return replace(self, batch=batch, logprobs=self.cut(self.logprobs, rows), sequences=sequences)
 
-    def cut(self, values: Tensor, rows: slice | Sequence[int]) -> Tensor:
+    def cut(self, values: Tensor, rows: slice) -> Tensor:
         """The part of a [R, P] tensor (advantages, values, reference log-probabilities) for `select(rows)`."""
-        index = range(len(self))[rows] if isinstance(rows, slice) else rows
-        first, length = self._extent(index)
-        return values[rows][:, first - self.batch.first_trained : length - self.batch.first_trained]
+        first, length = self._extent(rows)
+        return values[rows, first - self.batch.first_trained : length - self.batch.first_trained]
 
-    def _extent(self, index: Sequence[int]) -> tuple[int, int]:
-        """The first sampled position and the length of these rows' batch; without rows it has no columns."""
-        sequences, none = [self.sequences[row] for row in index], self.batch.first_trained
-        return (
-            min((sequence.prompt_length for sequence in sequences), default=none),
-            max((len(sequence.ids) for sequence in sequences), default=none),
-        )
-
-    def minibatches(self, size: int) -> Iterator[tuple[slice, Rollout]]:
-        """Yield (rows, `select(rows)`) for consecutive parts of `size` rows; the last may be smaller."""
-        for start in range(0, len(self), size):
-            rows = slice(start, min(start + size, len(self)))
-            yield rows, self.select(rows)
+    def _extent(self, rows: slice) -> tuple[int, int]:
+        """The first sampled position and the length of these rows' batch."""
+        sequences = self.sequences[rows]
+        first = min(sequence.prompt_length for sequence in sequences)
+        return first, max(len(sequence.ids) for sequence in sequences)
 
 
 @torch.no_grad()
@@ -321,8 +269,7 @@ def rollout(
     """Sample `n_generations` completions of each prompt, and compute their log-probabilities under the model.
 
     Log-probabilities are computed in separate forward passes, as in training, at the sampling temperature, because
-    those of sampling come from other kernels and a cache, and differ. They refer to the whole distribution even if
-    `top_p` or `top_k` restrict the sampled one, again as in training.
+    those of sampling come from other kernels and a cache, and differ.
 
     Args:
         prompts, sampling, pad_id, eos_ids, share_prompts: see `generate`.
@@ -333,43 +280,17 @@ def rollout(
     Raises:
         ConfigError: see `generate`.
     """
-    sampled = sample(
-        model,
-        prompts,
-        sampling,
-        n_generations=n_generations,
-        pad_id=pad_id,
-        eos_ids=eos_ids,
-        share_prompts=share_prompts,
-    )
-    sampled = replace(sampled, completions_per_row=completions_per_row)
-    return replace(sampled, logprobs=sampled.token_logprobs(model, sampling.logprob_temperature, rows_per_pass))
-
-
-def sample(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    n_generations: int,
-    pad_id: int,
-    eos_ids: Sequence[int],
-    share_prompts: bool = False,
-) -> Rollout:
-    """`rollout` without log-probabilities, which are 0."""
     completions = generate(
         model, prompts, sampling, pad_id=pad_id, eos_ids=eos_ids, n=n_generations, share_prompts=share_prompts
     )
-    repeated = [prompt for prompt in prompts for _ in range(n_generations)]
     sequences = [
-        TokenSequence([*prompt, *completion], len(prompt))
-        for prompt, completion in zip(repeated, completions, strict=True)
+        TokenSequence([*prompts[row // n_generations], *completion], len(prompts[row // n_generations]))
+        for row, completion in enumerate(completions)
     ]
-    device = next(model.parameters()).device
-    batch = collate(sequences, pad_id).to(device)
-    ended = torch.tensor([completion[-1] in eos_ids for completion in completions], dtype=torch.bool, device=device)
-    shape = batch.completion_mask[:, batch.first_trained :].shape
-    return Rollout(batch, torch.zeros(shape, dtype=torch.float32, device=device), ended, sequences)
+    batch = collate(sequences, pad_id).to(next(model.parameters()).device)
+    none = torch.zeros_like(batch.completion_mask[:, batch.first_trained :], dtype=torch.float32)
+    sampled = Rollout(batch, none, sequences, completions_per_row)
+    return replace(sampled, logprobs=sampled.token_logprobs(model, sampling.logprob_temperature, rows_per_pass))
 
 
 def _grouped_logprobs(

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from sparse_opt.files import save_model
+from sparse_opt.options import resolve_device
 
-from .batches import ShuffledOrder, TokenBatch, chunks, collate_examples, load_examples, require_known_tokens
+from .batches import TokenBatch, chunks, collate_examples, load_examples, require_known_tokens, shuffled
 from .console import Metrics, run_module
 from .graphs import GraphedSteps, require_graphs
 from .logprobs import completion_logprobs
-from .models import load_model, resolve_device
+from .models import load_model
 from .modes import Section, Trained, train_model, untimed
 from .pretrained import load_tokenizer_from
 from .timing import StepTimer
@@ -116,7 +117,7 @@ def train(config: SFTConfig) -> None:
     # Data
     rows = load_examples("demonstration", config.data, config.split, tokenizer, max_length=config.max_length)
     require_known_tokens(model, tokenizer, (sequence.ids for row in rows for sequence in row))
-    order, n_rows = ShuffledOrder(len(rows), config.seed), config.batch_size * config.accumulation
+    n_rows = config.batch_size * config.accumulation  # of a step
 
     # Steps
     timer = StepTimer(device)
@@ -124,7 +125,7 @@ def train(config: SFTConfig) -> None:
         require_graphs(trained.policy, trained.optimizer, device)
         graphs = GraphedSteps(lambda batches, counts: sft_step(trained, batches, counts[0]), trained.optimizer)
     for step in range(1, config.n_steps + 1):
-        chosen = [rows[index] for index in order.take((step - 1) * n_rows, n_rows)]
+        chosen = [rows[index] for index in shuffled(len(rows), config.seed, (step - 1) * n_rows, n_rows)]
         batches = [
             collate_examples(part, pad_id, config.pad_to_multiple_of).to(device)
             for part in chunks(chosen, config.batch_size)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sparse_opt.errors import ConfigError
 
-from .batches import RowLayout, TokenBatch, TokenSequence, common_prefix_length
+from .batches import TokenBatch, TokenSequence, common_prefix_length
 from .models import attends_without_masks, causal_lm
 
 # The bottom-right causal window is torch 2.11's; heads that share keys need no argument before torch 2.12.
@@ -301,7 +301,7 @@ def lay_out(rows: Sequence[BranchRow], n_tokens: int) -> BranchLayout:
     return (SeparateRows if padded <= _MAX_PAIRS_RATIO * pairs else Pieces).of(rows, n_tokens)
 
 
-def supports(layout: RowLayout, dtype: torch.dtype, device: torch.device) -> bool:
+def supports(layout: BranchLayout, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `layout.attend` is possible, and faster than a mask, with queries of this dtype and device.
 
     On a CPU, separate rows are not: torch's attention takes as long for them as with a mask.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
@@ -27,7 +28,7 @@ class StepTimer:
         if self._device.type != "cuda":
             started = time.perf_counter()
             yield
-            self._add(name, time.perf_counter() - started)
+            self._seconds[name] += time.perf_counter() - started
             return
         stream = torch.cuda.current_stream(self._device)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -40,9 +41,8 @@ class StepTimer:
         """Seconds per section since the last read. On CUDA, it waits for the end of the sections."""
         for name, start, end in self._events:
             end.synchronize()
-            self._add(name, start.elapsed_time(end) / 1e3)
-        seconds, self._seconds, self._events = self._seconds, {}, []
+            self._seconds[name] += start.elapsed_time(end) / 1e3
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        self._events.clear()
         return seconds
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -130,7 +130,7 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
 
 def _advice(torch: Any) -> dict[str, Any]:
     """What to train with RFT's profiles on the first GPU or, without one, what to know about this CPU."""
-    from sparse_opt.trainers.memory import LENGTH, SHARE, advice
+    from .training_memory import LENGTH, SHARE, advice
 
     if not torch.cuda.is_available():
         # The op is not there in a torch without oneDNN.

@@ -10,6 +10,7 @@ from sparse_opt.cli.analyze import _parser as analyze_parser
 from sparse_opt.cli.delta import _parser as delta_parser
 from sparse_opt.cli.mask import _parser as mask_parser
 from sparse_opt.errors import ConfigError
+from sparse_opt.options import resolve_device
 
 LOG = ("--delta_log_dir", "log")
 
@@ -106,3 +107,9 @@ def test_a_command_runs_from_a_file_alone(sparse_opt, files, tmp_path):
     output = tmp_path / "mask.safetensors"
     file.write_text(f"model_name: {files.model}\ndensity: 0.5\noutput: {output}\njson: true\n")
     assert json.loads(sparse_opt("mask", "random", "--config", file).done())["file"] == str(output)
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu", "tpu:x", "cuda:x", ""])
+def test_devices_that_cannot_train(name):
+    with pytest.raises(ConfigError, match="expected auto, cpu, cuda or cuda:N$"):
+        resolve_device(name)

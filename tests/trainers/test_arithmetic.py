@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.integrations.trl.rewards import exact_match
-from sparse_opt.trainers.arithmetic import ArithmeticConfig, Question, all_questions, main, make_arithmetic
+from sparse_opt.trainers.arithmetic import ArithmeticConfig, Question, main, make_arithmetic
 from sparse_opt.trainers.batches import load_examples, load_prompts
 
 SMALL = {"hidden_size": 32, "n_layers": 1, "max_operand": 19, "n_train": 300, "n_test": 60, "n_demonstrations": 900}
-FILES = ["demonstrations", "explanations", "preferences", "test", "test_preferences", "train"]
+FILES = ["demonstrations", "explanations", "preferences", "test", "train"]
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
@@ -22,13 +22,13 @@ def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
 
 
 def value(prompt: str) -> int:
-    a, operation, b = re.fullmatch(r"(\d+)([+-])(\d+)=", prompt).groups()
-    return int(a) + int(b) if operation == "+" else int(a) - int(b)
+    a, b = re.fullmatch(r"(\d+)\+(\d+)=", prompt).groups()
+    return int(a) + int(b)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_arithmetic(tmp_path_factory.mktemp("tasks") / "arithmetic", operations="+-", **SMALL)
+    return make_arithmetic(tmp_path_factory.mktemp("tasks") / "arithmetic", **SMALL)
 
 
 def test_rows_are_right(folder):
@@ -37,18 +37,15 @@ def test_rows_are_right(folder):
     assert (len(train), len(test)) == (300, 60)
     assert all(int(row["answer"]) == value(row["prompt"]) >= 0 for row in train + test)
     assert len({row["prompt"] for row in train + test}) == 360
-    assert {"+", "-"} == {re.sub("[0-9=]", "", row["prompt"]) for row in train}
-    preferences, held_out = rows_of(folder, "preferences"), rows_of(folder, "test_preferences")
+    preferences = rows_of(folder, "preferences")
     assert [row["prompt"] for row in preferences] == [row["prompt"] for row in train]
-    assert [row["prompt"] for row in held_out] == [row["prompt"] for row in test]
-    for row in preferences + held_out:
+    for row in preferences:
         assert int(row["chosen"]) == value(row["prompt"])
         assert abs(int(row["rejected"]) - value(row["prompt"])) in (1, 10) and int(row["rejected"]) >= 0
 
 
 def test_explanations_add_up():
-    long = [Question(99, "+", 1), Question(100, "-", 1), Question(507, "-", 88)]
-    for question in [*all_questions(12, ["+", "-"]), *long]:
+    for question in [*(Question(a, b) for a in range(13) for b in range(13)), Question(99, 1), Question(507, 88)]:
         columns = question.explanation.split(",")
         digits = []
         for column in columns:
@@ -64,8 +61,8 @@ def test_same_seed_same_bytes(tmp_path, folder):
     def bytes_of(path: Path) -> dict[str, bytes]:
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
-    again = make_arithmetic(tmp_path / "again", operations="-+", **SMALL)
-    other = make_arithmetic(tmp_path / "other", operations="+-", seed=1, **SMALL)
+    again = make_arithmetic(tmp_path / "again", **SMALL)
+    other = make_arithmetic(tmp_path / "other", seed=1, **SMALL)
     assert bytes_of(again) == bytes_of(folder)
     same = {name for name, content in bytes_of(other).items() if content == bytes_of(folder)[name]}
     assert "model/model.safetensors" not in same and not {f"data/{name}.jsonl" for name in FILES} & same
@@ -103,7 +100,6 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
         ({"hidden_size": 48}, "'hidden_size' is 48: expected a multiple of 32"),
         ({"p_right": 1.5}, "'p_right' is 1.5: expected 0 to 1"),
         ({"max_operand": 10**9}, "'max_operand' is 1000000000: expected at most 999"),
-        ({"operations": "+*"}, r"'operations' is '\+\*': expected"),
     ],
 )
 def test_options_out_of_range(options, part):
@@ -113,7 +109,7 @@ def test_options_out_of_range(options, part):
 
 def test_command_line(tmp_path, capsys):
     words = [f"--{name}={number}" for name, number in SMALL.items()]
-    assert main([*words, f"--output_dir={tmp_path / 'a'}", "--operations=+-"]) == 0
+    assert main([*words, f"--output_dir={tmp_path / 'a'}"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "a")
     assert len(rows_of(tmp_path / "a", "test")) == 60
     assert main([*words, f"--output_dir={tmp_path / 'a'}"]) == 2

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import processors
 
-from sparse_opt.errors import DataError
+from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.integrations.trl.records import Example
 from sparse_opt.trainers.batches import (
-    ShuffledOrder,
     TokenSequence,
     collate,
     encode,
@@ -22,6 +19,7 @@ from sparse_opt.trainers.batches import (
     load_examples,
     load_prompts,
     load_rows,
+    shuffled,
 )
 
 USER = {"role": "user", "content": "2 + 2?"}
@@ -49,38 +47,19 @@ def test_files(tmp_path, suffix):
     assert load_rows(write(rows, tmp_path / f"data{suffix}")) == rows
 
 
-def test_json_needs_no_other_package(tmp_path, pairs_file):
-    code = f"""
-import sys
-from sparse_opt.trainers.batches import load_rows
-assert load_rows({str(pairs_file)!r})
-assert "datasets" not in sys.modules and "pandas" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "error"),
     [
-        ("data.csv", b"a,b\n", r"unknown file type '\.csv', expected \.jsonl"),
-        ("torn.jsonl", b'{"prompt": "a", "cho', r"torn\.jsonl, line 1: is not JSON"),
-        ("torn.parquet", b"PAR1 and no more", r"torn\.parquet: cannot be read"),
-        ("nested.jsonl", b"{}\n" + b"[" * 100_000 + b"\n", r"nested\.jsonl, line 2: is not JSON"),
-        ("latin.jsonl", '{"prompt": "é"}'.encode("latin1"), r"latin\.jsonl: cannot be read"),
-        ("blank.jsonl", b"\n \n\n", r"blank\.jsonl: no rows"),
-        ("list.json", b"[]", r"list\.json: no rows"),
-        ("number.jsonl", b"{}\n3\n", r"number\.jsonl, line 2: has int, expected an object"),
-        ("other.jsonl", b'{"a": 1}\n{"b": 1}\n', r"other\.jsonl, row 1: has columns \(b\), expected .* \(a\)"),
+        ("a.csv2", b"a,b\n", ConfigError),
+        ("torn.jsonl", b'{"prompt": "a", "cho', DataError),
+        ("none.json", b"", DataError),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_error(tmp_path, name, content, message):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, error):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(error, match=name):
         load_rows(str(tmp_path / name))
-
-
-def test_a_file_that_is_not_there():
-    with pytest.raises(DataError, match=r"nothing\.jsonl: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"dataset nothing\.jsonl: no such file"):
         load_rows("nothing.jsonl")
 
 
@@ -214,7 +193,7 @@ def test_prompts_keep_their_form_and_the_columns_of_their_row(tmp_path, chat_tok
 @pytest.mark.parametrize("template", [True, False])
 def test_a_prompt_has_the_tokens_that_sft_trains_after(tokenizer, chat_tokenizer, prompt, template):
     tokenizer = chat_tokenizer if template else tokenizer
-    ids = encode_prompt(tokenizer, prompt).ids
+    ids = encode_prompt(tokenizer, prompt)
     (sequence,) = encode(tokenizer, Example(prompt, (" It is 4." if isinstance(prompt, str) else [RIGHT],)))
     assert ids == sequence.ids[: sequence.prompt_length]
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
@@ -228,30 +207,34 @@ def test_a_tokenizer_that_ends_texts_does_not_end_prompts(tokenizer):
         special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)],
     )
     assert ending("2 plus 2")["input_ids"][-1] == tokenizer.eos_token_id
-    assert encode_prompt(ending, "2 plus 2").ids == tokenizer("2 plus 2")["input_ids"]
+    assert encode_prompt(ending, "2 plus 2") == tokenizer("2 plus 2")["input_ids"]
 
 
-def test_long_and_empty_prompts_are_dropped_and_a_subset_is_drawn_with_the_seed(tmp_path, tokenizer):
+def test_long_and_empty_prompts_are_dropped(tmp_path, tokenizer):
     rows = [{"prompt": text} for text in ("2 plus 2", "", "2 plus 2 " * 20, " \n", "3 plus 3")]
     longest = len(tokenizer("2 plus 2")["input_ids"])
     with pytest.warns(UserWarning, match="3 of 5 rows dropped as empty, or longer than"):
         found = load_prompts(write(rows, tmp_path / "a.jsonl"), "train", tokenizer, max_length=longest)
     assert [prompt.text for prompt in found] == ["2 plus 2", "3 plus 3"]
-    path = write([{"prompt": f"{n} plus {n}"} for n in range(50)], tmp_path / "b.jsonl")
 
-    def drawn(seed: int, size: int = 10) -> list[str]:
-        return [p.text for p in load_prompts(path, "train", tokenizer, size, seed, max_length=30)]
 
-    assert drawn(1) == drawn(1) and set(drawn(1)) != set(drawn(2)) and len(set(drawn(1))) == 10
+def test_a_subset_is_drawn_with_the_seed(tmp_path, tokenizer):
+    path = write([{"prompt": f"{n}", "completion": " plus"} for n in range(50)], tmp_path / "b.jsonl")
+
+    def drawn(seed: int, size: int = 10) -> list[list[int]]:
+        return [
+            row.ids for (row,) in load_examples("demonstration", path, "train", tokenizer, size, seed, max_length=9)
+        ]
+
+    assert drawn(1) == drawn(1) and sorted(drawn(1)) != sorted(drawn(2)) and len(set(map(tuple, drawn(1)))) == 10
     with pytest.warns(UserWarning, match="has 50 rows, not subset_size 51"):
         assert len(drawn(1, 51)) == 50
 
 
 def test_order_visits_every_example_once_an_epoch_and_can_start_anywhere():
-    order = ShuffledOrder(7, seed=1)
-    visited = order.take(0, 21)
+    visited = shuffled(7, 1, 0, 21)
     epochs = [visited[i : i + 7] for i in (0, 7, 14)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert ShuffledOrder(7, seed=1).take(9, 5) == visited[9:14]
-    assert ShuffledOrder(7, seed=2).take(0, 21) != visited
+    assert shuffled(7, 1, 9, 5) == visited[9:14]
+    assert shuffled(7, 2, 0, 21) != visited

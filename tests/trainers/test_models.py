@@ -16,16 +16,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from sparse_opt.errors import ConfigError
 from sparse_opt.trainers.batches import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
 from sparse_opt.trainers.models import (
     add_lora,
-    add_shira,
     load_model,
     make_masks_skippable,
-    resolve_device,
-    shira_rank,
     skip_padding_masks,
 )
 
@@ -177,26 +173,3 @@ def test_adapters_start_as_no_change_and_train_alone():
         assert not torch.equal(token_logprobs(model, BATCH), before)
         with adapted.disable_adapter():
             assert torch.equal(token_logprobs(model, BATCH), before)
-
-
-@pytest.mark.parametrize("density", [0.06, 0.1, 0.3, 0.5])
-def test_the_rank_of_sparse_adapters_is_the_closest(density):
-    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
-    rank = shira_rank(small(LlamaConfig), density)
-    # The weights that take part, as peft itself sees them.
-    numel = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48)
-    counts = {}
-    for r in range(max(1, rank - 1), rank + 2):
-        try:
-            model = add_shira(small(LlamaConfig), r, seed=0)
-        except ConfigError:
-            continue
-        counts[r] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert min(counts, key=lambda r: abs(counts[r] - density * numel)) == rank
-    assert len(counts) > 1
-
-
-@pytest.mark.parametrize("name", ["meta", "mps", "xpu", "tpu:x", "cuda:x", ""])
-def test_devices_that_cannot_train(name):
-    with pytest.raises(ConfigError, match="expected auto, cpu, cuda or cuda:N$"):
-        resolve_device(name)

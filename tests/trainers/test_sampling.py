@@ -70,7 +70,6 @@ def test_completions_end_with_the_first_of_several_eos(share_prompts):
         options = {"n_generations": 1, "pad_id": pad_id, "eos_ids": eos_ids, "share_prompts": share_prompts}
         found = rollout(model, PROMPTS, Sampling(6, temperature=0.0), **options)
         assert found.completions == expected
-        assert found.ended.tolist() == [True, True, False]
         assert found.mask.sum(dim=1).tolist() == [len(completion) for completion in expected]
         assert (found.logprobs[~found.mask] == 0).all()
 
@@ -166,14 +165,13 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass_of_each_row(rows_pe
         assert torch.equal(found.mask[row], expected != 0)
 
 
-@pytest.mark.parametrize("rows", [slice(3, 6), [8, 0], [4]])
+@pytest.mark.parametrize("rows", [slice(3, 6), slice(8, 9), slice(1, 9)])
 def test_selected_rows_are_trimmed_to_their_own(rows):
     found = make_rollout()
     assert len({len(completion) for completion in found.completions}) > 2
     part = found.select(rows)
-    index = list(range(9))[rows] if isinstance(rows, slice) else rows
+    index = range(9)[rows]
     assert part.completions == [found.completions[row] for row in index]
-    assert part.ended.tolist() == [found.ended[row].item() for row in index]
     assert part.batch.input_ids.shape[1] == max(len(found.sequences[row].ids) for row in index)
     assert part.batch.first_trained == min(found.sequences[row].prompt_length for row in index)
     assert part.batch.n_trained == part.mask.sum() == sum(map(len, part.completions))
@@ -206,8 +204,6 @@ def test_stop_ids_are_the_tokenizers_and_the_models(tokenizer):
         ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
         ({"min_new_tokens": 9}, "min_new_tokens is 9, expected 0 to max_new_tokens 8"),
         ({"temperature": math.nan}, "temperature is nan"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_k": -1}, "top_k is -1"),
     ],
 )
 def test_wrong_sampling(values, message):

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from . import fused as fused_work
 from .output_layer import WeightGrad
@@ -36,59 +38,15 @@ def selected_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) 
     Equals `torch.log_softmax(logits.float() / temperature, -1).gather(-1, labels)` and its gradient, without ever
     holding the fp32 logits or probabilities of more than a chunk of rows.
     """
-    flat: Tensor = _SelectedLogprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), temperature)
-    return flat.view(labels.shape)
+    size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    rows = zip(logits.reshape(-1, logits.shape[-1]).split(size), labels.reshape(-1).split(size), strict=True)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat([checkpoint(_logprobs_of_rows, *part, temperature, **options) for part in rows]).view(labels.shape)
 
 
-class _SelectedLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-        log_norm = logits.new_empty(len(logits), dtype=torch.float32)
-        selected = torch.empty_like(log_norm)
-        for rows in _row_chunks(logits):
-            chunk = logits[rows].float()
-            if temperature != 1.0:
-                chunk = chunk / temperature
-            torch.logsumexp(chunk, dim=1, out=log_norm[rows])
-            selected[rows] = chunk.gather(1, labels[rows, None])[:, 0] - log_norm[rows]
-        ctx.save_for_backward(logits, labels, log_norm)
-        ctx.temperature = temperature
-        return selected
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, log_norm = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for rows in _row_chunks(logits):
-            grad_logits[rows] = _grad_logits(
-                logits[rows], labels[rows], log_norm[rows], grad_selected[rows], ctx.temperature
-            )
-        return grad_logits, None, None
-
-
-def _row_chunks(logits: Tensor) -> list[slice]:
-    n_rows, vocabulary = logits.shape
-    size = max(1, _CHUNK_ELEMENTS // vocabulary)
-    return [slice(start, start + size) for start in range(0, n_rows, size)]
-
-
-def _grad_logits(
-    logits: Tensor, labels: Tensor, log_norm: Tensor, grad_selected: Tensor, temperature: float, first_word: int = 0
-) -> Tensor:
-    """d selected / d logits = (onehot(label) - softmax) / temperature, times the gradient: [N, W] fp32.
-
-    Args:
-        logits: [N, W], of the words from `first_word` on.
-        labels: [N] int64, counted from word 0.
-        log_norm: [N] fp32, log of the sum over all words.
-        grad_selected: [N] fp32.
-    """
-    factor = (grad_selected / temperature)[:, None]
-    exponent = logits.float() / temperature if temperature != 1.0 else logits
-    probabilities = torch.sub(exponent, log_norm[:, None]).exp_()  # fp32, as log_norm is
-    local, inside = _positions(labels, first_word, logits.shape[1])
-    return probabilities.mul_(-factor).scatter_add_(1, local, torch.where(inside, factor, 0.0))
+def _logprobs_of_rows(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+    return -F.cross_entropy(scaled, labels, reduction="none")
 
 
 def _positions(labels: Tensor, first_word: int, n_words: int) -> tuple[Tensor, Tensor]:
@@ -231,8 +189,8 @@ class _LinearLogprobs(torch.autograd.Function):
 
             def grad_logits(words: slice) -> Tensor:
                 logits = hidden @ weight[words].T
+                factor = (grad_selected / temperature)[:, None]
                 if fused:
-                    factor = (grad_selected / temperature)[:, None]
                     found: Tensor = fused_work.compiled(fused_work.grad_logits)(
                         fused_work.of_static_width(logits),
                         labels[:, None] - words.start,
@@ -241,7 +199,10 @@ class _LinearLogprobs(torch.autograd.Function):
                         factor.new_full((), temperature),
                     )
                     return found
-                found = _grad_logits(logits, labels, log_norm[:, 0], grad_selected, temperature, words.start)
+                exponent = logits.float() / temperature if temperature != 1.0 else logits
+                probabilities = torch.sub(exponent, log_norm).exp_()  # fp32, as log_norm is
+                local, inside = _positions(labels, words.start, logits.shape[1])
+                found = probabilities.mul_(-factor).scatter_add_(1, local, torch.where(inside, factor, 0.0))
                 return found.to(weight.dtype)
 
             ctx.weight_grad.work = ctx.slices, grad_logits, hidden.detach()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import is_torch_tf32_available
 from trl import ScriptArguments
 from trl.trainer.utils import hash_module
@@ -48,6 +48,8 @@ from sparse_opt.integrations.trl.train import train as train_with_trl
 from sparse_opt.options import nearest
 from sparse_opt.progress import hide_progress_bars, with_time_left
 from sparse_opt.tables import table
+
+from ..sampling import Sampling, generate, stop_ids
 
 Profile = Literal["conservative", "balanced", "aggressive"]
 PROFILES = get_args(Profile)
@@ -327,7 +329,7 @@ def _prompts(options: SamplingArguments) -> Any:
 
 def _load(options: SamplingArguments) -> tuple[Any, Any]:
     name = options.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     dtype = getattr(torch, options.dtype)
     model, loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
@@ -367,26 +369,15 @@ def _written(file: Path, run: dict[str, Any], step: int, n_rows: int) -> list[di
     return rows
 
 
-@torch.no_grad()
 def _completions(model: Any, tokenizer: Any, prompts: list[list[int]], options: Any) -> list[dict[str, Any]]:
     """completions, finished and n_tokens of each prompt."""
-    inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
-    ends = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    random = {"do_sample": True, "temperature": options.temperature, "top_p": 1.0, "top_k": 0}
-    config = GenerationConfig(
-        max_new_tokens=options.max_completion_length,
-        num_return_sequences=options.oversample,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(ends),
-        **(random if options.temperature else {"do_sample": False}),
-    )
-    sampled = model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].shape[1] :].tolist()
-    lengths = [next((i for i, token in enumerate(tokens, 1) if token in ends), len(tokens)) for tokens in sampled]
-    sampled = [tokens[:length] for tokens, length in zip(sampled, lengths, strict=True)]
+    ends, n = stop_ids(model, tokenizer), options.oversample
+    sampling = Sampling(options.max_completion_length, options.temperature)
+    sampled = generate(model, prompts, sampling, pad_id=tokenizer.pad_token_id, eos_ids=ends, n=n)
     texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
     finished = [tokens[-1] in ends for tokens in sampled]
-    of_prompts = [slice(first, first + options.oversample) for first in range(0, len(texts), options.oversample)]
+    lengths = [len(tokens) for tokens in sampled]
+    of_prompts = [slice(first, first + n) for first in range(0, len(texts), n)]
     return [{"completions": texts[i], "finished": finished[i], "n_tokens": lengths[i]} for i in of_prompts]
 
 

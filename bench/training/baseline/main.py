@@ -47,7 +47,6 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
-from sparse_opt.trainers.models import require_shira_rank, shira_rank
 from sparse_opt.trainers.pretrained import load_config_from
 
 from ...common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
@@ -65,6 +64,7 @@ from .inputs import (
 from .modes import Job, Mode, shared_name
 from .plot import plot
 from .report import ratios, shared_ratios, summary, text, wrong_results
+from .shira import require_shira_rank, shira_rank
 
 MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_MODES = ("dense", "sparse", "lora", "shira")

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from sparse_opt import MaskSet
 from sparse_opt.optim import SparseOptimizer
-from sparse_opt.trainers.models import add_lora, add_shira
+from sparse_opt.trainers.models import add_lora
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
+
+from .shira import add_shira
 
 Mode = Literal["dense", "sparse", "tiles", "lora", "shira"]
 

@@ -38,11 +38,12 @@ from torch import Tensor
 from sparse_opt import set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.batches import (
-    ShuffledOrder,
     TokenBatch,
     TokenSequence,
+    chunks,
     collate_examples,
     load_examples,
+    shuffled,
 )
 from sparse_opt.trainers.dpo import dpo_step, reference_logprobs
 from sparse_opt.trainers.graphs import GraphedSteps, require_graphs
@@ -165,8 +166,8 @@ def run(job: Job) -> dict[str, Any]:
         subset_size=job.subset_size,
         seed=job.seed,
     )
-    order = ShuffledOrder(len(examples), job.seed)
-    chosen = [[examples[k] for k in order.take(i * job.batch_size, job.batch_size)] for i in range(job.n_steps)]
+    order = shuffled(len(examples), job.seed, 0, job.n_steps * job.batch_size)
+    chosen = [[examples[k] for k in indices] for indices in chunks(order, job.batch_size)]
     model = load_model(source, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
     trained = prepare(job, model)
     if job.compile:

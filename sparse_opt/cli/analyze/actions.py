@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...analysis import coverage as coverages
 from ...analysis import plots, records
 from ...analysis.checkpoints import CheckpointPair, CheckpointSeries
@@ -24,6 +22,7 @@ from ...delta.open import open_log
 from ...delta.state_log import StateLog
 from ...errors import ConfigError
 from ...masks.parameters import tied_text
+from ...options import resolve_device
 from ...progress import progress_bar
 from ...tables import table
 from ..output import print_json
@@ -105,9 +104,8 @@ def ranks(args: Namespace) -> None:
 
 def shapes(args: Namespace) -> None:
     """`analyze shapes`."""
-    from sparse_opt.trainers.pretrained import parameter_shapes
-
     from ...progress import hide_progress_bars
+    from ..mask.from_model import parameter_shapes
 
     _require_plots(args)
     hide_progress_bars()
@@ -176,14 +174,8 @@ def _choice(args: Namespace) -> dict[str, Any]:
         "include": args.include,
         "exclude": args.exclude,
         "mlp_only": args.mlp_only,
-        "device": _device(args.device),
+        "device": resolve_device(args.device),
     }
-
-
-def _device(name: str) -> torch.device:
-    from sparse_opt.trainers.models import resolve_device
-
-    return resolve_device(name)
 
 
 def _bar(what: str) -> Progress:

@@ -127,9 +127,8 @@ def run(args: Namespace) -> None:
         return
     sparsity = _sparsity(args)
     _settle_options(args)
-    from sparse_opt.trainers.models import resolve_device
-
     from ...delta.open import open_log
+    from ...options import resolve_device
 
     device = resolve_device(args.device)
     log = None if args.delta_log_dir is None else open_log(args.delta_log_dir)
@@ -208,10 +207,9 @@ _Plan = tuple[str, int | None, "Callable[[], FoundMask]"]
 
 def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.device) -> _Plan:
     """The method and step as used in file names, and the search itself; invalid calls are refused at once."""
-    from sparse_opt.trainers.pretrained import parameter_shapes
-
     from ...mask_finding.find import find_from_log
     from ...mask_finding.log_scores import plan_scores
+    from .from_model import parameter_shapes
 
     plan = plan_scores(log, args.method, target_step=args.target_step, momentum_window=args.momentum_window)
     if args.model_name is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparse_opt.trainers.pretrained import load_causal_lm, load_tokenizer_from, parameter_shapes
+from sparse_opt.trainers.pretrained import load_causal_lm, load_config_from, load_tokenizer_from, reading
 
 from ... import __version__
 from ...errors import ConfigError
@@ -17,8 +18,23 @@ from ...mask_finding.select import FoundMask
 from ...masks.mask_set import MaskSet
 from ...masks.parameters import select_names
 from ...progress import hide_progress_bars
+from ...tensors import floating_parameters_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parameter_shapes(source: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a causal language model's floating-point parameters, tied ones once. Weights are not read.
+
+    Raises:
+        DataError: the model does not exist or is not a causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config_from(source)
+    with torch.device("meta"), reading(f"a causal language model from {source}"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(p.shape) for name, p in floating_parameters_of(model).items()}
 
 
 def chosen_shapes(args: Namespace) -> dict[str, tuple[int, ...]]:

@@ -69,7 +69,7 @@ def read_rows(
     path = Path(name).expanduser()
     if not path.exists():
         if path.suffix in _READERS or path.is_absolute() or name.startswith(("~", ".")):
-            raise ConfigError(f"--dataset_name {name}: no such file or folder")
+            raise ConfigError(f"dataset {name}: no such file or folder")
         rows = _load(
             name, name=script_arguments.dataset_config, split=split, streaming=script_arguments.dataset_streaming
         )

@@ -25,7 +25,8 @@ from sparse_opt.bench.training.baseline.inputs import (
 from sparse_opt.bench.training.baseline.modes import Job, n_trained, prepare
 from sparse_opt.bench.training.baseline.report import FIRST_LOSS_ATOL, summary, wrong_results
 from sparse_opt.bench.training.baseline.run import Sections, covered, even_share, run
-from sparse_opt.errors import SparseOptError
+from sparse_opt.bench.training.baseline.shira import add_shira, shira_rank
+from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.trainers import graphs
 from sparse_opt.trainers.batches import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
@@ -309,3 +310,27 @@ def test_the_reward_counts_even_tokens_of_the_completion():
 
 def test_kernels_that_overlap_count_once():
     assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (7.0, 8.0)]) == 6.0
+
+
+def small_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=211, num_key_value_heads=2, **sizes))
+
+
+@pytest.mark.parametrize("density", [0.06, 0.1, 0.3, 0.5])
+def test_the_rank_of_sparse_adapters_is_the_closest(density):
+    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
+    rank = shira_rank(small_llama(), density)
+    # The weights that take part, as peft itself sees them.
+    numel = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48)
+    counts = {}
+    for r in range(max(1, rank - 1), rank + 2):
+        try:
+            model = add_shira(small_llama(), r, seed=0)
+        except ConfigError:
+            continue
+        counts[r] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert min(counts, key=lambda r: abs(counts[r] - density * numel)) == rank
+    assert len(counts) > 1

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import random_sequences
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.trainers.batches import collate
+from sparse_opt.cli.training_memory import SHAPES, Shape, advice, bytes_per_token, bytes_per_weight
+from sparse_opt.trainers.batches import TokenSequence, collate
 from sparse_opt.trainers.logprobs import completion_logprobs
-from sparse_opt.trainers.memory import SHAPES, Shape, advice, bytes_per_token, bytes_per_weight
 from sparse_opt.trainers.models import make_masks_skippable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BATCH = collate([TokenSequence([i % 64 for i in range(start, 9 * start)], start) for start in (1, 2, 3)], pad_id=0)
 
 
 def llama(n_layers, dtype):
@@ -50,13 +50,12 @@ def saved_bytes(model, batch):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_are_those_of_a_forward_pass(dtype, checkpointing):
-    batch = collate(random_sequences(8, 64), pad_id=0)
     found = {}
     for n_layers in (2, 4):
         model = llama(n_layers, dtype)
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        found[n_layers] = saved_bytes(model, batch) / batch.input_ids.numel()
+        found[n_layers] = saved_bytes(model, BATCH) / BATCH.input_ids.numel()
     expected = {
         n_layers: bytes_per_token(Shape("", 0, n_layers, 64, 192), dtype, gradient_checkpointing=checkpointing)
         for n_layers in (2, 4)
@@ -81,7 +80,7 @@ def test_bytes_per_weight_are_those_of_the_optimizer(dtype, how, options):
     model = llama(2, dtype)
     n = sum(parameter.numel() for parameter in model.parameters())
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1, seed=0), **options)
-    completion_logprobs(model, collate(random_sequences(4, 64), pad_id=0)).sum().backward()
+    completion_logprobs(model, BATCH).sum().backward()
     optimizer.step()
     parts = optimizer.nbytes()
     if how:
@@ -96,7 +95,7 @@ def test_bytes_of_all_weights_are_those_of_adamw(dtype):
     model = llama(2, dtype)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters)
-    completion_logprobs(model, collate(random_sequences(4, 64), pad_id=0)).sum().backward()
+    completion_logprobs(model, BATCH).sum().backward()
     optimizer.step()
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     held = sum(tensor.nbytes for tensor in [*parameters, *moments, *(parameter.grad for parameter in parameters)])
