@@ -39,10 +39,10 @@ from sparse_opt import set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.batches import (
     TokenBatch,
-    TokenSequence,
     chunks,
     collate_examples,
     load_examples,
+    load_prompts,
     shuffled,
 )
 from sparse_opt.trainers.dpo import dpo_step, reference_logprobs
@@ -157,15 +157,15 @@ def run(job: Job) -> dict[str, Any]:
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if job.algorithm == "grpo" and tokenizer.eos_token_id is None:
         raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout needs")
-    examples = load_examples(
-        "preference" if job.algorithm == "dpo" else "demonstration",
-        job.dataset,
-        "train",
-        tokenizer,
-        max_length=job.sequence_length,
-        subset_size=job.subset_size,
-        seed=job.seed,
-    )
+    longest = job.sequence_length - job.max_new_tokens
+    if job.algorithm == "dpo":
+        subset = {"subset_size": job.subset_size, "seed": job.seed}
+        examples: list[Any] = load_examples(
+            "preference", job.dataset, "train", tokenizer, max_length=job.sequence_length, **subset
+        )
+    else:  # a prompt that is too long loses its beginning
+        prompts = load_prompts(job.dataset, "train", tokenizer, max_length=sys.maxsize)
+        examples = [prompt.ids[-longest:] for prompt in prompts[: job.subset_size]]
     order = shuffled(len(examples), job.seed, 0, job.n_steps * job.batch_size)
     chosen = [[examples[k] for k in indices] for indices in chunks(order, job.batch_size)]
     model = load_model(source, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
@@ -189,8 +189,7 @@ def run(job: Job) -> dict[str, Any]:
         else:
             step = dpo_steps(trained, batches, section, references)
     else:
-        longest = job.sequence_length - job.max_new_tokens
-        data = [[_prompt(row[0], longest) for row in rows] for rows in chosen]
+        data = chosen
         step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, section)
 
     if device.type == "cuda":
@@ -243,11 +242,6 @@ def take_steps(
             for i in range(start, stop)
         ]
     return steps
-
-
-def _prompt(sequence: TokenSequence, longest: int) -> list[int]:
-    """The prompt's end, where it is too long."""
-    return sequence.ids[: sequence.prompt_length][-longest:]
 
 
 def _finite(value: float, name: str, step: int) -> float:
