@@ -258,7 +258,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text, row: dict[st
 
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_prompt: bool = False) -> list[int]:
-    with _applying_chat_template():
+    with applying_chat_template():
         encoded = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, add_generation_prompt=add_generation_prompt
         )
@@ -266,7 +266,7 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_
 
 
 @contextmanager
-def _applying_chat_template() -> Iterator[None]:
+def applying_chat_template() -> Iterator[None]:
     """A context that turns any error of a tokenizer's chat template, which is a program, into a DataError."""
     from jinja2 import TemplateError
 
