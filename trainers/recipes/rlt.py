@@ -7,13 +7,11 @@ on the explanation, where the student sees only the question:
     reward = sum_i a_i red_i(log p_student(solution | question, explanation))
              - sum_j k_j red_j(log p_teacher - log p_student on the explanation's tokens) + format
 
-Options and defaults are those of https://github.com/SakanaAI/RLT, cfgs/run_cfg/teacher_rlt.yaml, with a = (1, 0.01)
-and k = (3, 0.03). The divergence of a token is the plain difference of its log-probabilities, which may be negative;
-both models use the sampling temperature, 0.7; format is -1 if the end tag is missing, and the whole completion is then
-scored as the explanation. TRL's GRPOTrainer samples and updates.
-
-Unlike there, the student reads the teacher's tokens instead of retokenizing its text, so that both score the same
-tokens; whitespace around the solution and the tags is not scored.
+Options and defaults are those of https://github.com/SakanaAI/RLT, cfgs/run_cfg/teacher_rlt.yaml. The divergence of a
+token is the plain difference of its log-probabilities, which may be negative; both models use the sampling temperature;
+format is -1 if the end tag is missing, and the whole completion is then scored as the explanation. Unlike there, the
+student reads the teacher's tokens instead of retokenizing its text, so that both score the same tokens; whitespace
+around the solution and the tags is not scored. TRL's GRPOTrainer samples and updates.
 """
 
 from __future__ import annotations
@@ -69,8 +67,11 @@ _FIXED = {
         ("dataset_id_or_path", "none", "use --dataset_name"),
         ("wandb_project", "none", "set WANDB_PROJECT, and use --report_to wandb"),
         ("save_final_model", "true", "the model is always saved in --output_dir"),
-        ("offload", "none", "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in a file)"),
-        ("zero1 deepspeed", "none", "start with torchrun; FSDP2 shards large models (`fsdp: true` in a file)"),
+        (
+            "offload zero1 deepspeed",
+            "none",
+            "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in a file)",
+        ),
         ("reward_funcs reward_model_name_or_path", "none", "rlt has a reward of its own"),
         ("dataset_streaming remove_unused_columns", "false", "rlt needs all rows and columns"),
     )
@@ -160,17 +161,15 @@ def _translate(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if (total := used["train_batch_size"]) is not None:
         at_once = used["per_device_train_batch_size"] * int(os.environ.get("WORLD_SIZE", "1"))
         if total % at_once or steps not in (1, total // at_once):
-            raise ConfigError(
-                f"--train_batch_size is {total}: expected a multiple of the {at_once} completions of a forward pass of "
-                f"all processes, and --gradient_accumulation_steps (found {steps}) left out"
-            )
+            expected = f"expected a multiple of the {at_once} completions of a forward pass of all processes"
+            left_out = f"--gradient_accumulation_steps (found {steps}) left out"
+            raise ConfigError(f"--train_batch_size is {total}: {expected}, and {left_out}")
         steps = used["gradient_accumulation_steps"] = total // at_once
     if (together := used["generation_aggregation_steps"]) is not None:
         if together < 1 or steps % together or used["steps_per_generation"] not in (None, together):
-            raise ConfigError(
-                f"--generation_aggregation_steps is {together}: expected a divisor of the {steps} forward passes of a "
-                "step (--gradient_accumulation_steps), and --steps_per_generation, its name in TRL, left out"
-            )
+            expected = f"expected a divisor of the {steps} forward passes of a step (--gradient_accumulation_steps)"
+            left_out = "--steps_per_generation, its name in TRL, left out"
+            raise ConfigError(f"--generation_aggregation_steps is {together}: {expected}, and {left_out}")
         used["steps_per_generation"] = together
     return used
 
@@ -197,9 +196,6 @@ def _check_reward(values: dict[str, Any]) -> None:
         found = FIELD.findall(text)
         if not text or (found if names[0] == "student_answer" else sorted(set(found))) != expected:
             raise ConfigError(f"--{', --'.join(names)}: found {text[:80]!r}, expected text with the fields {expected}")
-
-
-# The rows
 
 
 def teacher_rows(options: Any, tokenizer: Any, student_tokenizer: Any, *, test: bool = False) -> Dataset:
@@ -239,10 +235,8 @@ def teacher_rows(options: Any, tokenizer: Any, student_tokenizer: Any, *, test: 
     for model, n_tokens in zip((teacher, texts.student_model or teacher), longest, strict=True):
         positions, total = max_positions(load_config_from(model)), n_tokens + options.training.max_completion_length
         if positions is not None and total > positions:
-            raise ConfigError(
-                f"the longest row has {n_tokens} tokens without its explanation, and with --max_completion_length "
-                f"{total}, more than the max_position_embeddings of {model}, {positions}"
-            )
+            found = f"the longest row has {n_tokens} tokens, with --max_completion_length {total}"
+            raise ConfigError(f"{found}, more than the max_position_embeddings of {model}, {positions}")
     return Dataset.from_list(rows)
 
 
@@ -302,9 +296,7 @@ def teacher_reward(solution: Tensor, divergence: Tensor, is_closed: bool, option
 def piece_logprobs(trainer: Any, model: nn.Module, rows: list[Any], scored: list[int]) -> list[list[Tensor]]:
     """Log-probabilities of pieces of each row, [N] fp32 on the CPU, at the temperature of the model's fused head.
 
-    Args:
-        rows: for each row, its token ids in pieces, of which the first is not empty.
-        scored: indices of pieces, not 0.
+    `rows` has the token ids of each row in pieces, of which the first is not empty; `scored` indices of pieces, not 0.
     """
     device, args = trainer.accelerator.device, trainer.args
     ids = [torch.tensor([token for piece in row for token in piece]) for row in rows]
@@ -419,8 +411,6 @@ class StudentReward:
                 self._file.write({"step": n_steps + 1, **row})
 
 
-# The command
-
 RECIPE = Recipe(
     "rlt",
     _Options,
@@ -445,15 +435,12 @@ def run(argv: Sequence[str]) -> int:
     """Train a teacher as the words after `sparse-opt train rlt` say, or write rows for its SFT; returns 0."""
     # The originals' launchers take `offload` and `zero1` as words of their own.
     options = parse("grpo", [f"{word}=true" if word in ("offload", "zero1") else word for word in argv], RECIPE)
-    student = options.recipe.student_model
-    student_tokenizer = tokenizer = load_tokenizer_from(options.model.model_name_or_path)
-    if student is not None:
-        student_tokenizer = load_tokenizer_from(student)
-        if different := min(student_tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items(), default=None):
-            raise ConfigError(
-                f"--student_model {student} has another vocabulary than the teacher, in which the id of "
-                f"{different[0]!r} differs; expected the same, because the student reads the teacher's tokens"
-            )
+    teacher, student = options.model.model_name_or_path, options.recipe.student_model
+    tokenizer = load_tokenizer_from(teacher)
+    student_tokenizer = tokenizer if student is None else load_tokenizer_from(student)
+    if different := min(student_tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items(), default=None):
+        found = f"--student_model {student} has another vocabulary than the teacher: the id of {different[0]!r} differs"
+        raise ConfigError(f"{found}; expected the same, because the student reads the teacher's tokens")
     rows = teacher_rows(options, tokenizer, student_tokenizer)
     if options.recipe.sft_rows is not None:
         return _write_sft_rows(rows, options)
