@@ -222,7 +222,7 @@ class Policy:
         self.tokenizer = load_tokenizer_from(name)
         self.model = load_causal_lm(name, getattr(torch, options.dtype)).to(self.device).eval()  # without dropout
         eos_ids = stop_ids(self.model, self.tokenizer)
-        self.ends = {"pad_id": eos_ids[0], "eos_ids": eos_ids}  # for `sample`
+        self.ends: dict[str, Any] = {"pad_id": eos_ids[0], "eos_ids": eos_ids}  # for `sample`
         self.mask = load_mask(self.model, options.mask, options.mask_density, options.mask_pattern, options.mask_seed)
         self.rate = options.learning_rate or 5e-6 * (1 if self.mask is None else rate_factor(self.mask.density))
         if self.mask is None:

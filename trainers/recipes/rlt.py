@@ -179,8 +179,8 @@ def _check_reward(values: dict[str, Any]) -> None:
     for weights, reductions in pairs.items():
         n_weights, hows = len(values[weights]), values[reductions]
         if n_weights != len(hows) or not set(hows) <= _REDUCTIONS.keys():
-            found = f"--{weights} has {n_weights} values for --{reductions} {' '.join(hows)}"
-            raise ConfigError(f"{found}: expected one for each, of {', '.join(_REDUCTIONS)}")
+            given = f"--{weights} has {n_weights} values for --{reductions} {' '.join(hows)}"
+            raise ConfigError(f"{given}: expected one for each, of {', '.join(_REDUCTIONS)}")
     temperature, share = values["unbias_student_log_probs_temp"], values["save_completions_probability"]
     if temperature is not None and temperature <= 0:
         raise ConfigError(f"--unbias_student_log_probs_temp is {temperature}, expected a number above 0")
@@ -435,7 +435,7 @@ def run(argv: Sequence[str]) -> int:
     """Train a teacher as the words after `sparse-opt train rlt` say, or write rows for its SFT; returns 0."""
     # The originals' launchers take `offload` and `zero1` as words of their own.
     options = parse("grpo", [f"{word}=true" if word in ("offload", "zero1") else word for word in argv], RECIPE)
-    teacher, student = options.model.model_name_or_path, options.recipe.student_model
+    teacher, student = str(options.model.model_name_or_path), options.recipe.student_model
     tokenizer = load_tokenizer_from(teacher)
     student_tokenizer = tokenizer if student is None else load_tokenizer_from(student)
     if different := min(student_tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items(), default=None):
