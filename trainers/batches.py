@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -190,16 +191,22 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> list[int]
 
 
 def _chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Any, add_generation_prompt: bool = False) -> list[int]:
-    from jinja2 import TemplateError
-
-    try:
+    with applying_chat_template():
         encoded = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, add_generation_prompt=add_generation_prompt
         )
-    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        # A template is a program, which can raise any error.
-        raise DataError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
     return list(encoded["input_ids"])
+
+
+@contextmanager
+def applying_chat_template() -> Iterator[None]:
+    """A context that turns any error of a tokenizer's chat template, which is a program, into a DataError."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
 
 
 def require_known_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:

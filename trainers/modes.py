@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ class Trained:
     policy: nn.Module
     reference: nn.Module
     reference_weights: Callable[[], AbstractContextManager[Any]]  # the reference's weights are in `reference` inside
-    clip: Callable[[], Tensor]  # returns the norm
+    clip: Callable[[float], Tensor]  # to a maximum norm; returns the norm
     optimizer: torch.optim.Optimizer
     wrapper: Any = None  # PEFT's, which saves the adapters that it has put into the policy
 
@@ -51,7 +52,7 @@ class Trained:
     def update(self, section: Section = untimed) -> Tensor:
         """Clip the gradients, step, and free them; returns the norm before clipping, on the device."""
         with section("clip"):
-            norm = self.clip()
+            norm = self.clip(MAX_GRAD_NORM)
         with section("step"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -66,13 +67,13 @@ def sparse_training(policy: nn.Module, mask: MaskSet, learning_rate: float | Ten
     """
     sparse = SparseAdamW(policy, mask, lr=learning_rate, **options)
     reference_weights = sparse.base_weights if sparse.keep_base_weights else nullcontext
-    return Trained(policy, policy, reference_weights, lambda: sparse.clip_grad_norm_(MAX_GRAD_NORM), sparse)
+    return Trained(policy, policy, reference_weights, sparse.clip_grad_norm_, sparse)
 
 
-def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = True) -> Trained:
+def dense_training(policy: nn.Module, learning_rate: float, *, copied: bool = True, **options: Any) -> Trained:
     """All weights, by fused AdamW; the reference is a frozen copy, or until the first step the policy."""
     reference = copy.deepcopy(policy).requires_grad_(False) if copied else policy
-    return _adamw_training(policy, reference, nullcontext, learning_rate)
+    return _adamw_training(policy, reference, nullcontext, learning_rate, **options)
 
 
 def adapter_training(adapted: Any, learning_rate: float) -> Trained:
@@ -87,17 +88,35 @@ def _adamw_training(
     reference_weights: Callable[[], AbstractContextManager[Any]],
     learning_rate: float,
     wrapper: Any = None,
+    **options: Any,
 ) -> Trained:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    adamw = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
+    adamw = torch.optim.AdamW(trained, lr=learning_rate, fused=True, **options)
     return Trained(
         policy,
         reference,
         reference_weights,
-        lambda: nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM, foreach=True),
+        lambda max_norm: nn.utils.clip_grad_norm_(trained, max_norm, foreach=True),
         adamw,
         wrapper,
     )
+
+
+def load_mask(model: nn.Module, file: str | None, density: float | None, pattern: str, seed: int) -> MaskSet | None:
+    """The mask in a file, a random one if `density` is given, or None.
+
+    Raises:
+        ConfigError: the random mask is empty.
+        MaskError: the file cannot be read, or is of another model.
+    """
+    if file is not None:
+        return MaskSet.load(Path(file).expanduser(), model)
+    if density is None:
+        return None
+    mask = MaskSet.random(model, density=density, pattern=pattern, seed=seed)
+    if not mask.nnz:
+        raise ConfigError(f"density {density:g} is less than one unit of {pattern} in each tensor")
+    return mask
 
 
 class ModeOptions(Protocol):
@@ -126,16 +145,11 @@ def train_model(model: Any, options: ModeOptions, *, reference: bool) -> Trained
     if sum(value is not None for value in given.values()) > 1:
         values = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise ConfigError(f"options {values}: give one of them")
-    lr = options.learning_rate
+    lr, mask = options.learning_rate, load_mask(model, options.mask, options.density, options.pattern, options.seed)
     if options.lora_rank is not None:
         torch.manual_seed(options.seed)
         trained = adapter_training(add_lora(model, options.lora_rank), lr)
-    elif options.mask is not None:
-        trained = sparse_training(model, MaskSet.load(options.mask, model), lr, keep_base_weights=reference)
-    elif options.density is not None:
-        mask = MaskSet.random(model, density=options.density, pattern=options.pattern, seed=options.seed)
-        if not mask.nnz:
-            raise ConfigError(f"density {options.density:g} is less than one unit of {options.pattern} in each tensor")
+    elif mask is not None:
         trained = sparse_training(model, mask, lr, keep_base_weights=reference)
     else:
         trained = dense_training(model, lr, copied=reference)

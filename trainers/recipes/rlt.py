@@ -7,13 +7,11 @@ on the explanation, where the student sees only the question:
     reward = sum_i a_i red_i(log p_student(solution | question, explanation))
              - sum_j k_j red_j(log p_teacher - log p_student on the explanation's tokens) + format
 
-Options and defaults are those of https://github.com/SakanaAI/RLT, cfgs/run_cfg/teacher_rlt.yaml: reductions mean and
-min with a = (1, 0.01), mean and max with k = (3, 0.03); the divergence of a token is the plain difference of its
-log-probabilities, which may be negative; both models use the sampling temperature, 0.7; format is -1 if the end tag is
-missing, and the whole completion is then scored as the explanation. TRL's GRPOTrainer samples and updates.
-
-Unlike there, the student reads the teacher's tokens instead of retokenizing its text, so that both score the same
-tokens; whitespace around the solution and the tags is not scored.
+Options and defaults are those of https://github.com/SakanaAI/RLT, cfgs/run_cfg/teacher_rlt.yaml. The divergence of a
+token is the plain difference of its log-probabilities, which may be negative; both models use the sampling temperature;
+format is -1 if the end tag is missing, and the whole completion is then scored as the explanation. Unlike there, the
+student reads the teacher's tokens instead of retokenizing its text, so that both score the same tokens; whitespace
+around the solution and the tags is not scored. TRL's GRPOTrainer samples and updates.
 """
 
 from __future__ import annotations
@@ -34,16 +32,15 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from jinja2 import TemplateError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head
 
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.files import one_line, written_aside
+from sparse_opt.files import written_aside
 from sparse_opt.integrations.references import BaseWeightsReference, evaluating
 from sparse_opt.integrations.trl.command_line import GRPOScriptArguments, Recipe, parse
 from sparse_opt.integrations.trl.data import read_rows
@@ -51,6 +48,9 @@ from sparse_opt.integrations.trl.records import solution_reader
 from sparse_opt.integrations.trl.rewards import checked
 from sparse_opt.integrations.trl.row_file import RowFile
 from sparse_opt.integrations.trl.train import train
+
+from ..batches import applying_chat_template
+from ..pretrained import load_config_from, load_tokenizer_from, max_positions, reading
 
 FIELD = re.compile(r"\{(question|solution|explanation)\}")
 # Options of the originals with one meaning here: names, the values that have it, and what to do instead of others.
@@ -67,8 +67,11 @@ _FIXED = {
         ("dataset_id_or_path", "none", "use --dataset_name"),
         ("wandb_project", "none", "set WANDB_PROJECT, and use --report_to wandb"),
         ("save_final_model", "true", "the model is always saved in --output_dir"),
-        ("offload", "none", "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in a file)"),
-        ("zero1 deepspeed", "none", "start with torchrun; FSDP2 shards large models (`fsdp: true` in a file)"),
+        (
+            "offload zero1 deepspeed",
+            "none",
+            "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in a file)",
+        ),
         ("reward_funcs reward_model_name_or_path", "none", "rlt has a reward of its own"),
         ("dataset_streaming remove_unused_columns", "false", "rlt needs all rows and columns"),
     )
@@ -142,11 +145,9 @@ def _translate(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
     _check_reward(used)
     is_sparse = used["mask"] is not None or used["mask_density"] is not None
     if used["student_model"] is None:
-        if used["unbias_student_log_probs_temp"] not in (None, used["temperature"]):
-            raise ConfigError(
-                f"--unbias_student_log_probs_temp is {used['unbias_student_log_probs_temp']}, and the student is the "
-                f"reference, which has --temperature {used['temperature']}: give both alike, or a --student_model"
-            )
+        if (own := used["unbias_student_log_probs_temp"]) not in (None, used["temperature"]):
+            found = f"--unbias_student_log_probs_temp is {own}, and the student is the reference"
+            raise ConfigError(f"{found} of --temperature {used['temperature']}: give both alike, or a --student_model")
         if used["sync_ref_model"]:
             raise ConfigError("--sync_ref_model changes the reference, which is the student: give a --student_model")
         if is_sparse and used["keep_base_weights"] is False:
@@ -160,32 +161,26 @@ def _translate(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if (total := used["train_batch_size"]) is not None:
         at_once = used["per_device_train_batch_size"] * int(os.environ.get("WORLD_SIZE", "1"))
         if total % at_once or steps not in (1, total // at_once):
-            raise ConfigError(
-                f"--train_batch_size is {total}: expected a multiple of the {at_once} completions of a forward pass of "
-                f"all processes, and --gradient_accumulation_steps (found {steps}) left out"
-            )
+            expected = f"expected a multiple of the {at_once} completions of a forward pass of all processes"
+            left_out = f"--gradient_accumulation_steps (found {steps}) left out"
+            raise ConfigError(f"--train_batch_size is {total}: {expected}, and {left_out}")
         steps = used["gradient_accumulation_steps"] = total // at_once
     if (together := used["generation_aggregation_steps"]) is not None:
         if together < 1 or steps % together or used["steps_per_generation"] not in (None, together):
-            raise ConfigError(
-                f"--generation_aggregation_steps is {together}: expected a divisor of the {steps} forward passes of a "
-                "step (--gradient_accumulation_steps), and --steps_per_generation, its name in TRL, left out"
-            )
+            expected = f"expected a divisor of the {steps} forward passes of a step (--gradient_accumulation_steps)"
+            left_out = "--steps_per_generation, its name in TRL, left out"
+            raise ConfigError(f"--generation_aggregation_steps is {together}: {expected}, and {left_out}")
         used["steps_per_generation"] = together
     return used
 
 
 def _check_reward(values: dict[str, Any]) -> None:
-    for weights, reductions in (
-        ("answer_log_prob_coeff", "reduction_log_prob_fn"),
-        ("kl_penalty_reward_coeff", "reduction_kl_fn"),
-    ):
+    pairs = {"answer_log_prob_coeff": "reduction_log_prob_fn", "kl_penalty_reward_coeff": "reduction_kl_fn"}
+    for weights, reductions in pairs.items():
         n_weights, hows = len(values[weights]), values[reductions]
         if n_weights != len(hows) or not set(hows) <= _REDUCTIONS.keys():
-            raise ConfigError(
-                f"--{weights} has {n_weights} values for --{reductions} {' '.join(hows)}: expected one for each, of "
-                f"{', '.join(_REDUCTIONS)}"
-            )
+            given = f"--{weights} has {n_weights} values for --{reductions} {' '.join(hows)}"
+            raise ConfigError(f"{given}: expected one for each, of {', '.join(_REDUCTIONS)}")
     temperature, share = values["unbias_student_log_probs_temp"], values["save_completions_probability"]
     if temperature is not None and temperature <= 0:
         raise ConfigError(f"--unbias_student_log_probs_temp is {temperature}, expected a number above 0")
@@ -201,9 +196,6 @@ def _check_reward(values: dict[str, Any]) -> None:
         found = FIELD.findall(text)
         if not text or (found if names[0] == "student_answer" else sorted(set(found))) != expected:
             raise ConfigError(f"--{', --'.join(names)}: found {text[:80]!r}, expected text with the fields {expected}")
-
-
-# The rows
 
 
 def teacher_rows(options: Any, tokenizer: Any, student_tokenizer: Any, *, test: bool = False) -> Dataset:
@@ -222,12 +214,10 @@ def teacher_rows(options: Any, tokenizer: Any, student_tokenizer: Any, *, test: 
         except DataError as error:
             raise DataError(f"{name}, row {number}: {error}") from error
         start = _prompt(student_tokenizer, texts.student_system, texts.student_user, before, row)
-        pieces = [
-            student_tokenizer(text, add_special_tokens=index == 0)["input_ids"]
-            for index, text in enumerate((start, middle, row["solution"]))
-        ]
+        of_row = (start, middle, row["solution"])
+        pieces = [student_tokenizer(text, add_special_tokens=not i)["input_ids"] for i, text in enumerate(of_row)]
         joined = [token for piece in pieces for token in piece]
-        whole = student_tokenizer(start + middle + row["solution"])["input_ids"]
+        whole = student_tokenizer("".join(of_row))["input_ids"]
         if student_tokenizer.decode(joined) != student_tokenizer.decode(whole):
             raise DataError(f"{name}, row {number}: the tokenizer changes the text if its pieces are tokenized apart")
         prompt = _prompt(tokenizer, texts.teacher_system, texts.teacher_user, texts.teacher_start, row)
@@ -243,13 +233,10 @@ def teacher_rows(options: Any, tokenizer: Any, student_tokenizer: Any, *, test: 
         warnings.warn(f"{text}, and are left out", stacklevel=2)
     teacher = options.model.model_name_or_path
     for model, n_tokens in zip((teacher, texts.student_model or teacher), longest, strict=True):
-        positions = getattr(_pretrained(AutoConfig, model).get_text_config(), "max_position_embeddings", None)
-        total = n_tokens + options.training.max_completion_length
+        positions, total = max_positions(load_config_from(model)), n_tokens + options.training.max_completion_length
         if positions is not None and total > positions:
-            raise ConfigError(
-                f"the longest row has {n_tokens} tokens without its explanation, and with --max_completion_length "
-                f"{total}, more than the max_position_embeddings of {model}, {positions}"
-            )
+            found = f"the longest row has {n_tokens} tokens, with --max_completion_length {total}"
+            raise ConfigError(f"{found}, more than the max_position_embeddings of {model}, {positions}")
     return Dataset.from_list(rows)
 
 
@@ -259,10 +246,8 @@ def _prompt(tokenizer: Any, system: str, user: str, start: str, row: dict[str, s
         return system + user + start
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
-    try:
+    with applying_chat_template():
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError, TypeError) as error:
-        raise DataError(f"the tokenizer's chat template refuses the messages: {one_line(error)}") from error
     # TRL tokenizes text with special tokens, which would repeat the template's BOS.
     adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     return (text.removeprefix(tokenizer.bos_token) if adds_bos else text) + start
@@ -287,11 +272,6 @@ def _write_sft_rows(rows: Dataset, options: Any) -> int:
 _REDUCTIONS: dict[str, Any] = {"mean": Tensor.mean, "sum": Tensor.sum, "min": Tensor.min, "max": Tensor.max}
 
 
-def reduce_span(values: Tensor, how: str, *, empty: float) -> float:
-    """The mean, sum, min or max of values [N]; `empty` if there are none."""
-    return float(_REDUCTIONS[how](values)) if len(values) else empty
-
-
 def teacher_reward(solution: Tensor, divergence: Tensor, is_closed: bool, options: RLTOptions) -> dict[str, float]:
     """The reward of a completion by the formula in the module docstring, its parts, and their reductions.
 
@@ -304,10 +284,10 @@ def teacher_reward(solution: Tensor, divergence: Tensor, is_closed: bool, option
     penalty = options.not_matched_penalty
     parts = {"reward_solution": 0.0, "reward_kl": 0.0, "reward_format": 0.0 if is_closed else penalty}
     for how, weight in zip(options.reduction_log_prob_fn, options.answer_log_prob_coeff, strict=True):
-        parts[f"solution_logprob_{how}"] = reduced = reduce_span(solution, how, empty=penalty)
+        parts[f"solution_logprob_{how}"] = reduced = float(_REDUCTIONS[how](solution)) if len(solution) else penalty
         parts["reward_solution"] += weight * reduced
     for how, weight in zip(options.reduction_kl_fn, options.kl_penalty_reward_coeff, strict=True):
-        parts[f"explanation_kl_{how}"] = reduced = reduce_span(divergence, how, empty=-penalty)
+        parts[f"explanation_kl_{how}"] = reduced = float(_REDUCTIONS[how](divergence)) if len(divergence) else -penalty
         parts["reward_kl"] -= weight * reduced
     return {"reward": parts["reward_solution"] + parts["reward_kl"] + parts["reward_format"], **parts}
 
@@ -316,9 +296,7 @@ def teacher_reward(solution: Tensor, divergence: Tensor, is_closed: bool, option
 def piece_logprobs(trainer: Any, model: nn.Module, rows: list[Any], scored: list[int]) -> list[list[Tensor]]:
     """Log-probabilities of pieces of each row, [N] fp32 on the CPU, at the temperature of the model's fused head.
 
-    Args:
-        rows: for each row, its token ids in pieces, of which the first is not empty.
-        scored: indices of pieces, not 0.
+    `rows` has the token ids of each row in pieces, of which the first is not empty; `scored` indices of pieces, not 0.
     """
     device, args = trainer.accelerator.device, trainer.args
     ids = [torch.tensor([token for piece in row for token in piece]) for row in rows]
@@ -334,19 +312,17 @@ def piece_logprobs(trainer: Any, model: nn.Module, rows: list[Any], scored: list
     return [[line[end[index - 1] : end[index]] for index in scored] for line, end in lines]
 
 
-def split_explanation(
-    tokenizer: Any, completion: Sequence[int], explanation_end: str, eos_ids: Sequence[int]
-) -> tuple[int, bool]:
+def split_explanation(tokenizer: Any, completion: Sequence[int], tag: str, eos_ids: Sequence[int]) -> tuple[int, bool]:
     """The number of explanation tokens at the start of a completion, and whether the end tag closes the explanation.
 
     A token that contains the tag's first character belongs to the tag, with all its characters. Without the tag, the
     explanation is the completion without a final EOS.
     """
     n = len(completion)
-    if explanation_end not in tokenizer.decode(completion):
+    if tag not in tokenizer.decode(completion):
         return n - int(n > 0 and completion[-1] in eos_ids), False
-    end = bisect_left(range(n), True, key=lambda count: explanation_end in tokenizer.decode(completion[:count]))
-    after = bisect_left(range(end), True, key=lambda at: explanation_end not in tokenizer.decode(completion[at:end]))
+    end = bisect_left(range(n), True, key=lambda count: tag in tokenizer.decode(completion[:count]))
+    after = bisect_left(range(end), True, key=lambda at: tag not in tokenizer.decode(completion[at:end]))
     return after - 1, True
 
 
@@ -358,8 +334,7 @@ class StudentReward:
     def __init__(self, options: Any) -> None:
         self._options, self._recipe = options, options.recipe
         self._share = 1.0 if self._recipe.activate_debugging_logs else self._recipe.save_completions_probability or 0.0
-        self._file = RowFile(Path(options.training.output_dir) / "reward_parts.jsonl")
-        self._is_cut = False
+        self._file: RowFile | None = None
 
     def prepare(self, trainer: Any) -> None:
         """Load the student, or take the trainer's reference. Raises ConfigError or DataError if that is impossible."""
@@ -380,7 +355,9 @@ class StudentReward:
     def _load(self, name: str | None) -> Any:
         args, accelerator = self._trainer.args, self._trainer.accelerator
         given = {key: value for key, value in args.model_init_kwargs.items() if key != "revision" or name is None}
-        student = _pretrained(AutoModelForCausalLM, name or self._options.model.model_name_or_path, **given)
+        name = name or self._options.model.model_name_or_path
+        with reading(f"a student from {name}"):
+            student = AutoModelForCausalLM.from_pretrained(name, **given)
         temperature = self._recipe.unbias_student_log_probs_temp or args.temperature
         student.requires_grad_(False).eval()
         add_fused_lm_head(student, temperature=temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
@@ -416,9 +393,8 @@ class StudentReward:
             columns["log_metric"](name, sum(row[name] for row in rewards) / len(rewards))
             columns["log_extra"](name, [row[name] for row in rewards])
         if self._share and trainer.model.training:
-            texts = zip(prompts, completions, columns["solution"], strict=True)
-            names = ("prompt", "completion", "solution")
-            self._write([dict(zip(names, t, strict=True)) | row for t, row in zip(texts, rewards, strict=True)])
+            texts = zip(prompts, completions, columns["solution"], rewards, strict=True)
+            self._write([{"prompt": p, "completion": c, "solution": solution} | row for p, c, solution, row in texts])
         return [row["reward"] for row in rewards]
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
@@ -427,15 +403,13 @@ class StudentReward:
         if not self._trainer.accelerator.is_main_process:
             return
         n_steps, seed = self._trainer.state.global_step, self._trainer.args.seed
-        if not self._is_cut:
+        if self._file is None:
+            self._file = RowFile(Path(self._trainer.args.output_dir) / "reward_parts.jsonl")
             self._file.cut(n_steps)
-            self._is_cut = True
         for row in rows:
             if random.Random(f"{seed} {n_steps} {row['prompt']} {row['completion']}").random() < self._share:
                 self._file.write({"step": n_steps + 1, **row})
 
-
-# The command
 
 RECIPE = Recipe(
     "rlt",
@@ -461,26 +435,15 @@ def run(argv: Sequence[str]) -> int:
     """Train a teacher as the words after `sparse-opt train rlt` say, or write rows for its SFT; returns 0."""
     # The originals' launchers take `offload` and `zero1` as words of their own.
     options = parse("grpo", [f"{word}=true" if word in ("offload", "zero1") else word for word in argv], RECIPE)
-    student = options.recipe.student_model
-    student_tokenizer = tokenizer = _pretrained(AutoTokenizer, options.model.model_name_or_path)
-    if student is not None:
-        student_tokenizer = _pretrained(AutoTokenizer, student)
-        if different := min(student_tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items(), default=None):
-            raise ConfigError(
-                f"--student_model {student} has another vocabulary than the teacher, in which the id of "
-                f"{different[0]!r} differs; expected the same, because the student reads the teacher's tokens"
-            )
+    teacher, student = str(options.model.model_name_or_path), options.recipe.student_model
+    tokenizer = load_tokenizer_from(teacher)
+    student_tokenizer = tokenizer if student is None else load_tokenizer_from(student)
+    if different := min(student_tokenizer.get_vocab().items() ^ tokenizer.get_vocab().items(), default=None):
+        found = f"--student_model {student} has another vocabulary than the teacher: the id of {different[0]!r} differs"
+        raise ConfigError(f"{found}; expected the same, because the student reads the teacher's tokens")
     rows = teacher_rows(options, tokenizer, student_tokenizer)
     if options.recipe.sft_rows is not None:
         return _write_sft_rows(rows, options)
     evaluates, reward = options.training.eval_strategy != "no", StudentReward(options)
     tests = teacher_rows(options, tokenizer, student_tokenizer, test=True) if evaluates else None
     return train("grpo", options, rows=rows, test_rows=tests, rewards=[checked(reward)], prepare=reward.prepare)
-
-
-def _pretrained(auto: Any, name: str | None, **options: Any) -> Any:
-    """A model, tokenizer or configuration of transformers. Raises DataError if it cannot be loaded."""
-    try:
-        return auto.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{name} cannot be loaded: {one_line(error)}") from error

@@ -19,7 +19,7 @@ from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.integrations.trl.command_line import parse
 from sparse_opt.trainers.recipes import rlt
-from sparse_opt.trainers.recipes.rlt import RLTOptions, reduce_span, split_explanation, teacher_reward
+from sparse_opt.trainers.recipes.rlt import RLTOptions, split_explanation, teacher_reward
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 TEXTS = {
@@ -72,8 +72,8 @@ def test_parts_add_up_and_are_named():
         "explanation_kl_mean": 2.0,
         "explanation_kl_max": 3.0,
     }
-    assert reduce_span(torch.tensor([-1.0, -3.0]), "sum", empty=7.0) == -4.0
-    assert reduce_span(torch.tensor([]), "max", empty=7.0) == 7.0
+    found = teacher_reward(torch.tensor([]), torch.tensor([]), True, RLTOptions(not_matched_penalty=-2.0))
+    assert (found["solution_logprob_mean"], found["explanation_kl_max"]) == (-2.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_shipped_configs(words, model_folder, name, tmp_path, capfd):
         ({"kl_penalty_reward_coeff": 3}, "--kl_penalty_reward_coeff has 1 values for --reduction_kl_fn mean max"),
         ({"reduction_log_prob_fn": "[mean,median]"}, "--reduction_log_prob_fn mean median: expected one for each, of"),
         ({"unbias_student_log_probs_temp": 0, "student_model": "s"}, "_temp is 0.0, expected a number above 0"),
-        ({"unbias_student_log_probs_temp": 1}, "which has --temperature 0.7: give both alike, or a --student_model"),
+        ({"unbias_student_log_probs_temp": 1}, "reference of --temperature 0.7: give both alike, or a --student_model"),
         ({"sync_ref_model": "true"}, "--sync_ref_model changes the reference, which is the student"),
         (
             {"sync_ref_model": "true", "student_model": "s", "offload_untrained_models": "true"},
@@ -427,7 +427,7 @@ def test_shipped_configs(words, model_folder, name, tmp_path, capfd):
         ),
         ({"teacher_start": "explain: "}, "--teacher_start: found '{question}explain: ', expected text with"),
         ({"explanation_end": ""}, "--explanation_end: found '', expected text"),
-        ({"student_model": "/nowhere"}, "/nowhere cannot be loaded"),
+        ({"student_model": "/nowhere"}, "cannot load a tokenizer from /nowhere"),
     ],
 )
 def test_what_is_refused(words, tmp_path, capfd, changes, said):
@@ -443,4 +443,4 @@ def test_a_student_that_reads_other_tokens_is_refused(words, tmp_path, model_fol
     changed.save_pretrained(tmp_path / "other")
     AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path / "other")
     assert main(["train", "rlt", *words(student_model=tmp_path / "other")]) == 2
-    assert "another vocabulary than the teacher, in which the id of '<new>' differs" in capfd.readouterr().err
+    assert "another vocabulary than the teacher: the id of '<new>' differs" in capfd.readouterr().err
