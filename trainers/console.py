@@ -28,7 +28,7 @@ def run_module(config_class: type, work: Callable[[Any], object], argv: Sequence
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    parser = HfArgumentParser(config_class, prog=f"python -m sparse_opt.trainers.{name}")
+    parser = HfArgumentParser(config_class, prog=f"python -m sparse_opt.trainers.{name}", allow_abbrev=False)
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         config, unknown = parser.parse_args_into_dataclasses(
