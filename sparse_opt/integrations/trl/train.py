@@ -152,6 +152,7 @@ def _model_config(options: Options) -> Any:
             name, revision=options.model.model_revision, trust_remote_code=options.training.trust_remote_code
         )
     except (OSError, ValueError) as error:
+        assert name is not None  # required by `parse`
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # not a name of the hub
         cause = "no such folder" if is_path and not Path(name).exists() else one_line(error)
         raise ConfigError(f"--model_name_or_path {name}: {cause}") from error
