@@ -144,7 +144,7 @@ class CommandParser(argparse.ArgumentParser):
         elif action.nargs == 0:
             if text not in TRUE | FALSE:
                 self.error(f"option '{flag}' (from {source}) is {value!r}, expected true or false")
-            negative = list(action.option_strings[-1:]) if isinstance(action, argparse.BooleanOptionalAction) else []
+            negative = [action.option_strings[-1]] if isinstance(action, argparse.BooleanOptionalAction) else []
             flags.append((action.dest, [flag] if text in TRUE else negative))
         elif action.nargs in ("+", "*"):
             flags.append((action.dest, [flag, *self._items(action, value, flag)]))

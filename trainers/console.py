@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -28,7 +29,13 @@ def run_module(config_class: type, work: Callable[[Any], object], argv: Sequence
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    parser = HfArgumentParser(config_class, prog=f"python -m sparse_opt.trainers.{name}")
+    parser = HfArgumentParser(
+        config_class,
+        prog=f"python -m sparse_opt.trainers.{name}",
+        description=config_class.__doc__,
+        epilog=f"The comments of {config_class.__name__} in {inspect.getsourcefile(config_class)} explain each option.",
+        allow_abbrev=False,
+    )
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         config, unknown = parser.parse_args_into_dataclasses(

@@ -35,6 +35,8 @@ class Sampling:
     max_new_tokens: int  # including EOS
     temperature: float = 1.0  # the logits are divided by it; 0 selects the most likely token
     min_new_tokens: int = 0  # minimum number of tokens before EOS
+    top_p: float = 1.0  # probability mass of the most likely tokens to sample from; 1 samples from all
+    top_k: int = 0  # number of most likely tokens to sample from; 0 samples from all
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -45,6 +47,10 @@ class Sampling:
             )
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}, expected at least 0 (0: the most likely token)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}, expected at least 0 (0: all tokens)")
 
     @property
     def logprob_temperature(self) -> float:
@@ -97,10 +103,11 @@ def generate(
     input_ids, attention_mask = (
         torch.tensor(table, dtype=torch.int64, device="cpu").to(model.device) for table in (padded, attended)
     )
+    # Older versions sample from the 50 most likely tokens by default.
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     config = GenerationConfig(
         do_sample=sampling.temperature > 0,
-        # Older versions sample from the 50 most likely tokens by default.
-        **({"temperature": sampling.temperature, "top_p": 1.0, "top_k": 0} if sampling.temperature > 0 else {}),
+        **(drawn if sampling.temperature > 0 else {}),
         min_new_tokens=sampling.min_new_tokens,
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=pad_id,
@@ -269,7 +276,8 @@ def rollout(
     """Sample `n_generations` completions of each prompt, and compute their log-probabilities under the model.
 
     Log-probabilities are computed in separate forward passes, as in training, at the sampling temperature, because
-    those of sampling come from other kernels and a cache, and differ.
+    those of sampling come from other kernels and a cache, and differ. They refer to the whole distribution even if
+    `top_p` or `top_k` restrict the sampled one.
 
     Args:
         prompts, sampling, pad_id, eos_ids, share_prompts: see `generate`.
@@ -280,17 +288,24 @@ def rollout(
     Raises:
         ConfigError: see `generate`.
     """
-    completions = generate(
-        model, prompts, sampling, pad_id=pad_id, eos_ids=eos_ids, n=n_generations, share_prompts=share_prompts
-    )
+    ends = {"pad_id": pad_id, "eos_ids": eos_ids}
+    sampled = sample(model, prompts, sampling, n_generations=n_generations, share_prompts=share_prompts, **ends)
+    sampled = replace(sampled, completions_per_row=completions_per_row)
+    return replace(sampled, logprobs=sampled.token_logprobs(model, sampling.logprob_temperature, rows_per_pass))
+
+
+def sample(
+    model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, *, n_generations: int, pad_id: int, **options: Any
+) -> Rollout:
+    """`rollout` without log-probabilities, which are 0; the other options are those of `generate`."""
+    completions = generate(model, prompts, sampling, pad_id=pad_id, n=n_generations, **options)
     sequences = [
         TokenSequence([*prompts[row // n_generations], *completion], len(prompts[row // n_generations]))
         for row, completion in enumerate(completions)
     ]
     batch = collate(sequences, pad_id).to(next(model.parameters()).device)
     none = torch.zeros_like(batch.completion_mask[:, batch.first_trained :], dtype=torch.float32)
-    sampled = Rollout(batch, none, sequences, completions_per_row)
-    return replace(sampled, logprobs=sampled.token_logprobs(model, sampling.logprob_temperature, rows_per_pass))
+    return Rollout(batch, none, sequences)
 
 
 def _grouped_logprobs(

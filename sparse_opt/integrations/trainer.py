@@ -37,7 +37,16 @@ else:
     _Trainer = object  # `sparse_trainer` puts the user's trainer behind this class
 
 
-class SparseTrainer(_Trainer):
+class EndingTrainer(_Trainer):
+    """Mixin for a Trainer class: a run that resumes after its last step trains no further one."""
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Call the Trainer's method, except after the last step, when it would train one more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+
+
+class SparseTrainer(EndingTrainer):
     """Mixin for a Trainer class, placed before it in the MRO by `sparse_trainer`, which documents the arguments."""
 
     vllm_generation: Any  # of GRPO with use_vllm
@@ -131,11 +140,6 @@ class SparseTrainer(_Trainer):
             if self.sparse_optimizer is not None:
                 self.sparse_optimizer.detach()
             self._sparse_callback.close()
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Call the Trainer's method, except in a run that resumes after its last step: it would train one more."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
 
     # The optimizer
 

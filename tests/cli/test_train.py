@@ -134,6 +134,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
         (("--vllm_options", "{1}", "--mask_density", 0.1), "--vllm_options {1}: "),
         (("--mask", "nowhere.safetensors"), "--mask nowhere.safetensors: no such file"),
         (("--model_name_or_path", "nowhere/at_all"), "--model_name_or_path nowhere/at_all: "),
+        (("--model_name_or_path", "./nowhere"), "--model_name_or_path ./nowhere: no such folder"),
     ):
         assert said in train("dpo", *words).failed_in_one_line(2)
     assert "--dataset_test_split test: " in train("dpo", "--eval_strategy", "epoch").error_line(2)
@@ -222,6 +223,15 @@ def test_checkpoints_of_an_earlier_run_are_not_of_this_one(train, interrupted, t
     assert "no checkpoint was saved" in stopped.err
     refused = train("dpo", *words, "--save_steps", 1, "--resume_from_checkpoint", "true")
     assert refused.code == 1 and "is of an earlier run in its folder" in refused.err
+
+
+@pytest.mark.parametrize("words", [(), ("--mask_density", 0.2)], ids=["dense", "sparse"])
+def test_a_complete_run_that_is_resumed_trains_no_further_step(train, tmp_path, words):
+    train("dpo", *words, "--save_steps", 1, "--learning_rate", 1e-3).done()
+    shutil.copytree(tmp_path / "out", tmp_path / "complete")
+    resumed = train("dpo", *words, "--save_steps", 1, "--learning_rate", 1e-3, "--resume_from_checkpoint", "true")
+    assert "trained to step 2 " in resumed.done()
+    assert not any(elements.any() for elements in changed(tmp_path / "complete", tmp_path / "out").values())
 
 
 def test_options_and_rows_without_effect(train, tmp_path):

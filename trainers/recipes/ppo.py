@@ -42,12 +42,11 @@ from sparse_opt.integrations.trl.data import load_rows
 from sparse_opt.integrations.trl.mask_arguments import MaskArguments
 from sparse_opt.integrations.trl.row_file import RowFile
 from sparse_opt.integrations.trl.update_statistics import UpdateStatisticsCallback
-from sparse_opt.options import CommandParser
+from sparse_opt.options import CommandParser, resolve_device
 from sparse_opt.progress import hide_progress_bars, with_time_left
 
 from ..batches import TokenBatch
 from ..logprobs import selected_logprobs
-from ..models import resolve_device
 from ..modes import dense_training, load_mask, sparse_training
 from ..pretrained import load_causal_lm, load_pretrained, load_tokenizer_from, max_positions
 from ..sampling import Sampling, sample, stop_ids

@@ -215,10 +215,11 @@ def datagen(argv: Sequence[str]) -> int:
     """Write the kept completions, and return 0."""
     options = _parse("datagen", DatagenArguments, argv, style="chat")
     rows, report = _sample("datagen", options)
-    of_arrays, kept = QUESTION in rows[0], list[Any]()
+    of_arrays, kept, n_questions = QUESTION in rows[0], list[Any](), 0
     for row in rows:
         outcomes = zip(row["completions"], row["right"], row["finished"], strict=True)
         right = list(dict.fromkeys(text for text, is_right, ended in outcomes if is_right and ended))
+        n_questions += bool(right)
         if options.keep != "all":
             right = right[:1] if options.keep == "first" else sorted(right, key=len)[:1]
         for text in right:
@@ -230,7 +231,7 @@ def datagen(argv: Sequence[str]) -> int:
     file = Path(options.output_dir, "rft.json" if of_arrays else "rft.jsonl")
     _write(file, "[\n" + ",\n".join(lines) + "\n]\n" if of_arrays else "".join(f"{line}\n" for line in lines))
     _write(file.with_name(REPORT_FILE), json.dumps({**report, "n_kept": len(kept)}, indent=1))
-    print(f"kept {len(kept)} completions, of {report['solved']:.1%} of the questions, in {file}")
+    print(f"kept {len(kept)} completions, of {n_questions} of {len(rows)} questions, in {file}")
     return 0
 
 

@@ -27,6 +27,7 @@ from ..checkpoints import MANIFEST, VerifiedCheckpointCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
 from ..run_folder import LOCK, RunFolder
+from ..trainer import EndingTrainer
 from .command_line import Options, parse
 from .data import Algorithm, load_rows
 from .log_warnings import LogWarnings
@@ -151,7 +152,10 @@ def _model_config(options: Options) -> Any:
             name, revision=options.model.model_revision, trust_remote_code=options.training.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model_name_or_path {name}: {one_line(error)}") from error
+        assert name is not None  # required by `parse`
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # not a name of the hub
+        cause = "no such folder" if is_path and not Path(name).exists() else one_line(error)
+        raise ConfigError(f"--model_name_or_path {name}: {cause}") from error
 
 
 def _random_mask(options: Options) -> MaskSet:
@@ -199,6 +203,7 @@ def _trainer(
     trainer_class: Any = TRAINERS[algorithm]
     if mask is None:
         keywords["peft_config"] = get_peft_config(model)
+        trainer_class = type(trainer_class.__name__, (EndingTrainer, trainer_class), {})
     else:
         trainer_class = sparse_trainer(trainer_class)
         has_reference = algorithm == "dpo" or (algorithm == "grpo" and args.beta != 0.0)

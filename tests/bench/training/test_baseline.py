@@ -418,5 +418,8 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path, bench):
     words = ("--device", "cpu", "--checkpoint", folder, "--modes", "dense", "--dataset", Path("/nowhere/pairs.jsonl"))
     code, _, err = bench("dpo", *words)
     assert code == 1
-    assert "sparse-opt: error: dense: dataset /nowhere/pairs.jsonl: cannot be read: No such file or directory" in err.splitlines()
+    assert (
+        "sparse-opt: error: dense: dataset /nowhere/pairs.jsonl: cannot be read: No such file or directory"
+        in err.splitlines()
+    )
     assert "dense: the run ended with exit code 1" in err.splitlines()
