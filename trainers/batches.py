@@ -134,7 +134,7 @@ def load_examples(
         sequences = [replace(sequence, ids=sequence.ids[:max_length]) for sequence in encode(tokenizer, example)]
         return sequences if all(sequence.n_trained > 0 for sequence in sequences) else None
 
-    chosen = range(len(rows))
+    chosen: Sequence[int] = range(len(rows))
     if subset_size is not None and subset_size < len(rows):
         chosen = permutation(len(rows), seed, 0)[:subset_size]
     elif subset_size is not None and subset_size > len(rows):

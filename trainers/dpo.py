@@ -16,11 +16,11 @@ bf16 weights have no fp32 master copies here: with --dtype bf16, updates below h
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -200,8 +200,8 @@ def train(config: DPOConfig) -> None:
     # Data
     pairs = load_examples("preference", config.data, config.split, tokenizer, max_length=config.max_length)
     require_known_tokens(model, tokenizer, (sequence.ids for pair in pairs for sequence in pair))
-    padding = {"pad_id": pad_id, "multiple": config.pad_to_multiple_of}
-    collate = partial(collate_examples, **padding)
+    padding: dict[str, Any] = {"pad_id": pad_id, "multiple": config.pad_to_multiple_of}
+    collate: Callable[..., TokenBatch] = partial(collate_examples, **padding)
     if config.share_prompts:
         check_shared_prompts(model)
         collate = partial(collate_shared_prompts, separate_rows=config.cuda_graphs, **padding)

@@ -40,7 +40,7 @@ def selected_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) 
     """
     size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
     rows = zip(logits.reshape(-1, logits.shape[-1]).split(size), labels.reshape(-1).split(size), strict=True)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options: Any = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.cat([checkpoint(_logprobs_of_rows, *part, temperature, **options) for part in rows]).view(labels.shape)
 
 
