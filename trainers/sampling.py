@@ -288,7 +288,7 @@ def rollout(
     Raises:
         ConfigError: see `generate`.
     """
-    ends = {"pad_id": pad_id, "eos_ids": eos_ids}
+    ends: dict[str, Any] = {"pad_id": pad_id, "eos_ids": eos_ids}
     sampled = sample(model, prompts, sampling, n_generations=n_generations, share_prompts=share_prompts, **ends)
     sampled = replace(sampled, completions_per_row=completions_per_row)
     return replace(sampled, logprobs=sampled.token_logprobs(model, sampling.logprob_temperature, rows_per_pass))

@@ -159,9 +159,9 @@ def run(job: Job) -> dict[str, Any]:
         raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout needs")
     longest = job.sequence_length - job.max_new_tokens
     if job.algorithm == "dpo":
-        subset = {"subset_size": job.subset_size, "seed": job.seed}
+        limit = job.sequence_length
         examples: list[Any] = load_examples(
-            "preference", job.dataset, "train", tokenizer, max_length=job.sequence_length, **subset
+            "preference", job.dataset, "train", tokenizer, job.subset_size, job.seed, max_length=limit
         )
     else:  # a prompt that is too long loses its beginning
         prompts = load_prompts(job.dataset, "train", tokenizer, max_length=sys.maxsize)
