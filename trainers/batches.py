@@ -15,10 +15,12 @@ The rules of encoding follow TRL, so that losses can be compared:
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -47,7 +49,16 @@ ItemT = TypeVar("ItemT")
 
 
 def load_rows(dataset: str, split: str = "train") -> list[dict[str, Any]]:
-    """The rows of a file, a folder or a hub dataset's split; see `integrations.trl.data.read_rows`, also for errors."""
+    """The rows of a file, a folder or a hub dataset's split; see `integrations.trl.data.read_rows`, also for errors.
+
+    Lines of JSON are read without the package `datasets`.
+    """
+    path = Path(dataset).expanduser()
+    if path.suffix == ".jsonl" and path.is_file():
+        try:
+            return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"dataset {path}: cannot be read: {one_line(error)}") from error
     from sparse_opt.integrations.trl.data import read_rows
 
     source = SimpleNamespace(

@@ -26,13 +26,12 @@ from sparse_opt.integrations.trl.rewards import RewardFunction, load_rewards
 from sparse_opt.options import resolve_device
 
 from .batches import Prompt, load_prompts, require_known_tokens, shuffled
-from .console import Metrics, run_module
+from .console import Metrics, StepTimer, run_module
 from .models import load_model
 from .modes import Section, Trained, train_model, untimed
 from .pretrained import load_tokenizer_from
 from .sampling import Rollout, Sampling, rollout, stop_ids
 from .shared_prompts import check_shared_prompts
-from .timing import StepTimer
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"]
 Scale = Literal["group", "batch", "none"]

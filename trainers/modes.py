@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,22 +119,11 @@ def load_mask(model: nn.Module, file: str | None, density: float | None, pattern
     return mask
 
 
-class ModeOptions(Protocol):
-    """The options of a loop that say what is trained."""
-
-    learning_rate: float
-    mask: str | None  # a file
-    density: float | None  # of a random mask, of `pattern`
-    pattern: str
-    lora_rank: int | None
-    compile: bool
-    seed: int  # of the random mask, and of LoRA's initial values
-
-
-def train_model(model: Any, options: ModeOptions, *, reference: bool) -> Trained:
+def train_model(model: Any, options: Any, *, reference: bool) -> Trained:
     """Sparse training with `mask` or `density`, LoRA with `lora_rank`, else of all weights.
 
     Args:
+        options: of a loop: `mask` and the others, `learning_rate`, `compile`, and the `seed` of mask and adapters.
         reference: whether the reference is used after the first step; if not, no copy of its weights is kept.
 
     Raises:

@@ -25,13 +25,12 @@ from sparse_opt.files import save_model
 from sparse_opt.options import resolve_device
 
 from .batches import TokenBatch, chunks, collate_examples, load_examples, require_known_tokens, shuffled
-from .console import Metrics, run_module
+from .console import Metrics, StepTimer, run_module
 from .graphs import GraphedSteps, require_graphs
 from .logprobs import completion_logprobs
 from .models import load_model
 from .modes import Section, Trained, train_model, untimed
 from .pretrained import load_tokenizer_from
-from .timing import StepTimer
 
 # Options
 

@@ -45,6 +45,7 @@ from sparse_opt.trainers.batches import (
     load_prompts,
     shuffled,
 )
+from sparse_opt.trainers.console import StepTimer
 from sparse_opt.trainers.dpo import dpo_step, reference_logprobs
 from sparse_opt.trainers.graphs import GraphedSteps, require_graphs
 from sparse_opt.trainers.grpo import group_advantages, grpo_step
@@ -54,7 +55,6 @@ from sparse_opt.trainers.modes import Section, Trained
 from sparse_opt.trainers.pretrained import load_tokenizer_from
 from sparse_opt.trainers.sampling import Sampling, rollout
 from sparse_opt.trainers.shared_prompts import check_shared_prompts, collate_shared_prompts
-from sparse_opt.trainers.timing import StepTimer
 
 from ...common.harness import job_main
 from .modes import Job, held_bytes, n_tiled, n_trained, prepare
