@@ -226,6 +226,9 @@ def problem(args: Namespace) -> str:
         return f"--checkpoint {args.checkpoint}: expected a folder with config.json and weights"
     if args.mask is not None and not args.mask.is_file():
         return f"--mask {args.mask}: no such file"
+    file = Path(args.dataset or "")
+    if file.suffix in (".json", ".jsonl", ".csv", ".parquet") and not file.exists():
+        return f"--dataset {args.dataset}: no such file"
     if args.mask is not None and args.pattern is not None:
         return f"--pattern {args.pattern} is of a random mask, and --mask {args.mask} has its own: leave one out"
     random = "tiles" in args.modes or ("sparse" in args.modes and args.mask is None)
