@@ -176,10 +176,6 @@ def test_grpo_with_a_picture(tmp_path, bench, run_here):
         (["dpo", "--small", "--model_name", "x"], "--small makes a model of its own"),
         (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl needs a model"),
         (["dpo", "--small", "--mask", "/nowhere/mask"], "--mask /nowhere/mask: no such file"),
-        (
-            ["grpo", "--model_name", "m", "--dataset", "/nowhere/rows.jsonl"],
-            "--dataset /nowhere/rows.jsonl: no such file",
-        ),
         (["dpo", "--small", "--work_dir", "/nowhere"], "--work_dir /nowhere: no such folder"),
         (["dpo", "--small", "--modes", "sparse", "--cuda_graphs"], "--cuda_graphs needs a GPU and --modes of sparse"),
         (["grpo", "--small", "--cuda_graphs"], "--cuda_graphs is of dpo on random words: leave out --dataset"),
@@ -426,3 +422,8 @@ def test_a_run_that_fails_says_why_in_one_line(tmp_path, bench):
     assert code == 1
     assert any(line.startswith(f"sparse-opt: error: dense: dataset {pairs}: cannot be") for line in err.splitlines())
     assert "dense: the run ended with exit code 1" in err.splitlines()
+
+
+def test_a_missing_file_of_rows_is_refused_at_once(bench):
+    code, _, err = bench("grpo", "--device", "cpu", "--model_name", "m", "--dataset", "/nowhere/rows.jsonl")
+    assert code == 2 and "--dataset /nowhere/rows.jsonl: no such file" in err and len(err.splitlines()) == 1
