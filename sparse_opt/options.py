@@ -12,12 +12,9 @@ import difflib
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from .errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 TRUE = {"true", "yes", "on", "1"}
 FALSE = {"false", "no", "off", "0"}
@@ -266,27 +263,3 @@ def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return `; the nearest is 'x'` for the most similar of `words`, or all of them if none is similar."""
     found = difflib.get_close_matches(word, words := list(words), n=1, cutoff=cutoff)
     return f"; the nearest is '{found[0]}'" if found else f"; expected one of {', '.join(words)}"
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device that an option names; `auto` is cuda if available, else cpu.
-
-    Raises:
-        ConfigError: the device is neither a CPU nor a CUDA device, or is not available.
-    """
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    wrong = f"option 'device' is '{name}': expected auto, cpu, cuda or cuda:N"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(wrong) from error
-    if device.type not in ("cpu", "cuda"):  # meta has no values, and other devices are untested
-        raise ConfigError(wrong)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"option 'device' is '{device}': there are {torch.cuda.device_count()} CUDA devices here")
-    return device

@@ -13,6 +13,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from .errors import ConfigError
+
 
 def dtype_name(tensor: Tensor) -> str:
     """Return the dtype's name without `torch.`: `bfloat16`."""
@@ -158,3 +160,25 @@ BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def as_bits(tensor: Tensor) -> Tensor:
     """Return a flat view of the tensor's storage as integers of the same size."""
     return tensor.view(-1).view(BITS_DTYPE[tensor.element_size()])
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that an option names; `auto` is cuda if available, else cpu.
+
+    Raises:
+        ConfigError: the device is neither a CPU nor a CUDA device, or is not available.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    wrong = f"option 'device' is '{name}': expected auto, cpu, cuda or cuda:N"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(wrong) from error
+    if device.type not in ("cpu", "cuda"):  # meta has no values, and other devices are untested
+        raise ConfigError(wrong)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"option 'device' is '{name}': torch {torch.__version__} finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"option 'device' is '{device}': there are {torch.cuda.device_count()} CUDA devices here")
+    return device

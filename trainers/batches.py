@@ -40,8 +40,6 @@ from sparse_opt.integrations.trl.records import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .shared_prompts import BranchLayout
-
 ItemT = TypeVar("ItemT")
 
 
@@ -274,7 +272,7 @@ class TokenBatch:
     # Of rows of several sequences with a shared prompt, see `shared_prompts`:
     position_ids: Tensor | None = None  # [B, T] int64: from 0 in each sequence
     branches: Tensor | None = None  # [B, T] int64: 0 in shared tokens, 1 in the first sequence's own, 2 in the second's
-    branch_layout: BranchLayout | None = None
+    branch_layout: Any = None  # of `shared_prompts`
 
     def to(self, device: torch.device) -> TokenBatch:
         """The batch on another device; the copy to a GPU is asynchronous."""

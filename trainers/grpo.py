@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparse_opt.files import save_model
 from sparse_opt.integrations.trl.rewards import RewardFunction, load_rewards
-from sparse_opt.options import resolve_device
+from sparse_opt.tensors import resolve_device
 
 from .batches import Prompt, load_prompts, require_known_tokens, shuffled
 from .console import Metrics, StepTimer, run_module

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.optim.gradients import tile_compiler
 
 from .pretrained import load_causal_lm
-
-if TYPE_CHECKING:
-    from .shared_prompts import BranchLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # torch's attention, registered under another name so that `_mask` makes its masks.
@@ -82,7 +79,7 @@ def _attention(
     """torch's attention, or that of the `branch_layout` with which the model was called."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    layout: BranchLayout | None = kwargs.pop("branch_layout", None)
+    layout = kwargs.pop("branch_layout", None)  # of `shared_prompts`
     if layout is not None:
         return layout.attend(query, key, value, kwargs.get("scaling")), None
     output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt.files import save_model
-from sparse_opt.options import resolve_device
+from sparse_opt.tensors import resolve_device
 
 from .batches import TokenBatch, chunks, collate_examples, load_examples, require_known_tokens, shuffled
 from .console import Metrics, StepTimer, run_module

@@ -10,7 +10,7 @@ from sparse_opt.cli.analyze import _parser as analyze_parser
 from sparse_opt.cli.delta import _parser as delta_parser
 from sparse_opt.cli.mask import _parser as mask_parser
 from sparse_opt.errors import ConfigError
-from sparse_opt.options import resolve_device
+from sparse_opt.tensors import resolve_device
 
 LOG = ("--delta_log_dir", "log")
 

@@ -42,8 +42,9 @@ from sparse_opt.integrations.trl.data import load_rows
 from sparse_opt.integrations.trl.mask_arguments import MaskArguments
 from sparse_opt.integrations.trl.row_file import RowFile
 from sparse_opt.integrations.trl.update_statistics import UpdateStatisticsCallback
-from sparse_opt.options import CommandParser, resolve_device
+from sparse_opt.options import CommandParser
 from sparse_opt.progress import hide_progress_bars, with_time_left
+from sparse_opt.tensors import resolve_device
 
 from ..batches import TokenBatch
 from ..logprobs import selected_logprobs

@@ -22,9 +22,9 @@ from ...delta.open import open_log
 from ...delta.state_log import StateLog
 from ...errors import ConfigError
 from ...masks.parameters import tied_text
-from ...options import resolve_device
 from ...progress import progress_bar
 from ...tables import table
+from ...tensors import resolve_device
 from ..output import print_json
 
 if TYPE_CHECKING:

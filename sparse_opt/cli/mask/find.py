@@ -128,7 +128,7 @@ def run(args: Namespace) -> None:
     sparsity = _sparsity(args)
     _settle_options(args)
     from ...delta.open import open_log
-    from ...options import resolve_device
+    from ...tensors import resolve_device
 
     device = resolve_device(args.device)
     log = None if args.delta_log_dir is None else open_log(args.delta_log_dir)
