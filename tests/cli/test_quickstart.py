@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -134,7 +135,9 @@ def test_a_checkpoint_of_your_own(sparse_opt, finished, tmp_path):
 def test_after_ctrl_c_the_folder_can_be_used_again(sparse_opt, tmp_path):
     folder = tmp_path / "out"
     command = [sys.executable, "-m", "sparse_opt", "quickstart", "--output_dir", folder, "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    # A shell without job control starts the tests with SIGINT ignored, which a process inherits.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
         for line in process.stderr:
             if line.startswith("3/5"):
                 time.sleep(1)

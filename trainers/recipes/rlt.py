@@ -299,7 +299,7 @@ def piece_logprobs(trainer: Any, model: nn.Module, rows: list[Any], scored: list
     `rows` has the token ids of each row in pieces, of which the first is not empty; `scored` indices of pieces, not 0.
     """
     device, args = trainer.accelerator.device, trainer.args
-    ids = [torch.tensor([token for piece in row for token in piece]) for row in rows]
+    ids = [torch.tensor([token for piece in row for token in piece], dtype=torch.int64, device="cpu") for row in rows]
     input_ids = pad_sequence(ids, batch_first=True).to(device)
     attention_mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True).to(device)
     first = min(len(row[0]) for row in rows)
