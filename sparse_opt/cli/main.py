@@ -22,7 +22,7 @@ from .output import is_out_of_memory
 
 COMMANDS = {
     "quickstart": "dense and sparse DPO of a small model side by side, in minutes: score, memory, bytes that are sent",
-    "train": "train a model: sft, dpo and grpo by TRL, all weights or those of a mask; ppo, rft, rlt",
+    "train": "train a model: sft, dpo and grpo by TRL, all weights or a mask's; recipes ppo, rlt, rft, minimal_dpo",
     "mask": "find masks, or draw them at random; describe, compare, combine and convert them",
     "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
     "analyze": "measure what training changed: sparsity, coverage, ranks, in tables, plots and one page",
