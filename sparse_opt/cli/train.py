@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
             return importlib.import_module(f"sparse_opt.trainers.recipes.{algorithm}").run(words)
         from ..integrations.trl.train import run as train
 
-        return train(algorithm, words)  # type: ignore[arg-type]
+        return train(algorithm, words)  # type: ignore[arg-type]  # it is one of TRL_ALGORITHMS
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -33,7 +33,7 @@ from ...integrations.run_folder import LOCK, RunFolder
 from ...integrations.trl.progress import ProgressLines
 from ...masks.mask_set import MaskSet
 from ...tables import format_bytes, table
-from ...tensors import as_bits
+from ...tensors import as_bits, resolve_device
 from ...weight_sync import WeightSender
 from . import data, smollm2
 from .engine import Engine, all_weights, load_checkpoint, margins
@@ -69,10 +69,7 @@ def run(args: Namespace) -> dict[str, Any]:
 
 def _set_defaults(args: Namespace) -> None:
     """Choose device and model, and the options that depend on them."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device is cuda, but torch {torch.__version__} finds no CUDA device")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = str(resolve_device(args.device))
     backends.functions(torch.device(args.device))  # raises if the selected backend cannot run
     if args.model == "auto":
         args.model = "smollm2" if smollm2.is_installed() else "tiny"

@@ -142,10 +142,8 @@ def parser(algorithm: str, recipe: Recipe | None = None) -> _Parser:
     """The parser of `sparse-opt train ALGORITHM`, or of a recipe on that algorithm."""
     script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
     classes: Any = (MaskArguments, script, CONFIGS[algorithm], ModelConfig)
-    name, description = (
-        algorithm,
-        f"Train with TRL's {algorithm.upper()}Trainer: all weights, those of a mask, or adapters.",
-    )
+    name, trainer = algorithm, f"{algorithm.upper()}Trainer"
+    description = f"Train with TRL's {trainer}: all weights, those of a mask, or adapters."
     epilog = _EPILOG.format(name=algorithm, exponent=EXPONENT)
     if recipe is not None:
         name, description, epilog = recipe.name, recipe.description, recipe.epilog
