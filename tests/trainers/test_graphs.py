@@ -1,4 +1,4 @@
-"""`cuda_graphs`: the runs are those of eager steps with the same padding and layout. The replays themselves need a GPU."""
+"""`cuda_graphs`: the runs are those of eager steps with the same padding and layout. Replays need a GPU."""
 
 from __future__ import annotations
 
