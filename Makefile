@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl test-browser lint docs docs-serve format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -200,6 +200,12 @@ lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir .mypy_cache -p sparse_opt
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
+docs: $(VENV)/.docs ## build the site in build/site; fails if a link leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(VENV)/.docs ## show the site while its pages are edited
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 format: $(VENV)/.lint ## rewrite the sources as `make lint` expects them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -237,7 +243,7 @@ $(VENV)/.python: constraints.txt
 
 # `build` alone builds the extension; new Python code needs no new installation.
 $(VENV)/.lint: EXTRAS = train,lint
-$(VENV)/.train $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py
+$(VENV)/.train $(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing the packages for $*" \
 	  $(INSTALL) --no-build-isolation --editable '.[$(or $(EXTRAS),$*)]'
 
