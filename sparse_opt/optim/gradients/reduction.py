@@ -192,7 +192,7 @@ class GradientReducer:
         if self._launched == 0:
             self._on_launch()
             self._number += 1
-            self._agreement.compare_oldest()
+            self._agreement.compare(wait=True)
         piece = self._pieces[self._launched]
         buffer = piece.buffer
         stream = self._streams.get(buffer.device)
@@ -218,7 +218,7 @@ class GradientReducer:
         if not self.reduced:
             self._launch_all()
         self.wait()
-        self._agreement.compare_received()
+        self._agreement.compare(wait=False)
 
     def check_complete(self) -> None:
         """Raise a RuntimeError if a backward pass ended, by an exception, after it had launched some reductions."""

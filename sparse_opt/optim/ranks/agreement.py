@@ -7,7 +7,6 @@ numbers are sent as integers below 64: divided, they are still different in bf16
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,34 +29,8 @@ def n_elements(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.size() * _DIGITS * len(Progress._fields)
 
 
-class _HostCopy:
-    """What one reduction sends and finds, on the host."""
-
-    def __init__(self, elements: Tensor) -> None:
-        pinned = elements.device.type == "cuda"
-        self.sent, self._found = (
-            torch.zeros(elements.shape, dtype=elements.dtype, device="cpu", pin_memory=pinned) for _ in range(2)
-        )
-        self._copied = torch.cuda.Event() if pinned else None
-        self.is_new = False  # received, and not read
-
-    def receive(self, elements: Tensor) -> None:
-        self._found.copy_(elements, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(elements.device))
-        self.is_new = True
-
-    def read(self) -> Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
-        self.is_new = False
-        return self._found
-
-
 class Agreement:
     """Sends this rank's progress with a reduction, and raises if the progress of another rank is different.
-
-    On a GPU the host compares a reduction when it launches the second one after it, and until then does not wait.
 
     Args:
         elements: [n_elements(group)], memory that the reduction averages.
@@ -67,53 +40,55 @@ class Agreement:
     def __init__(self, elements: Tensor, group: dist.ProcessGroup, progress: Callable[[], Progress]) -> None:
         self._elements, self._progress = elements, progress
         self._ranks, self._own = dist.get_process_group_ranks(group), group.rank()
-        # The copies on the host of the last reductions, oldest first.
-        self._copies = deque(_HostCopy(elements) for _ in range(2 if elements.device.type == "cuda" else 1))
+        on_gpu = elements.device.type == "cuda"
+        self._sent = torch.zeros(elements.shape, dtype=elements.dtype, device="cpu", pin_memory=on_gpu)
+        self._found = torch.empty_like(self._sent, pin_memory=on_gpu) if on_gpu else elements
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._sending = False  # until the result is received
-        self._difference = ""  # found in the last result that was compared
-
-    def compare_oldest(self) -> None:
-        """Compare the ranks in the oldest result, waiting for it, if it was not compared. Call it before `send`."""
-        self._compare(self._copies[0])
-
-    def compare_received(self) -> None:
-        """Compare the ranks in the last result if the host has it; raise again what was found before."""
-        if self._elements.device.type != "cuda":
-            self._compare(self._copies[-1])
-        elif self._difference:
-            raise RuntimeError(self._difference)
+        self._is_new = False  # the result was not compared
+        self._difference = ""  # found in the last result
 
     def send(self) -> None:
-        """Write the progress on the current stream, before the reduction."""
+        """Write the progress on the current stream, before the reduction. Call `compare` before."""
         self._difference = ""
-        self._copies.rotate(-1)
-        sent = self._copies[-1].sent
         digits = [number >> (_BITS * i) & (2**_BITS - 1) for number in self._progress() for i in range(_DIGITS)]
-        sent.view(len(self._ranks), -1)[self._own] = torch.tensor(digits, dtype=sent.dtype, device="cpu")
-        self._elements.copy_(sent, non_blocking=True)
+        self._sent.view(len(self._ranks), -1)[self._own] = torch.tensor(digits, dtype=self._sent.dtype, device="cpu")
+        self._elements.copy_(self._sent, non_blocking=True)
         self._sending = True
 
     def receive(self) -> None:
         """Copy the result, if there is one, to the host, on the current stream, which has waited for the reduction."""
-        if self._sending:
-            self._copies[-1].receive(self._elements)
-            self._sending = False
+        if not self._sending:
+            return
+        if self._copied is not None:
+            self._found.copy_(self._elements, non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self._elements.device))
+        self._sending, self._is_new = False, True
 
-    def _compare(self, copy: _HostCopy) -> None:
-        """Raise a RuntimeError that names the first rank that differs from this one, and how."""
-        if copy.is_new:
-            self._difference = self._find_difference(copy.read())
+    def compare(self, *, wait: bool) -> None:
+        """Compare the ranks in the last result; without `wait` only if the host has it, but also a second time.
+
+        Raises:
+            RuntimeError: the ranks differ; names the first that differs from this one, and how.
+        """
+        if self._is_new and (self._copied is None or wait):
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._is_new = False
+            self._difference = self._find_difference()
+        elif wait:
+            return
         if self._difference:
             raise RuntimeError(self._difference)
 
-    def _find_difference(self, found: Tensor) -> str:
-        rows = found.view(len(self._ranks), -1)
+    def _find_difference(self) -> str:
+        rows = self._found.view(len(self._ranks), -1)
         if torch.equal(rows, rows[self._own].expand_as(rows)):
             return ""
         digits = (rows.double() * len(self._ranks)).round().long().view(len(self._ranks), -1, _DIGITS)
-        ranks = [Progress(*(sum(d << (_BITS * i) for i, d in enumerate(n)) for n in row)) for row in digits.tolist()]
-        own = ranks[self._own]
-        i, other = next((i, progress) for i, progress in enumerate(ranks) if progress != own)
+        found = [Progress(*(sum(d << (_BITS * i) for i, d in enumerate(n)) for n in row)) for row in digits.tolist()]
+        own = found[self._own]
+        i, other = next((i, progress) for i, progress in enumerate(found) if progress != own)
         if other.n_steps != own.n_steps:
             what = f"has made {other.n_steps} steps, and this one {own.n_steps}"
         else:
