@@ -53,6 +53,7 @@ the expected index of random masks with the same density of every tensor.
 sparsity_97.5pct_fisher_step50.safetensors, or top_10.0pct_momentum_w25_step25.safetensors with --top_percent.
 
 examples:
+  sparse-opt mask find --method random --model_name M --sparsity_percent 97.5 --pattern tile64 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5
   sparse-opt mask find --delta_log_dir delta_logs_M --list_steps
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5 --target_step 50 --output masks/
