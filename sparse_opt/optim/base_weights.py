@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import signal
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ContextDecorator, ExitStack
 from dataclasses import InitVar, dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,13 +19,17 @@ from torch.nn import Parameter
 
 from .. import backends
 from ..tensors import BASE_VERSION
-from .buckets import Bucket
-from .compact_weights import CompactWeights
+from .buckets import Bucket, CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
 from .ranks import sharding
 from .ranks.sharding import Shard
 from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_run, pack_indices
-from .signals import UninterruptedContext
+
+Handler = Callable[[int, FrameType | None], Any]
+
+# `signal` wraps this module; its functions convert every argument and result to enums, which takes 15 times as long.
+_signal = importlib.import_module("_signal")
+_SIGNALS = tuple(sorted(signal.valid_signals()))
 
 # Inside `base_weights()` the parameters have version counters of their own, so that a backward pass outside
 # through a graph built inside raises, and vice versa. Readers of trained weights see by them that these are not there:
@@ -48,10 +56,6 @@ class BaseWeights(LocalSegments):
         self._bound = backends.bind("indexed_swap_", *target, **self.layout(), backend=backend)
         op = "indexed_swap_" if self.current is None else "indexed_replace_"
         self._op = backends.function(op, self.device, backend)
-
-    @classmethod
-    def of(cls, bucket: Bucket, backend: str | None, *, offload: bool) -> BaseWeights:
-        return cls(**bucket.shared(), values=compact(bucket), backend=backend, current=bucket.weights, offload=offload)
 
     def enter_(self) -> None:
         """Put the base into the model, bit for bit."""
@@ -97,6 +101,24 @@ class BaseWeights(LocalSegments):
             yield shard, (self.positions(i), self.values[self.segment(i)])
 
 
+def of_buckets(buckets: list[Bucket], backend: str | None, *, offload: bool) -> list[BaseWeights]:
+    """Return the current active weights as base weights.
+
+    Raises:
+        ValueError: `offload`, and parameters are sharded by fully_shard.
+    """
+    _require_offloadable(buckets, offload)
+    return [
+        BaseWeights(**b.shared(), values=compact(b), backend=backend, current=b.weights, offload=offload)
+        for b in buckets
+    ]
+
+
+def _require_offloadable(buckets: list[Bucket], offload: bool) -> None:
+    if offload and (sharded := [bucket for bucket in buckets if bucket.is_sharded]):
+        raise ValueError(f"offload_base_weights=True, but {sharded[0].names[0]!r} is sharded by fully_shard")
+
+
 def rebuild(
     buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], backend: str | None, *, offload: bool
 ) -> list[BaseWeights]:
@@ -104,7 +126,11 @@ def rebuild(
 
     An element that is not in `held` has never changed, so its base value is the current weight. `held` may have
     shards that are in no bucket, because all their elements have left the mask.
+
+    Raises:
+        ValueError: as `of_buckets`.
     """
+    _require_offloadable(buckets, offload)
     active = {shard: (b, i) for b in buckets for i, shard in enumerate(b.shards)}
     longest = max(b.run_length for b in buckets)
     split: dict[tuple[Any, ...], list[tuple[Shard, Tensor, Tensor]]] = {}
@@ -156,12 +182,26 @@ def _equal(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> 
     )
 
 
-class InBaseWeights(UninterruptedContext):
+class InBaseWeights(ContextDecorator):
     """Context manager that puts W0 into the model and restores the trained weights, also after exceptions and signals.
 
     Inside, the swapped parameters are constants (`requires_grad` is False), so that a graph built inside has no edge to
     them that could be used outside. If a graph built outside runs backward inside, autograd would drop the gradients
     silently; a hook on every such parameter, the collector's or one of this class, raises instead.
+
+    Python calls a signal handler in the main thread, between two instructions of the code that runs there, and raises
+    the handler's exception (KeyboardInterrupt on Ctrl-C) at that point. That may be before the first line of an
+    `__exit__` (or after the last line of a generator's `with` block), where no `try` protects the code, so the handlers
+    themselves have to be deferred. From entry to exit each Python handler is wrapped in another one, which calls it
+
+    - immediately if the signal arrives in the body of the `with` statement, or after it;
+    - after everything is undone, if the signal arrives during `__exit__`;
+    - after everything is done, if it arrives during `__enter__`; an exception of the handler then undoes the entry.
+
+    Signals without a Python handler are not affected, nor are threads other than the main one, which run no handlers.
+    Use it in a `with` statement. A caller that calls `__enter__` itself, as `contextlib.ExitStack` does, can be
+    interrupted right after that call, and a generator that contains the `with` statement (`contextlib.contextmanager`)
+    can be interrupted outside of the generator, which is then not resumed.
 
     Args:
         prepare: returns the weights to swap; raises if the swap is not allowed.
@@ -176,12 +216,28 @@ class InBaseWeights(UninterruptedContext):
         root: Callable[[], nn.Module | None],
         named: Callable[[], Iterable[tuple[str, Parameter]]],
     ) -> None:
-        super().__init__()
         self._prepare, self._collector, self._root, self._named = prepare, collector, root, named
         self._undo = ExitStack()
+        self.is_deferring = self._is_entered = False
+        self._installed: list[tuple[int, _DeferringHandler]] = []
+        self._deferred: list[tuple[Handler, int, FrameType | None]] = []
 
-    def enter(self) -> None:
-        """See `UninterruptedContext`."""
+    def __enter__(self) -> None:
+        if self._is_entered:
+            raise RuntimeError(f"this {type(self).__name__} has been entered, and not left")
+        try:
+            self._is_entered = True
+            self._defer()
+            self._swap_in()
+            self._call_deferred()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._leave()
+
+    def _swap_in(self) -> None:
         bases = self._prepare()
         undo = self._undo.callback
         self._collector.enter_base()
@@ -210,14 +266,85 @@ class InBaseWeights(UninterruptedContext):
         _set_versions(params, (next(_ELSEWHERE),) * len(params))
         torch.clear_autocast_cache()  # it holds casts of the previous weights
 
-    def leave(self) -> None:
-        """See `UninterruptedContext`. If undoing one change fails, the others are still undone."""
-        with torch.no_grad():
-            self._undo.close()
+    def _leave(self) -> None:
+        """Undo what `_swap_in` has done so far, each change even if another one fails, then call deferred handlers."""
+        try:
+            with torch.no_grad():
+                self._undo.close()
+        finally:
+            try:
+                self._is_entered = False
+                if threading.current_thread() is threading.main_thread():
+                    self._restore_handlers()
+            finally:
+                self.is_deferring = False
+                self._call_deferred()
 
     def _refuse(self, param: Tensor) -> None:
         name = next((name for name, p in self._named() if p is param), "a parameter")
         raise RuntimeError(inside_base_error(name))
+
+    # Signals
+
+    def _defer(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.is_deferring = True
+        for number in _SIGNALS:
+            handler = _signal.getsignal(number)
+            if callable(handler):
+                wrapper = _DeferringHandler(self, _unwrapped(handler))
+                self._installed.append((number, wrapper))
+                _signal.signal(number, wrapper)
+
+    def _restore_handlers(self) -> None:
+        """Restore all handlers, even if a restored one is called and raises meanwhile."""
+        if self._installed:
+            number, wrapper = self._installed[-1]
+            try:
+                if _signal.getsignal(number) is wrapper:  # otherwise the body has installed another one
+                    _signal.signal(number, _unwrapped(wrapper.handler))
+                self._installed.pop()
+            finally:
+                self._restore_handlers()
+
+    def _call_deferred(self) -> None:
+        if self._deferred:
+            handler, number, frame = self._deferred.pop(0)
+            try:
+                handler(number, frame)
+            finally:
+                self._call_deferred()
+
+    def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Call `handler` for a signal that arrived while `frame` was running, or defer it."""
+        caller = frame
+        while self.is_deferring and caller is not None:
+            if caller.f_code in _CODES and caller.f_locals.get("self") is self:
+                self._deferred.append((handler, number, caller.f_back))
+                return
+            caller = caller.f_back
+        handler(number, frame)
+
+
+_CODES = (InBaseWeights.__enter__.__code__, InBaseWeights.__exit__.__code__)
+
+
+class _DeferringHandler:
+    """A signal handler that wraps another one; the context decides when the other one is called."""
+
+    def __init__(self, context: InBaseWeights, handler: Handler) -> None:
+        self.context, self.handler = context, handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.context.handle(self.handler, number, frame)
+
+
+def _unwrapped(handler: Handler) -> Handler:
+    """Return the handler without the wrappers of contexts that are no longer in use."""
+    while isinstance(handler, _DeferringHandler) and not handler.context.is_deferring:
+        handler = handler.handler
+    return handler
 
 
 def _set_versions(params: tuple[Parameter, ...], versions: tuple[int, ...]) -> None:

@@ -22,7 +22,6 @@ from .gradients.gradient_buffer import NativeGradientBuffer, PythonGradientBuffe
 from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
 from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
-from .stepping import NativeStepper, Stepper
 
 
 class ModelLinks:
@@ -30,15 +29,14 @@ class ModelLinks:
 
     Args:
         model: None if it is unknown; then only `torch.utils.swap_tensors` is noticed.
-        steppers: of the active parameters. `torch.utils.swap_tensors` itself refuses those that a native one holds.
+        buckets: of the active parameters. `torch.utils.swap_tensors` itself refuses those that a native object holds.
     """
 
-    def __init__(self, model: nn.Module | None, steppers: Sequence[Stepper]) -> None:
+    def __init__(self, model: nn.Module | None, buckets: Sequence[Bucket]) -> None:
         self._model = None if model is None else weakref.ref(model)
         inside = _ids(model)  # a model need not have all parameters that the optimizer was built from
-        self._shards = [s for stepper in steppers for s in stepper.bucket.shards if id(s.param) in inside]
-        python = [stepper for stepper in steppers if not isinstance(stepper, NativeStepper)]
-        swappable = [shard.param for stepper in python for shard in stepper.bucket.shards]
+        self._shards = [shard for bucket in buckets for shard in bucket.shards if id(shard.param) in inside]
+        swappable = [shard.param for bucket in buckets if bucket.bound is None for shard in bucket.shards]
         self._implementations = [(param, param._cdata) for param in swappable]
         self._find()
 
@@ -197,10 +195,8 @@ def _segments_of(params: Sequence[Tensor], positions: Sequence[Tensor], run_leng
     return Segments(list(params), indices.to(device), index_bases, starts, ends, run_length)
 
 
-def bind(
-    bucket: Bucket, op: str, backend: str | None, *, values: Tensor, tiles: Tiles | None, compact: bool
-) -> Stepper:
-    """Set the bucket's gradient buffer, and return the object that prepares its steps.
+def bind(bucket: Bucket, op: str, backend: str | None, *, values: Tensor, tiles: Tiles | None, compact: bool) -> None:
+    """Set the bucket's gradient buffer and the native object that makes its steps.
 
     This is the only place that chooses between the native and the Python implementation of both. With dense gradients
     autograd delivers nothing, and one op call gathers all gradients if they are clipped.
@@ -210,8 +206,8 @@ def bind(
         values: memory of the compact gradient, [nnz of the whole parameters]; with dense gradients it may be [0].
         compact: whether the optimizer was built with grads='compact'.
     """
-    bound = _bound(bucket, op, backend)
-    bound_gradient = _bound(bucket.unsharded, op, backend) if bucket.is_sharded else bound
+    bucket.bound = _bound(bucket, op, backend)
+    bound_gradient = _bound(bucket.unsharded, op, backend) if bucket.is_sharded else bucket.bound
     buffer = {
         **bucket.unsharded.shared(),
         "names": bucket.names,
@@ -224,7 +220,6 @@ def bind(
         bucket.gradient = NativeGradientBuffer(**buffer, bound=bound_gradient)
     else:
         bucket.gradient = PythonGradientBuffer(**buffer)
-    return Stepper(bucket) if bound is None else NativeStepper(bucket, bound)
 
 
 def _bound(segments: Segments, op: str, backend: str | None) -> Any:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -134,19 +132,19 @@ VALIDATORS: dict[str, Callable[[str, str, Any], None]] = {
 }
 
 
-def checksum(groups: Sequence[Mapping[str, Any]], names: Iterable[str], previous: int = 0) -> int:
-    """Return a checksum of the options of parameter groups, continued from `previous`.
-
-    A learning rate that is a tensor on a device is left out: reading it would wait for the device.
-    """
-    for group in groups:
-        values = [group[name] for name in names if not (isinstance(group[name], Tensor) and not group[name].is_cpu)]
-        floats = [float(n) for value in values for n in (value if isinstance(value, (tuple, list)) else (value,))]
-        previous = zlib.crc32(struct.pack(f"{len(floats)}d", *floats), previous)
-    return previous
-
-
 def op_options(op: StepOp, group: Mapping[str, Any]) -> dict[str, float | bool]:
     """Return the options of `op` with the values of a parameter group, whose `betas` are its beta1 and beta2."""
     values = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))}
     return {name: values[name] for name in op.options}
+
+
+def require_valid(op: StepOp, group: Mapping[str, Any], names: Iterable[str], where: str = "") -> None:
+    """Raise a ValueError if one of the options of a parameter group in `names` is missing or out of range.
+
+    Args:
+        where: put before the message.
+    """
+    for name in names:
+        VALIDATORS[name](where, name, group[name])
+    if reason := op.why_invalid(op_options(op, group)):
+        raise ValueError(where + reason)

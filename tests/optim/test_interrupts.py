@@ -17,14 +17,11 @@ from torch import nn
 
 import sparse_opt.optim.base_weights
 import sparse_opt.optim.gradients.collector
-import sparse_opt.optim.signals
 from sparse_opt import MaskSet, SparseAdamW, backends
 from sparse_opt.optim.base_weights import BaseWeights
 
 # In these tests a signal arrives before every line, or before every instruction of the library.
-OURS = [
-    m.__file__ for m in (sparse_opt.optim.signals, sparse_opt.optim.base_weights, sparse_opt.optim.gradients.collector)
-]
+OURS = [m.__file__ for m in (sparse_opt.optim.base_weights, sparse_opt.optim.gradients.collector)]
 TRACED = [*OURS, contextlib.__file__, torch.autograd.grad_mode.__file__]
 
 
