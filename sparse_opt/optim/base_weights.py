@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .. import backends
+from ..ops import bind
 from ..tensors import BASE_VERSION
 from .buckets import Bucket, CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
@@ -52,19 +52,16 @@ class BaseWeights(LocalSegments):
             self.values = self.values.to("cpu").pin_memory()
         # `values` on the device while the model holds them; without `current`, the model's weights instead
         self._exchanged: Tensor | None = None
-        target = (self.params, self.indices, self.starts, self.ends)
-        self._bound = backends.bind("indexed_swap_", *target, **self.layout(), backend=backend)
-        op = "indexed_swap_" if self.current is None else "indexed_replace_"
-        self._op = backends.function(op, self.device, backend)
+        self._ops = bind(self.params, self.indices, self.starts, self.ends, **self.layout(), backend=backend)
 
     def enter_(self) -> None:
         """Put the base into the model, bit for bit."""
         self._check_sizes()
         values = self.values.to(self.device, non_blocking=True)
         if self.current is None:
-            self._swap(values)
+            self._ops.indexed_swap_(values)
         else:
-            self._replace(self.current.values, values)
+            self._ops.indexed_replace_(self.current.values, values)
         self._exchanged = values
 
     def leave_(self) -> None:
@@ -72,28 +69,14 @@ class BaseWeights(LocalSegments):
         self._check_sizes()
         assert self._exchanged is not None
         if self.current is None:
-            self._swap(self._exchanged)
+            self._ops.indexed_swap_(self._exchanged)
         else:
-            self._replace(self._exchanged, self.current.values)
+            self._ops.indexed_replace_(self._exchanged, self.current.values)
         self._exchanged = None
 
     def _check_sizes(self) -> None:
         if [p.numel() for p in self.params] != self.numels:
             raise RuntimeError("a parameter has another size than when its mask was bound")
-
-    def _swap(self, values: Tensor) -> None:
-        """Exchange the model's weights with `values`."""
-        if self._bound is not None:
-            self._bound.swap(values)
-        else:
-            self._op(self.params, values, self.indices, self.starts, self.ends, **self.layout())
-
-    def _replace(self, before: Tensor, after: Tensor) -> None:
-        """Write `after` to the model, which holds `before`."""
-        if self._bound is not None:
-            self._bound.replace(before, after)
-        else:
-            self._op(self.params, before, after, self.indices, self.starts, self.ends, **self.layout())
 
     def parts(self) -> Iterator[tuple[Shard, tuple[Tensor, Tensor]]]:
         """Yield (shard, (positions in its local tensor, values)) for each shard."""
