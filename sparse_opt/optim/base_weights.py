@@ -23,7 +23,7 @@ from .buckets import Bucket, CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
 from .ranks import sharding
 from .ranks.sharding import Shard
-from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_run, pack_indices
+from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_run, packed
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -128,41 +128,18 @@ def rebuild(
         run_length = longest_run(union, longest)
         narrow = fits_uint16(shard.param, union, run_length)
         key = (bucket, flat.device, flat.dtype, union.dtype, run_length, narrow)
-        split.setdefault(key, []).append((shard, union[::run_length], base))
+        split.setdefault(key, []).append((shard, union, base))
     bases = []
     for (bucket, _, _, _, run_length, narrow), parts in split.items():
-        shards, indices, values = (list(column) for column in zip(*parts, strict=True))
-        ends = list(itertools.accumulate(part.numel() for part in values))
-        starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
-        where = pack_indices(indices, starts, ends, narrow)
-        current = None
-        if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
-            where = bucket.indices, bucket.index_bases  # share one copy
-            if (starts, ends, shards) == (bucket.starts, bucket.ends, bucket.shards):
-                current = bucket.weights
+        shards, positions, values = (list(column) for column in zip(*parts, strict=True))
         local = [shard.local for shard in shards]
+        found = LocalSegments(local, *packed(positions, run_length, narrow), run_length, shards)
+        current = None
+        if bucket is not None and found.same_elements(bucket):
+            found, current = bucket, bucket.weights  # one copy of the indices
         base = torch.cat(values)
-        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, base, backend, current, offload))
+        bases.append(BaseWeights(**found.shared(), values=base, backend=backend, current=current, offload=offload))
     return bases
-
-
-def copied_(old: list[BaseWeights], new: list[BaseWeights]) -> bool:
-    """Copy the values of `new` into `old` if they are of the same elements; else return False."""
-    same = len(old) == len(new) and all(
-        (a.shards, a.starts, a.ends, a.run_length) == (b.shards, b.starts, b.ends, b.run_length)
-        and _equal((a.indices, a.index_bases), (b.indices, b.index_bases))
-        for a, b in zip(old, new, strict=False)
-    )
-    for a, b in zip(old, new, strict=False) if same else ():
-        a.values.copy_(b.values)
-    return same
-
-
-def _equal(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:
-    return all(
-        x is y if x is None or y is None else x.dtype == y.dtype and torch.equal(x, y)
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 class InBaseWeights(ContextDecorator):

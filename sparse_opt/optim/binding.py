@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from .gradients.backward_notifier import BackwardNotifier, PythonBackwardNotifie
 from .gradients.gradient_buffer import NativeGradientBuffer, PythonGradientBuffer
 from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
-from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
+from .segments import Segments, fits_uint16, index_dtype, packed, run_length_of
 
 
 class ModelLinks:
@@ -129,15 +128,32 @@ def build_buckets(
 ) -> list[Bucket]:
     """Build the buckets of all groups, in the groups' order, without state and gradients, for a mask of `pattern`.
 
+    A bucket has the parameters that one op call can take: of one group, device, dtype and layout of the indices. The
+    run length follows from the mask's pattern; it is 1 for parameters whose rows, or shards, do not hold whole runs.
+    Indices take two bytes unless the active elements are scattered too widely.
+
     All ranks build the same buckets, of different shards.
     """
+    split: dict[tuple[Any, ...], tuple[list[str], list[Shard]]] = {}
+    for number, group in enumerate(groups):
+        # The last parameter may be a ScalerProxy's, which has no name.
+        for name, param in zip(group["param_names"], group["params"], strict=False):
+            if param in active:
+                shard = shards[param]
+                run_length = run_length_of(param.shape, pattern)
+                if shard.chunk % run_length:
+                    run_length = 1
+                narrow = fits_uint16(param, active[param], run_length)
+                key = (number, run_length, narrow, shard.is_whole, param.device, param.dtype, index_dtype(param))
+                names, its_shards = split.setdefault(key, ([], []))
+                names.append(name)
+                its_shards.append(shard)
     buckets: list[Bucket] = []
-    keys = list(_bucket_keys(groups, active, shards, pattern))
-    for group, names, its_shards, run_length, narrow in keys:
+    for (number, run_length, narrow, is_whole, *_), (names, its_shards) in split.items():
         positions = [active[shard.param] for shard in its_shards]
         unsharded = _segments_of([shard.unsharded for shard in its_shards], positions, run_length, narrow)
         local, first_slots = unsharded, [0] * len(names)
-        if not its_shards[0].is_whole:
+        if not is_whole:
             parts = [shard.local_positions(every) for shard, every in zip(its_shards, positions, strict=True)]
             first_slots = [first for _, first in parts]
             local = _segments_of([s.local for s in its_shards], [part for part, _ in parts], run_length, narrow)
@@ -147,9 +163,9 @@ def build_buckets(
                 shards=its_shards,
                 unsharded=unsharded,
                 first_slots=first_slots,
-                group=group,
+                group=groups[number],
                 names=names,
-                ordinal=len(buckets) + its_shards[0].number * len(keys),
+                ordinal=len(buckets) + its_shards[0].number * len(split),
                 ops=backends.functions(local.device, backend),
                 lr=torch.zeros(1, dtype=torch.float32, device=local.device),
                 steps=torch.zeros(len(names), dtype=torch.float32, device=local.device),
@@ -158,39 +174,10 @@ def build_buckets(
     return buckets
 
 
-def _bucket_keys(
-    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], shards: Mapping[Parameter, Shard], pattern: str
-) -> Iterator[tuple[dict[str, Any], list[str], list[Shard], int, bool]]:
-    """Split each group's active parameters into sets that one op call can take: same device, dtype and index layout.
-
-    The last two results are the run length and whether indices take two bytes. The run length follows from the mask's
-    pattern; it is 1 for parameters whose rows, or shards, do not hold whole runs. Two bytes suffice unless the active
-    elements are scattered too widely.
-    """
-    for group in groups:
-        split: dict[tuple[Any, ...], tuple[list[str], list[Shard]]] = {}
-        # The last parameter may be a ScalerProxy's, which has no name.
-        for name, param in zip(group["param_names"], group["params"], strict=False):
-            if param in active:
-                shard = shards[param]
-                run_length = run_length_of(param.shape, pattern)
-                if shard.chunk % run_length:
-                    run_length = 1
-                narrow = fits_uint16(param, active[param], run_length)
-                key = (shard.is_whole, param.device, param.dtype, index_dtype(param), run_length, narrow)
-                names, its_shards = split.setdefault(key, ([], []))
-                names.append(name)
-                its_shards.append(shard)
-        for (*_, run_length, narrow), (names, its_shards) in split.items():
-            yield group, names, its_shards, run_length, narrow
-
-
 def _segments_of(params: Sequence[Tensor], positions: Sequence[Tensor], run_length: int, narrow: bool) -> Segments:
     """Concatenate the sorted `positions` in the flattened `params` on their device."""
+    indices, index_bases, starts, ends = packed(positions, run_length, narrow)
     device = params[0].device
-    ends = list(accumulate(part.numel() for part in positions))
-    starts = [end - part.numel() for end, part in zip(ends, positions, strict=True)]
-    indices, index_bases = pack_indices([part[::run_length] for part in positions], starts, ends, narrow)
     index_bases = None if index_bases is None else index_bases.to(device)
     return Segments(list(params), indices.to(device), index_bases, starts, ends, run_length)
 

@@ -212,7 +212,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._process_group = None  # that of the mesh
         frozen = {id(p) for p in self._frozen}
         frozen_names = [name for name, p in zip(names, self._shards, strict=True) if id(p) in frozen]
-        self._detach()
+        self.detach()
         for name in names:  # torch.utils.swap_tensors leaves the hooks behind, and the new tensor does not call them
             params[name]._post_accumulate_grad_hooks = params[name]._post_accumulate_grad_hooks
         self._frozen = [params[name] for name in frozen_names]
@@ -243,7 +243,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, mask: MaskSet, buckets: list[Bucket], bases: list[base_weights.BaseWeights]) -> None:
         """Train the parameters of new buckets from now on. This is the part of binding that changes the model."""
-        self._detach()
+        self.detach()
         if self.grads == "compact":
             self.zero_grad()
         self.mask, self._buckets, self._bases = mask, buckets, bases
@@ -371,25 +371,22 @@ class SparseOptimizer(torch.optim.Optimizer):
             for bucket, receiver in zip(self._buckets, self.collector.receivers, strict=True):
                 self._routes += tile_layers.install(root, bucket, receiver, everywhere=self.tile_backward is True)
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
+        """Remove the optimizer's hooks from the model, unfreeze parameters, and restore every layer's own forward.
+
+        The optimizer keeps its state and its base weights. `attach` undoes this.
+        """
         self.collector.detach()
         tile_layers.restore(self._routes)
         for p in self._frozen:
             p.requires_grad_(True)
         self._frozen = []
 
-    def detach(self) -> None:
-        """Remove the optimizer's hooks from the model, unfreeze parameters, and restore every layer's own forward.
-
-        The optimizer keeps its state and its base weights. `attach` undoes this.
-        """
-        self._detach()
-
     @torch.no_grad()
     def attach(self) -> None:
         """Undo `detach`. Master weights are updated from weights that changed in between."""
         self._require_usable("attach")
-        self._detach()
+        self.detach()
         self.refresh_master_weights()
         self._attach()
 
@@ -397,7 +394,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Remove the hooks, restore every layer's own forward, and unfreeze parameters; `step` raises afterwards."""
         if self.collector.inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
-        self._detach()
+        self.detach()
         self._closed = True
 
     @torch.no_grad()
@@ -757,7 +754,10 @@ class SparseOptimizer(torch.optim.Optimizer):
                 group["lr"] = lr.copy_(value.reshape(lr.shape)) if isinstance(value, Tensor) else lr.fill_(value)
         for bucket in self._buckets:
             bucket.filled_lr = None
-        if not base_weights.copied_(self._bases, bases):
+        if len(bases) == len(self._bases) and all(a.same_elements(b) for a, b in zip(self._bases, bases, strict=True)):
+            for base, loaded_base in zip(self._bases, bases, strict=True):
+                base.values.copy_(loaded_base.values)
+        else:
             self._bases = bases
             self.generation += 1
         self._publish_state()
