@@ -29,7 +29,7 @@ from torch import Tensor
 from ..delta.state import TensorSpec
 from ..delta.state_log import StateLog, require_logged
 from ..errors import MaskError
-from .units import positions
+from .topk import positions
 
 LogMethod = Literal["magnitude", "momentum", "fisher", "oracle"]
 LOG_METHODS: tuple[LogMethod, ...] = ("magnitude", "momentum", "fisher", "oracle")

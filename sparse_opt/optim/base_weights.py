@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..masks.positions import index_dtype
 from ..ops import bind
 from ..tensors import BASE_VERSION
 from .buckets import Bucket, CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
 from .ranks import sharding
 from .ranks.sharding import Shard
-from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_run, packed
+from .segments import LocalSegments, compact, fits_uint16, longest_run, packed
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -119,7 +120,7 @@ def rebuild(
     split: dict[tuple[Any, ...], list[tuple[Shard, Tensor, Tensor]]] = {}
     for shard in dict.fromkeys([*active, *held]):
         flat = shard.local.detach().view(-1)
-        nothing = torch.empty(0, dtype=index_dtype(shard.param), device=flat.device)
+        nothing = torch.empty(0, dtype=index_dtype(shard.param.numel()), device=flat.device)
         held_positions, held_values = held.get(shard, (nothing, flat[:0]))
         bucket, i = active.get(shard, (None, 0))
         union = torch.cat([held_positions, nothing if bucket is None else bucket.positions(i)]).unique(sorted=True)

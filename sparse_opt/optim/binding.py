@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import backends
-from ..masks.checks import require_own_memory
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, require_own_memory
+from ..masks.positions import index_dtype
 from ..ops.checks import FLOAT_DTYPES
 from .buckets import Bucket
 from .gradients.backward_notifier import BackwardNotifier, PythonBackwardNotifier
 from .gradients.gradient_buffer import NativeGradientBuffer, PythonGradientBuffer
 from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
-from .segments import Segments, fits_uint16, index_dtype, packed, run_length_of
+from .segments import Segments, fits_uint16, packed, run_length_of
 
 
 class ModelLinks:
@@ -144,7 +144,15 @@ def build_buckets(
                 if shard.chunk % run_length:
                     run_length = 1
                 narrow = fits_uint16(param, active[param], run_length)
-                key = (number, run_length, narrow, shard.is_whole, param.device, param.dtype, index_dtype(param))
+                key = (
+                    number,
+                    run_length,
+                    narrow,
+                    shard.is_whole,
+                    param.device,
+                    param.dtype,
+                    index_dtype(param.numel()),
+                )
                 names, its_shards = split.setdefault(key, ([], []))
                 names.append(name)
                 its_shards.append(shard)

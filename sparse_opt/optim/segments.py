@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..masks.patterns import PATTERNS, matrix_shape
+from ..masks.positions import index_dtype
 from ..ops.narrow import bases_of, can_narrow, narrow_indices, widened
 from .ranks.sharding import Shard
 
@@ -105,7 +106,7 @@ def compact(segments: Segments, dtype: torch.dtype | None = None) -> Tensor:
 
 def fits_uint16(param: Tensor, positions: Tensor, run_length: int) -> bool:
     """Whether the indices of sorted `positions` in the flattened parameter fit two bytes each."""
-    return run_length == 1 and index_dtype(param) == torch.int32 and can_narrow(positions)
+    return run_length == 1 and index_dtype(param.numel()) == torch.int32 and can_narrow(positions)
 
 
 def packed(
@@ -117,10 +118,6 @@ def packed(
     indices = torch.cat([part[::run_length] for part in positions])
     indices, index_bases = narrow_indices(indices, starts, ends) if narrow else (indices, None)
     return indices, index_bases, starts, ends
-
-
-def index_dtype(param: Tensor) -> torch.dtype:
-    return torch.int64 if param.numel() >= 2**31 else torch.int32
 
 
 def run_length_of(shape: Sequence[int], pattern: str) -> int:

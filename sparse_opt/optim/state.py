@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..files import one_line
+from ..masks.positions import index_dtype
 from ..tensors import is_wrapper
 from .base_weights import BaseWeights
 from .buckets import Bucket
 from .options import shown
 from .ranks.sharding import Shard
-from .segments import LocalSegments, index_dtype
+from .segments import LocalSegments
 
 _BASE = ("base_indices", "base")
 _NOT_OPTIONS = ("params", "param_names")
@@ -155,7 +156,7 @@ class SavedState:
             indices, values = there["base_indices"].to(param.device), there["base"].to(param.device)
             if values.dtype != param.dtype:
                 raise ValueError(f"the base weights of {name!r} were saved as {values.dtype}, expected {param.dtype}")
-            sound = indices.shape == values.shape and indices.dtype == index_dtype(param) and indices.dim() == 1
+            sound = indices.shape == values.shape and indices.dtype == index_dtype(param.numel()) and indices.dim() == 1
             if sound:
                 indices = indices - shard.first
             if sound and indices.numel():
