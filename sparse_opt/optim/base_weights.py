@@ -144,11 +144,11 @@ def rebuild(
 
 
 class InBaseWeights(ContextDecorator):
-    """Context manager that puts W0 into the model and restores the trained weights, also after exceptions and signals.
+    """The context manager of `SparseOptimizer.base_weights`, which has its contract.
 
-    Inside, the swapped parameters are constants (`requires_grad` is False), so that a graph built inside has no edge to
-    them that could be used outside. If a graph built outside runs backward inside, autograd would drop the gradients
-    silently; a hook on every such parameter, the collector's or one of this class, raises instead.
+    The swapped parameters are constants inside, so that a graph built inside has no edge to them that could be used
+    outside. If a graph built outside runs backward inside, autograd would drop the gradients silently; a hook on every
+    such parameter, the collector's or one of this class, raises instead.
 
     Python calls a signal handler in the main thread, between two instructions of the code that runs there, and raises
     the handler's exception (KeyboardInterrupt on Ctrl-C) at that point. That may be before the first line of an
@@ -160,9 +160,8 @@ class InBaseWeights(ContextDecorator):
     - after everything is done, if it arrives during `__enter__`; an exception of the handler then undoes the entry.
 
     Signals without a Python handler are not affected, nor are threads other than the main one, which run no handlers.
-    Use it in a `with` statement. A caller that calls `__enter__` itself, as `contextlib.ExitStack` does, can be
-    interrupted right after that call, and a generator that contains the `with` statement (`contextlib.contextmanager`)
-    can be interrupted outside of the generator, which is then not resumed.
+    A caller that calls `__enter__` itself, as `contextlib.ExitStack` does, can be interrupted right after that call,
+    and a generator that contains the `with` statement outside of the generator, which is then not resumed.
 
     Args:
         prepare: returns the weights to swap; raises if the swap is not allowed.

@@ -28,11 +28,13 @@ class ModelLinks:
 
     Args:
         model: None if it is unknown; then only `torch.utils.swap_tensors` is noticed.
+        named: the parameters of the optimizer's groups.
         buckets: of the active parameters. `torch.utils.swap_tensors` itself refuses those that a native object holds.
     """
 
-    def __init__(self, model: nn.Module | None, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, model: nn.Module | None, named: Mapping[str, Parameter], buckets: Sequence[Bucket]) -> None:
         self._model = None if model is None else weakref.ref(model)
+        self._named, self._ids = named, {id(param) for param in named.values()}
         inside = _ids(model)  # a model need not have all parameters that the optimizer was built from
         self._shards = [shard for bucket in buckets for shard in bucket.shards if id(shard.param) in inside]
         swappable = [shard.param for bucket in buckets if bucket.bound is None for shard in bucket.shards]
@@ -45,6 +47,21 @@ class ModelLinks:
         self._dicts = [dictionary for dictionary, _, _ in links]
         self._keys = [key for _, key, _ in links]
         self._values = [value for _, _, value in links]
+
+    def require_intact(self, groups: list[dict[str, Any]]) -> None:
+        """Raise a RuntimeError that names a parameter which the model, or the optimizer's groups, no longer have."""
+        replaced = self.replaced()
+        given = {id(group["params"][0]) for group in groups if group["param_names"]}
+        if given - self._ids:
+            given = {id(param) for group in groups for param in group["params"]}
+            replaced = next((param for param in self._named.values() if id(param) not in given), None)
+        if replaced is not None:
+            name = next(name for name, param in self._named.items() if param is replaced)
+            raise RuntimeError(
+                f"{name!r} was replaced after the optimizer was built, as load_state_dict(assign=True), an assignment "
+                "to a layer's weight and accelerate's prepare do: call rebind(model) before the first step, or build a "
+                "new optimizer after it"
+            )
 
     def replaced(self) -> Parameter | None:
         """Return an active parameter that the model no longer has, None if it has all."""

@@ -247,7 +247,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self.grads == "compact":
             self.zero_grad()
         self.mask, self._buckets, self._bases = mask, buckets, bases
-        self._links = binding.ModelLinks(self._root(), buckets)
+        self._links = binding.ModelLinks(self._root(), dict(self._named()), buckets)
         self.generation += 1
         self._publish_state()
         reducer = None
@@ -338,19 +338,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a parameter was replaced after the optimizer was built; names it.
         """
-        replaced = self._links.replaced()
-        if any(group["param_names"] and group["params"][0] not in self._shards for group in self.param_groups):
-            given = {id(param) for group in self.param_groups for param in group["params"]}
-            replaced = next((param for param in self._shards if id(param) not in given), None)
-        if replaced is None:
-            return
-        names = (name for group in self.param_groups for name in group["param_names"])
-        name = next(name for name, param in zip(names, self._shards, strict=True) if param is replaced)
-        raise RuntimeError(
-            f"{name!r} was replaced after the optimizer was built, as load_state_dict(assign=True), an assignment to a "
-            "layer's weight and accelerate's prepare do: call rebind(model) before the first step, or build a new "
-            "optimizer after it"
-        )
+        self._links.require_intact(self.param_groups)
 
     # Hooks, frozen parameters and tiled layers in the model
 
