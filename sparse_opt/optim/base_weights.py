@@ -36,6 +36,7 @@ _SIGNALS = tuple(sorted(signal.valid_signals()))
 # through a graph built inside raises, and vice versa. Readers of trained weights see by them that these are not there:
 # `holds_base_weights`. On exit the bits are restored, and so are the version counters.
 _ELSEWHERE = itertools.count(BASE_VERSION)
+_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 @dataclass(eq=False)
@@ -211,10 +212,11 @@ class InBaseWeights(ContextDecorator):
         undo(_set_requires_grad, trained, True)
         _set_requires_grad(trained, False)
         hooked = [shard.unsharded for shard in trained if not self._collector.has_hook_on(shard.unsharded)]
-        refuse, refusing = self._refuse, [_hooks_on(p) for p in hooked]
-        undo(_remove_hooks, refusing, refuse)
-        for hooks in refusing:
-            hooks[refuse] = refuse
+        for param in hooked:  # torch's method to register a hook refuses parameters that do not require grad
+            if param._post_accumulate_grad_hooks is None:
+                param._post_accumulate_grad_hooks = OrderedDict()
+            undo(param._post_accumulate_grad_hooks.pop, self, None)
+            param._post_accumulate_grad_hooks[self] = self._refuse
         root = self._root()
         undo(sharding.gather, sharding.incomplete(root))
         undo(sharding.reshard, root)
@@ -307,26 +309,6 @@ def _unwrapped(handler: Handler) -> Handler:
     return handler
 
 
-def _set_versions(params: tuple[Parameter, ...], versions: tuple[int, ...]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(params, versions)
-
-
 def _set_requires_grad(shards: Iterable[Shard], requires_grad: bool) -> None:
     for shard in shards:
         shard.param.requires_grad = shard.unsharded.requires_grad = requires_grad
-
-
-def _hooks_on(param: Parameter) -> dict[Any, Callable[[Tensor], None]]:
-    """Return the dictionary in which torch keeps post-accumulate-grad hooks.
-
-    `register_post_accumulate_grad_hook` itself refuses parameters that do not require grad.
-    """
-    hooks: dict[Any, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks
-    if hooks is None:
-        hooks = param._post_accumulate_grad_hooks = OrderedDict()
-    return hooks
-
-
-def _remove_hooks(hooks_on: Iterable[dict[Any, Callable[[Tensor], None]]], key: object) -> None:
-    for hooks in hooks_on:
-        hooks.pop(key, None)

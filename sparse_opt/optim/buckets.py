@@ -92,7 +92,7 @@ class Bucket(LocalSegments):
     ops: Any  # one attribute per op, on the chosen backend
     lr: Tensor  # [1] fp32
     steps: Tensor  # [n] fp32
-    state: dict[str, Tensor] = field(default_factory=dict)  # name -> [nnz]
+    state: dict[str, Tensor] = field(default_factory=dict)  # name -> [nnz]; see `allocate`
     weights: CompactWeights | None = None  # None: the model's weights are read where they are
     filled_lr: float | None = None
     gradient: GradientBuffer = field(init=False)  # set by `binding.bind`, as is `bound`
@@ -101,6 +101,17 @@ class Bucket(LocalSegments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._local_grad: Tensor | None = None
+
+    def allocate(self, op: StepOp, state_dtype: torch.dtype, *, master_weights: bool, compact_weights: bool) -> None:
+        """Allocate the state that `op` uses with the group's options, zeros, and copies of the current weights."""
+        for name in op.used_states(op_options(op, self.group)):
+            self.state[name] = torch.zeros(self.nnz, dtype=state_dtype, device=self.device)
+        if master_weights and self.params[0].dtype != torch.float32:
+            self.state["master"] = compact(self, torch.float32)
+        if compact_weights:
+            if self.is_sharded:
+                raise ValueError(f"compact_weights=True, but {self.names[0]!r} is sharded by fully_shard")
+            self.weights = CompactWeights(self, self.state.get("master"))
 
     @property
     def is_sharded(self) -> bool:
@@ -183,7 +194,7 @@ class Bucket(LocalSegments):
             self.weights.sync()
         self.gradient.finish()
         dense = received is None
-        arguments = {
+        arguments: dict[str, Any] = {
             **self._step_options(op),
             **{name: self.state.get(name) for name in op.states},
             **scalars,

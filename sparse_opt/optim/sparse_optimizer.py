@@ -17,7 +17,7 @@ from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
 from . import base_weights, binding, options
 from . import state as compact_state
-from .buckets import Bucket, BucketStep, CompactWeights
+from .buckets import Bucket, BucketStep
 from .clipping import clip_coefficient, global_norm
 from .gradients import tile_layers
 from .gradients.collector import GradientCollector
@@ -118,7 +118,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             sharding.reshard(params)
             mask = mask.resolve(params)
             model, params = params if model is None else model, params.named_parameters()
-        self._model = None if model is None else weakref.ref(getattr(model, "_orig_mod", model))
+        self._root = _reference(model)
         super().__init__(params, self.defaults)
         self._groups_fixed = True
         self._check_groups()
@@ -216,7 +216,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for name in names:  # torch.utils.swap_tensors leaves the hooks behind, and the new tensor does not call them
             params[name]._post_accumulate_grad_hooks = params[name]._post_accumulate_grad_hooks
         self._frozen = [params[name] for name in frozen_names]
-        self._model = weakref.ref(getattr(model, "_orig_mod", model))
+        self._root = _reference(model)
         self._bind(self.mask)
 
     def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Bucket]:
@@ -224,16 +224,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         buckets = binding.build_buckets(self.param_groups, active, self._shards, pattern, self.backend)
         compact_grads = self.grads == "compact"
         tiles = tile_layers.choose(buckets, self._root(), pattern, grads=self.grads, tile_backward=self.tile_backward)
-        op = STEP_OPS[self._op]
+        copies = {"master_weights": self.master_weights, "compact_weights": self.compact_weights}
         for bucket, its_tiles in zip(buckets, tiles, strict=True):
-            for name in op.used_states(options.op_options(op, bucket.group)):
-                bucket.state[name] = torch.zeros(bucket.nnz, dtype=self.state_dtype, device=bucket.device)
-            if self.master_weights and bucket.params[0].dtype != torch.float32:
-                bucket.state["master"] = compact(bucket, torch.float32)
-            if self.compact_weights:
-                if bucket.is_sharded:
-                    raise ValueError(f"compact_weights=True, but {bucket.names[0]!r} is sharded by fully_shard")
-                bucket.weights = CompactWeights(bucket, bucket.state.get("master"))
+            bucket.allocate(STEP_OPS[self._op], self.state_dtype, **copies)
             n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
             # Behind the gradient are the elements of an `Agreement`, which one reduction averages with it.
             n_more = agreement.n_elements(self.process_group)
@@ -341,9 +334,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._links.require_intact(self.param_groups)
 
     # Hooks, frozen parameters and tiled layers in the model
-
-    def _root(self) -> nn.Module | None:
-        return None if self._model is None else self._model()
 
     def _attach(self) -> None:
         active = {shard.param: shard for bucket in self._buckets for shard in bucket.shards}
@@ -727,21 +717,13 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         # Nothing has changed so far.
         self.zero_grad()
-        saved.copy_(self._buckets)
+        saved.copy_states_(self._buckets)
         self.history.restart(max(int(state["step"]) for state in saved.states.values() if "step" in state))
         for bucket in self._buckets:
+            bucket.filled_lr = None
             if bucket.weights is not None:
                 bucket.weights.forget()
-        for group, loaded in zip(self.param_groups, saved.options, strict=True):
-            lr = group["lr"]
-            group.update(loaded)
-            if isinstance(lr, Tensor):  # a CUDA graph may read it
-                if any(other is not group and other["lr"] is lr for other in self.param_groups):
-                    lr = lr.clone()
-                value = loaded["lr"]
-                group["lr"] = lr.copy_(value.reshape(lr.shape)) if isinstance(value, Tensor) else lr.fill_(value)
-        for bucket in self._buckets:
-            bucket.filled_lr = None
+        saved.copy_options_(self.param_groups)
         if len(bases) == len(self._bases) and all(a.same_elements(b) for a, b in zip(self._bases, bases, strict=True)):
             for base, loaded_base in zip(self._bases, bases, strict=True):
                 base.values.copy_(loaded_base.values)
@@ -781,3 +763,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self.process_group is not None:
             agreement.require_same_weights(self._shards, dict(self._named()), self.process_group)
             agreement.require_same_state(self, self._buckets, self.process_group)
+
+
+def _reference(model: nn.Module | None) -> Callable[[], nn.Module | None]:
+    """Return a weak reference to the model, or to the one that `torch.compile` has wrapped."""
+    return (lambda: None) if model is None else weakref.ref(getattr(model, "_orig_mod", model))

@@ -129,7 +129,18 @@ class SavedState:
         _fit(states, names, buckets)
         return cls(names, states, [_options(i, group, required) for i, group in enumerate(groups)])
 
-    def copy_(self, buckets: Iterable[Bucket]) -> None:
+    def copy_options_(self, groups: list[dict[str, Any]]) -> None:
+        """Copy the options into the parameter groups; a learning rate that is a tensor stays the same tensor."""
+        for group, saved in zip(groups, self.options, strict=True):
+            lr = group["lr"]
+            group.update(saved)
+            if isinstance(lr, Tensor):  # a CUDA graph may read it
+                if any(other is not group and other["lr"] is lr for other in groups):
+                    lr = lr.clone()
+                value = saved["lr"]
+                group["lr"] = lr.copy_(value.reshape(lr.shape)) if isinstance(value, Tensor) else lr.fill_(value)
+
+    def copy_states_(self, buckets: Iterable[Bucket]) -> None:
         """Copy the states into the existing buffers."""
         for bucket in buckets:
             for i, shard in enumerate(bucket.shards):
