@@ -33,7 +33,7 @@ class ModelLinks:
     """
 
     def __init__(self, model: nn.Module | None, named: Mapping[str, Parameter], buckets: Sequence[Bucket]) -> None:
-        self._model = None if model is None else weakref.ref(model)
+        self._model = model_reference(model)
         self._named, self._ids = named, {id(param) for param in named.values()}
         inside = _ids(model)  # a model need not have all parameters that the optimizer was built from
         self._shards = [shard for bucket in buckets for shard in bucket.shards if id(shard.param) in inside]
@@ -42,11 +42,9 @@ class ModelLinks:
         self._find()
 
     def _find(self) -> None:
-        model = None if self._model is None else self._model()
+        model = self._model()
         links = [] if model is None else _links(model, {id(shard.param) for shard in self._shards}, set())
-        self._dicts = [dictionary for dictionary, _, _ in links]
-        self._keys = [key for _, key, _ in links]
-        self._values = [value for _, _, value in links]
+        self._dicts, self._keys, self._values = zip(*links, strict=True) if links else ((), (), ())
 
     def require_intact(self, groups: list[dict[str, Any]]) -> None:
         """Raise a RuntimeError that names a parameter which the model, or the optimizer's groups, no longer have."""
@@ -72,7 +70,7 @@ class ModelLinks:
             return None
         # Parameters may have moved to another module, as by torch.nn.utils.parametrize. Under FSDP2 a module has its
         # unsharded ones from its forward to its backward pass; then the links stay as they are.
-        held = _ids(None if self._model is None else self._model())
+        held = _ids(self._model())
         if not held:
             return None
         for shard in self._shards:
@@ -81,6 +79,11 @@ class ModelLinks:
         if all(id(shard.param) in held for shard in self._shards):
             self._find()
         return None
+
+
+def model_reference(model: nn.Module | None) -> Callable[[], nn.Module | None]:
+    """Return a weak reference to the model, or to the one that `torch.compile` has wrapped."""
+    return (lambda: None) if model is None else weakref.ref(getattr(model, "_orig_mod", model))
 
 
 def _ids(model: nn.Module | None) -> set[int]:

@@ -118,7 +118,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             sharding.reshard(params)
             mask = mask.resolve(params)
             model, params = params if model is None else model, params.named_parameters()
-        self._root = _reference(model)
+        self._root = binding.model_reference(model)
         super().__init__(params, self.defaults)
         self._groups_fixed = True
         self._check_groups()
@@ -166,7 +166,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         named = dict(self._named())
         mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
         self._shards = sharding.shards_of(named, self._root())
-        self.process_group = group_of(self._process_group, self.grads, sharding.mesh_of(self._shards))
+        mesh = next((shard.mesh for shard in self._shards.values() if shard.mesh is not None), None)
+        self.process_group = group_of(self._process_group, self.grads, mesh)
         if self.process_group is not None:
             agreement.require_same_setup(self, mask, self.process_group)
             agreement.require_same_weights(self._shards, named, self.process_group)
@@ -216,7 +217,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for name in names:  # torch.utils.swap_tensors leaves the hooks behind, and the new tensor does not call them
             params[name]._post_accumulate_grad_hooks = params[name]._post_accumulate_grad_hooks
         self._frozen = [params[name] for name in frozen_names]
-        self._root = _reference(model)
+        self._root = binding.model_reference(model)
         self._bind(self.mask)
 
     def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Bucket]:
@@ -273,8 +274,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
-        self._require_usable("set_mask")
-        self.check_binding()
+        self._require_bound("set_mask")
         if self.collector.has_unused():
             raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
         sharding.reshard(self._root())
@@ -320,6 +320,11 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{what}: the optimizer is closed")
         if self.collector.inside_base:
             raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
+
+    def _require_bound(self, what: str) -> None:
+        """Raise an error as `_require_usable` and `check_binding` do."""
+        self._require_usable(what)
+        self.check_binding()
 
     def check_binding(self) -> None:
         """Check that the model still has the active parameters, by the identity of parameters and modules.
@@ -489,8 +494,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             ValueError: `max_norm` is no number, negative or NaN; or as in `step`.
             RuntimeError: as in `step`.
         """
-        self._require_usable("clip_grad_norm_")
-        self.check_binding()
+        self._require_bound("clip_grad_norm_")
         max_norm = options.require_max_norm("max_norm", max_norm, "a number >= 0")
         norm, clip_coef = self._clipping(max_norm)
         if error_if_nonfinite and not norm.isfinite():
@@ -582,8 +586,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     # Base weights
 
     def _bases_to_swap(self) -> list[base_weights.BaseWeights]:
-        self._require_usable("base_weights")
-        self.check_binding()
+        self._require_bound("base_weights")
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
         self.sync_weights()
@@ -609,8 +612,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the model holds its base weights, or the optimizer is closed.
         """
-        self._require_usable("active_weights")
-        self.check_binding()
+        self._require_bound("active_weights")
         if not self.compact_weights:
             return None
         self.sync_weights()
@@ -763,8 +765,3 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self.process_group is not None:
             agreement.require_same_weights(self._shards, dict(self._named()), self.process_group)
             agreement.require_same_state(self, self._buckets, self.process_group)
-
-
-def _reference(model: nn.Module | None) -> Callable[[], nn.Module | None]:
-    """Return a weak reference to the model, or to the one that `torch.compile` has wrapped."""
-    return (lambda: None) if model is None else weakref.ref(getattr(model, "_orig_mod", model))

@@ -34,7 +34,8 @@ def group_of(
     """Return the group whose gradients an optimizer averages, or None for this process's own.
 
     Args:
-        mesh: of the parameters that `fully_shard` has sharded; None without any.
+        mesh: of the parameters that `fully_shard` has sharded; None without any. Under HSDP gradients are averaged over
+            both of its dimensions.
 
     Raises:
         ValueError: several processes run, the parameters are not sharded, and the argument is None; or there is a group
@@ -46,8 +47,14 @@ def group_of(
             raise ValueError(f"grads is {grads!r}, but the parameters are sharded by fully_shard; expected 'compact'")
         if process_group is False:
             raise ValueError("process_group is False, but the parameters are sharded over several ranks")
-        if process_group is None:
-            process_group = _group_of_mesh(mesh)
+        if process_group is None and mesh.size() == dist.get_world_size():
+            process_group = dist.group.WORLD
+        elif process_group is None and mesh.ndim == 1:
+            process_group = mesh.get_group()
+        elif process_group is None:
+            raise ValueError(
+                f"the parameters are sharded over {mesh}, a part of all ranks: pass a process_group of its ranks"
+            )
     if process_group is None and several:
         if grads == "compact":
             choices = (
@@ -76,16 +83,6 @@ def group_of(
         if found != expected:
             raise ValueError(f"process_group has ranks {found}, but the parameters are sharded over ranks {expected}")
     return process_group
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of all ranks of the mesh; under HSDP gradients are averaged over both of its dimensions."""
-    if mesh.size() == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    raise ValueError(f"the parameters are sharded over {mesh}, a part of all ranks: pass a process_group of its ranks")
 
 
 def all_reduce_mean(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
