@@ -44,7 +44,9 @@ class ModelLinks:
     def _find(self) -> None:
         model = self._model()
         links = [] if model is None else _links(model, {id(shard.param) for shard in self._shards}, set())
-        self._dicts, self._keys, self._values = zip(*links, strict=True) if links else ((), (), ())
+        self._dicts = [dictionary for dictionary, _, _ in links]
+        self._keys = [key for _, key, _ in links]
+        self._values = [value for _, _, value in links]
 
     def require_intact(self, groups: list[dict[str, Any]]) -> None:
         """Raise a RuntimeError that names a parameter which the model, or the optimizer's groups, no longer have."""
