@@ -15,8 +15,9 @@ How a gradient travels from autograd to the weights, with grads='compact':
    piece: during the backward pass a `BackwardNotifier` (backward_notifier.py) reports to it which pieces are complete.
    After it all ranks have the same values, and nothing below communicates. ranks/group.py has the collectives.
 5. Clipping (clipping.py) adds up the sums of squares of all buffers; the norm gives the coefficient of the next step.
-6. The bucket's `Stepper` (stepping.py) calls the step's op on the parameters, the buffer's values and the bucket's
-   state. The collector then marks the gradients as used.
+6. `Bucket.prepare_step` (buckets.py) prepares the call of the step's op on the parameters, the buffer's values and the
+   bucket's state. Once all buckets are prepared and checked, the calls are made, and the collector marks the gradients
+   as used.
 
 Parameters are in one bucket (buckets.py), and their gradients in one buffer, if one op call can take them all: same
 parameter group, device, dtype and layout of the indices. binding.py builds both from a mask, and is the only place that
@@ -30,9 +31,18 @@ are those of the shards' local tensors. Without FSDP2 all three are the paramete
 from .adamw import SparseAdamW
 from .graphed_step import GraphedStep
 from .lion import SparseLion
+from .options import SharedOptions
 from .sgd import SparseSGD
 from .sparse_optimizer import SparseOptimizer
 
 OPTIMIZERS = (SparseAdamW, SparseLion, SparseSGD)
 
-__all__ = ["OPTIMIZERS", "GraphedStep", "SparseAdamW", "SparseLion", "SparseOptimizer", "SparseSGD"]
+__all__ = [
+    "OPTIMIZERS",
+    "GraphedStep",
+    "SharedOptions",
+    "SparseAdamW",
+    "SparseLion",
+    "SparseOptimizer",
+    "SparseSGD",
+]

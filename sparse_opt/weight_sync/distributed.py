@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim.ranks import sharding
-from ..optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks
+from ..optim.ranks.group import REPORT_SECONDS, missing_ranks
 from .active_values import Source, WeightsOf, mask_of, named_weights, require_current
 from .backend import choose
 from .encoding import Encoding

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ranks.agreement import Agreement, Progress, n_elements
-from ..ranks.group import all_reduce_mean, wait
-from ..ranks.lost_ranks import LostRankReporter
+from ..ranks.group import LostRankReporter, all_reduce_mean, wait
 from .backward_notifier import BackwardNotifier, in_nested_pass
 from .gradient_buffer import GradientBuffer
 

@@ -1,8 +1,12 @@
-"""Checks a state_dict completely before it is loaded, so that an invalid one does not change the optimizer."""
+"""The compact state as torch shows it, saves it and loads it, and its copy to another mask.
+
+A state_dict is checked completely before it is loaded, so that an invalid one does not change the optimizer.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +16,80 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..files import one_line
+from ..masks.positions import index_dtype
 from ..tensors import is_wrapper
+from .base_weights import BaseWeights
 from .buckets import Bucket
 from .options import shown
 from .ranks.sharding import Shard
-from .segments import index_dtype
+from .segments import LocalSegments
 
 _BASE = ("base_indices", "base")
 _NOT_OPTIONS = ("params", "param_names")
 
 States = dict[Parameter, dict[str, Tensor]]
+
+
+def entries(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[Tensor, dict[str, Any]]:
+    """Return the entries of `optimizer.state`: for each parameter, views of its part of the compact buffers."""
+    state: dict[Tensor, dict[str, Any]] = {
+        shard.param: bucket.parameter_state(i) for bucket in buckets for i, shard in enumerate(bucket.shards)
+    }
+    for base in bases:
+        for i, shard in enumerate(base.shards):
+            state.setdefault(shard.param, {})["base"] = base.values[base.segment(i)]
+    return state
+
+
+def nbytes(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[str, int]:
+    """Return the bytes of the compact buffers by purpose: state, master, compact_weights, indices, grad, base."""
+    total = dict.fromkeys(("state", "master", "compact_weights", "indices", "grad", "base"), 0)
+    for bucket in buckets:
+        for name, flat in bucket.state.items():
+            total["master" if name == "master" else "state"] += flat.nbytes
+        if bucket.weights is not None:
+            total["compact_weights"] += bucket.weights.nbytes
+        total["indices"] += bucket.index_bytes + (bucket.unsharded.index_bytes if bucket.is_sharded else 0)
+        total["grad"] += bucket.gradient.values.nbytes
+        if bucket.is_sharded:
+            total["grad"] += bucket.nnz * bucket.gradient.values.element_size()
+    shared = {id(bucket.indices) for bucket in buckets}
+    for base in bases:
+        total["base"] += base.values.nbytes + (0 if id(base.indices) in shared else base.index_bytes)
+    return total
+
+
+def copy_common(old_buckets: list[Bucket], new_buckets: list[Bucket]) -> None:
+    """Copy the compact state of the elements that are in both masks, and the step counts of their parameters."""
+    old = {shard: (bucket, i) for bucket in old_buckets for i, shard in enumerate(bucket.shards)}
+    for bucket in new_buckets:
+        for i, shard in enumerate(bucket.shards):
+            if shard not in old:
+                continue
+            source, j = old[shard]
+            bucket.steps[i] = source.steps[j]
+            before, after = source.positions(j), bucket.positions(i)
+            if not before.numel():  # the shard had no active element
+                continue
+            slot = torch.searchsorted(before, after).clamp_(max=before.numel() - 1)
+            kept = before[slot] == after
+            for name, flat in bucket.state.items():
+                flat[bucket.segment(i)][kept] = source.state[name][source.segment(j)][slot[kept]]
+
+
+def with_indices(
+    state: Mapping[Tensor, dict[str, Any]], buckets: list[Bucket], bases: list[BaseWeights]
+) -> defaultdict[Tensor, Any]:
+    """Return the optimizer's state for saving, with each element's position in its parameter, for every pattern."""
+    shown: defaultdict[Tensor, Any] = defaultdict(dict, {param: dict(values) for param, values in state.items()})
+    made: dict[int, Tensor] = {}  # base weights may share their bucket's indices, which a file then stores once
+    holders: list[tuple[str, LocalSegments]] = [("indices", b) for b in buckets] + [("base_indices", b) for b in bases]
+    for key, holder in holders:
+        if id(holder.indices) not in made:
+            made[id(holder.indices)] = torch.cat([holder.positions_in_param(i) for i in range(len(holder.shards))])
+        for i, shard in enumerate(holder.shards):
+            shown[shard.param][key] = made[id(holder.indices)][holder.segment(i)]
+    return shown
 
 
 @dataclass(eq=False)
@@ -61,7 +129,18 @@ class SavedState:
         _fit(states, names, buckets)
         return cls(names, states, [_options(i, group, required) for i, group in enumerate(groups)])
 
-    def copy_(self, buckets: Iterable[Bucket]) -> None:
+    def copy_options_(self, groups: list[dict[str, Any]]) -> None:
+        """Copy the options into the parameter groups; a learning rate that is a tensor stays the same tensor."""
+        for group, saved in zip(groups, self.options, strict=True):
+            lr = group["lr"]
+            group.update(saved)
+            if isinstance(lr, Tensor):  # a CUDA graph may read it
+                if any(other is not group and other["lr"] is lr for other in groups):
+                    lr = lr.clone()
+                value = saved["lr"]
+                group["lr"] = lr.copy_(value.reshape(lr.shape)) if isinstance(value, Tensor) else lr.fill_(value)
+
+    def copy_states_(self, buckets: Iterable[Bucket]) -> None:
         """Copy the states into the existing buffers."""
         for bucket in buckets:
             for i, shard in enumerate(bucket.shards):
@@ -88,7 +167,7 @@ class SavedState:
             indices, values = there["base_indices"].to(param.device), there["base"].to(param.device)
             if values.dtype != param.dtype:
                 raise ValueError(f"the base weights of {name!r} were saved as {values.dtype}, expected {param.dtype}")
-            sound = indices.shape == values.shape and indices.dtype == index_dtype(param) and indices.dim() == 1
+            sound = indices.shape == values.shape and indices.dtype == index_dtype(param.numel()) and indices.dim() == 1
             if sound:
                 indices = indices - shard.first
             if sound and indices.numel():
