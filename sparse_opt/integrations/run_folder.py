@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import secrets
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 from ..errors import ConfigError, DataError
 from ..file_lock import FileLock
 from ..files import one_line
-from .checkpoints import VerifiedCheckpointCallback, last_intact
+from .checkpoints import MANIFEST, VerifiedCheckpointCallback, last_intact
 
 # Stays in the folder, and holds the name of the last run. `push_to_hub` leaves out names that begin like this.
 LOCK = "_run.lock"
@@ -78,3 +79,16 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """The newest complete checkpoint of the last run in the folder; its files are not compared with their manifest."""
+    lock = Path(folder, LOCK)
+    run = lock.read_text(encoding="utf-8") if lock.exists() else None
+    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
+    steps = [
+        int(path.name.rpartition("-")[2])
+        for path in found
+        if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["run"] == run
+    ]
+    return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None

@@ -179,7 +179,7 @@ def interrupted(train, monkeypatch):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(train, interrupted, tmp_path, monkeypatch):
-    monkeypatch.setattr("sparse_opt.integrations.trl.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("sparse_opt.progress.SECONDS_BETWEEN_LINES", 0.0)
     words = ("--max_steps", 4, "--save_steps", 2, "--mask_density", 0.2, "--logging_steps", 1, "--statistics_steps", 1)
     words += ("--log_margins", "--learning_rate", 1e-3)
     whole = train("dpo", *words, "--output_dir", tmp_path / "whole")

@@ -27,7 +27,7 @@ from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, 
 from ...errors import ConfigError
 from ...options import FALSE, TRUE, read_yaml, similar
 from ..rates import EXPONENT
-from .mask_arguments import MaskArguments
+from .mask_arguments import MaskArguments, option
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 _WORD = re.compile(r"[A-Za-z]\w*=")
@@ -59,15 +59,11 @@ times density^{exponent} (5.6 at 10 %, 16 at 2.5 %, 32 at 1 %), a start for tuni
 class GRPOScriptArguments(ScriptArguments):
     """TRL's script arguments and the two of its GRPO script."""
 
-    reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "reward model: a sequence classifier with one label"}
-    )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "exact_match, number (both read the column answer), accuracy_reward, reasoning_accuracy_reward, "
-            "think_format_reward, get_soft_overlong_punishment, or import paths: my_package.rewards.function"
-        },
+    reward_model_name_or_path: str | None = option(None, "reward model: a sequence classifier with one label")
+    reward_funcs: list[str] | None = option(  # noqa: RUF009
+        None,
+        "exact_match, number (both read the column answer), accuracy_reward, reasoning_accuracy_reward, "
+        "think_format_reward, get_soft_overlong_punishment, or import paths: my_package.rewards.function",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...files import written_aside
+from ...files import write_text
 
 
 class RowFile:
@@ -21,8 +21,7 @@ class RowFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= last_step]
-        with written_aside(self.path) as aside:
-            aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        write_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row."""

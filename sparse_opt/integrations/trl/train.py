@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import warnings
@@ -18,24 +17,22 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
 from ...errors import ConfigError, DataError, SparseOptError
-from ...files import one_line, written_aside
+from ...files import one_line, write_text
 from ...masks.mask_set import MaskSet
 from ...options import FALSE, TRUE
 from ...progress import hide_progress_bars
 from ..callback import DeltaLogCallback, on_process_0
-from ..checkpoints import MANIFEST, VerifiedCheckpointCallback
+from ..checkpoints import VerifiedCheckpointCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
-from ..run_folder import LOCK, RunFolder
+from ..run_folder import RunFolder, last_checkpoint
 from ..trainer import EndingTrainer
 from .command_line import Options, parse
-from .data import Algorithm, load_rows
-from .log_warnings import LogWarnings
+from .console import LogWarnings, ProgressLines
+from .data import Algorithm, RowsDigest, load_rows
 from .margins import MarginsCallback
 from .memory import MemoryCallback
-from .progress import ProgressLines
 from .rewards import load_rewards
-from .rows_digest import RowsDigest
 from .tokenized_rows import check_tokenized
 from .update_statistics import UpdateStatisticsCallback
 
@@ -299,23 +296,10 @@ def _checkpoint(args: Any) -> str | bool | None:
     return str(given)
 
 
-def _last_checkpoint(folder: str) -> str | None:
-    """The newest complete checkpoint of the last run in the folder."""
-    lock = Path(folder, LOCK)
-    run = lock.read_text(encoding="utf-8") if lock.exists() else None
-    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
-    steps = [
-        int(path.name.rpartition("-")[2])
-        for path in found
-        if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["run"] == run
-    ]
-    return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None
-
-
 def _interrupted(trainer: Any) -> str:
     args, step = trainer.args, trainer.state.global_step
     line = f"interrupted after step {step} of {trainer.state.max_steps}"
-    last = _last_checkpoint(args.output_dir)
+    last = last_checkpoint(args.output_dir)
     if last is None:
         return f"{line}; no checkpoint was saved: a lower --save_steps than {args.save_steps:g} saves the first earlier"
     return f"{line}; {last} is kept: repeat the command with --resume_from_checkpoint {last}"
@@ -324,7 +308,6 @@ def _interrupted(trainer: Any) -> str:
 def _write_options(options: Options, mask: MaskSet | None) -> None:
     folder = Path(options.training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with written_aside(folder / OPTIONS_FILE) as aside:
-        aside.write_text(options.to_yaml(), encoding="utf-8")
+    write_text(folder / OPTIONS_FILE, options.to_yaml())
     if mask is not None and options.mask.mask is None:
         mask.save(folder / MASK_FILE)
