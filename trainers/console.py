@@ -19,8 +19,6 @@ from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.files import check_new_folder, writing
 from sparse_opt.progress import TimeLeft
 
-METRICS_FILE = "metrics.jsonl"
-
 
 def run_module(config_class: type, work: Callable[[Any], object], argv: Sequence[str] | None, name: str) -> int:
     """Call `work` with the dataclass of the options in `argv`, by default the process's: main of the module `name`.
@@ -64,7 +62,7 @@ class Metrics:
     def __init__(self, folder: Path, n_steps: int):
         check_new_folder(folder, "output_dir")
         self._n_steps = n_steps
-        self._path = folder / METRICS_FILE
+        self._path = folder / "metrics.jsonl"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         self._clock = TimeLeft(every=2.0)

@@ -78,8 +78,7 @@ def linear_logprobs(
     The products are accumulated in fp32 (accumulating slices in bf16 biases training, as TRL found:
     https://github.com/huggingface/trl, kernels/chunked_logprob.py) and rounded once. The gradient of the weight is
     computed from kept or recomputed values, one slice of words at a time and over all positions at once, so that each
-    of its elements is one product with one rounding, as in a linear layer (in `fused.OneSlice` the product's second
-    operand is rounded, too). It is computed at the end of the backward pass, see `WeightGrad`.
+    of its elements is one product with one rounding, as in a linear layer; when and where says `WeightGrad`.
 
     Args:
         hidden: [..., H] bf16, fp16 or fp32.

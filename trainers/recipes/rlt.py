@@ -68,11 +68,7 @@ _FIXED = {
         ("dataset_id_or_path", "none", "use --dataset_name"),
         ("wandb_project", "none", "set WANDB_PROJECT, and use --report_to wandb"),
         ("save_final_model", "true", "the model is always saved in --output_dir"),
-        (
-            "offload zero1 deepspeed",
-            "none",
-            "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in a file)",
-        ),
+        ("offload zero1 deepspeed", "none", "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in YAML)"),
         ("reward_funcs reward_model_name_or_path", "none", "rlt has a reward of its own"),
         ("dataset_streaming remove_unused_columns", "false", "rlt needs all rows and columns"),
     )

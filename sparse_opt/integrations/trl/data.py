@@ -66,13 +66,8 @@ def read_rows(
         DataError: a file or dataset cannot be read or has no rows.
     """
     name, option = script_arguments.dataset_name, "dataset_test_split" if test else "dataset_train_split"
-    split = getattr(script_arguments, option)
-    if not name:
-        raise ConfigError("--dataset_name is missing: give a file, a folder or a dataset of the hub")
-    path = Path(name).expanduser()
+    split, path = getattr(script_arguments, option), require_dataset(name)
     if not path.exists():
-        if path.suffix in _READERS or path.is_absolute() or name.startswith(("~", ".")):
-            raise ConfigError(f"dataset {name}: no such file or folder")
         rows = _load(
             name, name=script_arguments.dataset_config, split=split, streaming=script_arguments.dataset_streaming
         )
@@ -83,6 +78,16 @@ def read_rows(
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
     return rows
+
+
+def require_dataset(name: str | None) -> Path:
+    """The path of a dataset. Raises ConfigError if the name is missing, or is that of a file that does not exist."""
+    if not name:
+        raise ConfigError("--dataset_name is missing: give a file, a folder or a dataset of the hub")
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix in _READERS or path.is_absolute() or name.startswith(("~", "."))):
+        raise ConfigError(f"dataset {name}: no such file or folder")
+    return path
 
 
 def _load(source: str, /, **options: Any) -> Any:
