@@ -246,6 +246,8 @@ def test_a_complete_run_that_is_resumed_trains_no_further_step(train, tmp_path, 
     resumed = train("dpo", *words, "--save_steps", 1, "--learning_rate", 1e-3, "--resume_from_checkpoint", "true")
     assert "trained to step 2 " in resumed.done()
     assert not any(elements.any() for elements in changed(tmp_path / "complete", tmp_path / "out").values())
+    further = train("dpo", *words, "--save_steps", 1, "--max_steps", 3, "--resume_from_checkpoint", "true")
+    assert "trained to step 3 " in further.done()
 
 
 def test_options_and_rows_without_effect(train, tmp_path):

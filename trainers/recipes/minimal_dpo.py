@@ -101,10 +101,9 @@ def run(argv: Sequence[str]) -> int:
                 f"--val_ratio {own.val_ratio} of {len(rows)} rows leaves none to train or to test"
             ) from error
         rows, held_out = split["train"], split["test"]
-    margins = Path(own.mount_dir) / MARGINS_FOLDER
 
     def prepare(trainer: Any) -> None:
-        trainer.add_callback(MarginsCallback(trainer, margins))
+        trainer.add_callback(MarginsCallback(trainer, Path(own.mount_dir) / MARGINS_FOLDER))
 
     return train("dpo", options, rows=rows, test_rows=held_out, prepare=prepare, ref_model=reference)
 

@@ -41,7 +41,7 @@ from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import write_text
 from sparse_opt.integrations.run_folder import RunFolder
 from sparse_opt.integrations.trl.command_line import Recipe, make_parser, parse, read_options
-from sparse_opt.integrations.trl.data import load_rows, rows_digest
+from sparse_opt.integrations.trl.data import MissingDataset, load_rows, rows_digest
 from sparse_opt.integrations.trl.mask_arguments import option
 from sparse_opt.integrations.trl.rewards import load_rewards, number_in
 from sparse_opt.integrations.trl.train import train as train_with_trl
@@ -169,7 +169,11 @@ def train(argv: Sequence[str]) -> int:
         if "tensorboard" not in options.training.report_to:
             raise ConfigError("--logging_dir is TensorBoard's folder: give --report_to tensorboard, or leave it out")
         os.environ["TENSORBOARD_LOGGING_DIR"] = options.recipe.logging_dir
-    return train_with_trl("sft", options, rows=load_rows(options.script, "sft", from_array=_demonstration))
+    try:
+        rows = load_rows(options.script, "sft", from_array=_demonstration)
+    except MissingDataset as error:
+        raise ConfigError(f"{error}: 'sparse-opt train rft datagen' writes it") from error
+    return train_with_trl("sft", options, rows=rows)
 
 
 def _with_profile(values: dict[str, Any], given: set[str]) -> dict[str, Any]:

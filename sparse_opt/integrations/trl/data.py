@@ -80,13 +80,17 @@ def read_rows(
     return rows
 
 
+class MissingDataset(ConfigError):
+    """A dataset's file or folder does not exist."""
+
+
 def require_dataset(name: str | None) -> Path:
-    """The path of a dataset. Raises ConfigError if the name is missing, or is that of a file that does not exist."""
+    """The path of a dataset. Raises ConfigError without a name, and MissingDataset for a file that does not exist."""
     if not name:
         raise ConfigError("--dataset_name is missing: give a file, a folder or a dataset of the hub")
     path = Path(name).expanduser()
     if not path.exists() and (path.suffix in _READERS or path.is_absolute() or name.startswith(("~", "."))):
-        raise ConfigError(f"dataset {name}: no such file or folder")
+        raise MissingDataset(f"dataset {name}: no such file or folder")
     return path
 
 
