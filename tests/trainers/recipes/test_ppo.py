@@ -357,6 +357,8 @@ def test_a_killed_run_can_be_resumed(words, tmp_path):
     assert main([*words(num_updates=last + 2, save_ckpt_every=1), "--resume"]) == 0
     assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == list(range(1, last + 3))
     assert not list((tmp_path / "run").glob(".*.tmp"))
+    with pytest.raises(ConfigError, match="run holds a run: give --resume, or another folder"):
+        ppo.parse(words(num_updates=last + 3)[2:])
 
 
 def test_a_loss_that_is_nan_stops_the_run(words, monkeypatch, capfd):
