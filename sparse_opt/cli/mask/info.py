@@ -36,16 +36,16 @@ def run(args: Namespace) -> None:
     from ...masks.parameters import PART_LABELS, layer_label
 
     if args.png is not None:
-        from ...analysis.output_files import require_matplotlib
+        from ...analysis.output_files import require_matplotlib, save_png
 
         require_matplotlib("png")
     mask = MaskSet.load(args.file)
     layers = {layer_label(layer): stats for layer, stats in mask.per_layer().items()}
     parts = mask.per_part()
     if args.png is not None:
-        from ...analysis.mask_plots import draw_density
+        from ...analysis.plots import mask_figure
 
-        draw_density(mask, args.png, args.file.name)
+        save_png(mask_figure(mask, args.file.name), args.png)
     if args.json:
         stats_by: dict[str, dict[Any, Any]] = {"layers": layers, "parts": dict(parts), "tensors": mask.per_tensor()}
         print_json(
