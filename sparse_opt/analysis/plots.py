@@ -1,7 +1,8 @@
-"""Plots of the analyses and of masks, as figures. Needs matplotlib.
+"""Plots of the analyses and of masks, as figures: curves by step, heat maps by layer and part of a model.
 
 Every curve has its own line style, marker and colour, so that curves are distinguishable in grayscale print; the legend
-is next to the data. Every cell of a heat map shows its number, and brightness increases with the value.
+is next to the data. Every cell of a heat map shows its number, and brightness increases with the value. All functions
+need matplotlib.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish, from dark to light.
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p", "d")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":")
-# Part -> layer -> value; layer None holds the parameters outside of all layers.
-_Profile = dict[Part, dict[int | None, float]]
+# Layer and part of the model -> value and text of a cell.
+_Cells = dict[tuple[int | None, Part], tuple[float, str]]
 
 T = TypeVar("T")
 
@@ -60,31 +61,29 @@ def coverage_figure(coverage: Coverage) -> Figure:
 
 
 def layer_figure(step: StepChanges, precision: str) -> Figure:
-    """Density (elements whose bits differ) and sign flips at one step by layer, a curve for each component.
+    """Density (elements whose bits differ) and sign flips at one step by layer and part of the model.
 
     Args:
         precision: a key of `StepChanges.by_precision`.
     """
     counts = step.by_precision[precision]
     panels = {
-        "density (% of elements\nwhose bits differ)": _profile(counts, lambda of: 100 * sum_changes(of).share),
-        "sign flips\n(% of elements)": _profile(counts, lambda of: 100 * sum_changes(of).share_flipped),
+        "density, % of elements whose bits differ": _cells(counts, lambda of: 100 * sum_changes(of).share),
+        "sign flips, % of elements": _cells(counts, lambda of: 100 * sum_changes(of).share_flipped),
     }
-    return _by_layer(panels, f"Update by layer and component, step {step.step}, {precision_text(precision)}", columns=1)
+    return _by_place(panels, f"Update by layer and part, step {step.step}, {precision_text(precision)}")
 
 
 def rank_figure(stats: Mapping[str, RankStats], tau: float, step: int) -> Figure:
-    """Ranks, norm and shares of the updates by layer; a curve for each component, the mean of its matrices."""
+    """Ranks, norm and share of the updates by layer and part of the model, means over the matrices."""
     statistics: dict[str, Callable[[RankStats], float]] = {
-        "classical rank\n(% of full rank)": lambda s: 100 * s.rank / s.full_rank,
-        "effective rank\n(% of full rank)": lambda s: 100 * s.effective_rank / s.full_rank,
+        "effective rank, % of full rank": lambda s: 100 * s.effective_rank / s.full_rank,
         "stable rank": lambda s: s.stable_rank,
-        "Frobenius norm of the update\n(units of the weights)": lambda s: s.frobenius_norm,
-        f"elements that moved by\nmore than {threshold_text(tau)} (%)": lambda s: 100 * s.share_above,
-        "elements that moved by more\nthan mean + 2 std (%)": lambda s: 100 * s.share_large,
+        "Frobenius norm of the update, units of the weights": lambda s: s.frobenius_norm,
+        f"elements that moved by more than {threshold_text(tau)}, %": lambda s: 100 * s.share_above,
     }
-    panels = {label: _profile(stats, _mean_of(statistic)) for label, statistic in statistics.items()}
-    return _by_layer(panels, f"Updates of weight matrices by layer and component, step {step}", columns=2)
+    panels = {unit: _cells(stats, _mean_of(statistic)) for unit, statistic in statistics.items()}
+    return _by_place(panels, f"Updates of weight matrices by layer and part, step {step}")
 
 
 def rank_steps_figure(found: Mapping[int, Mapping[str, RankStats]]) -> Figure:
@@ -150,7 +149,7 @@ def pair_figure(comparison: Comparison) -> Figure:
     sums = {place: Overlap.sum(of) for place, of in group(comparison.tensors, place_of).items()}
     cells = {place: (o.jaccard, _with_chance(o.jaccard, o.jaccard_chance)) for place, o in sums.items()}
     title = f"|A and B| / |A or B|\nA = {comparison.first}, B = {comparison.second}"
-    return _place_map(cells, title, "Jaccard index (by chance)", _linear(value for value, _ in cells.values()))
+    return _by_place({"Jaccard index (by chance)": cells}, title)
 
 
 def mask_figure(mask: MaskSet, title: str) -> Figure:
@@ -158,13 +157,8 @@ def mask_figure(mask: MaskSet, title: str) -> Figure:
 
     Colours are on a logarithmic scale: norms and embeddings often are many times as dense as the matrices.
     """
-    from matplotlib.colors import LogNorm
-
-    shares = {place: 100 * MaskStats.sum(of).density for place, of in group(mask.per_tensor(), place_of).items()}
-    above = [share for share in shares.values() if share > 0] or [1.0]
-    scale = LogNorm(min(min(above), max(above) / 10), max(above), clip=True)  # over at least a factor of ten
-    cells = {place: (share, f"{share:.3g}") for place, share in shares.items()}
-    return _place_map(cells, title, "density, % of elements", scale)
+    cells = _cells(mask.per_tensor(), lambda of: 100 * MaskStats.sum(of).density)
+    return _by_place({"density, % of elements": cells}, title, logarithmic=True)
 
 
 def as_svg(figure: Figure) -> bytes:
@@ -183,11 +177,9 @@ def _mean_of(statistic: Callable[[T], float]) -> Callable[[Sequence[T]], float]:
     return lambda values: sum(map(statistic, values)) / len(values)
 
 
-def _profile(of: Mapping[str, T], statistic: Callable[[Sequence[T]], float]) -> _Profile:
-    profile: _Profile = {}
-    for (layer, part), values in group(of, place_of).items():
-        profile.setdefault(part, {})[layer] = statistic(values)
-    return profile
+def _cells(of: Mapping[str, T], statistic: Callable[[Sequence[T]], float]) -> _Cells:
+    values = {place: statistic(values) for place, values in group(of, place_of).items()}
+    return {place: (value, f"{value:.3g}") for place, value in values.items()}
 
 
 def _by_step(
@@ -203,104 +195,61 @@ def _by_step(
     row = figure.subplots(1, len(panels), sharey=shared, squeeze=False)[0]
     for axes, (name, curves) in zip(row, panels.items(), strict=True):
         for i, (curve, values) in enumerate(curves.items()):
-            # Curves may overlap: later curves have smaller markers, drawn inside the earlier ones.
-            _curve(axes, i, curve, list(steps), values, markersize=9 - 5 * i / max(1, len(curves) - 1))
+            colour = _COLOURS[i % len(_COLOURS)]
+            axes.plot(
+                steps,
+                [value if isfinite(value) else nan for value in values],
+                color=colour,
+                linestyle=_LINES[i % len(_LINES)],
+                marker=_MARKERS[i % len(_MARKERS)],
+                # Curves may overlap: later curves have smaller markers, drawn inside the earlier ones.
+                markersize=9 - 5 * i / max(1, len(curves) - 1),
+                markerfacecolor="white" if i % 2 else colour,
+                linewidth=1.3,
+                label=curve,
+            )
         axes.set_xlabel("training step")
         axes.set_title(name, fontsize=10)
         axes.xaxis.get_major_locator().set_params(integer=True)
-    row[0].set_ylabel(label)
-    for scale in [list(row)] if shared else [[axes] for axes in row]:
-        _from_zero(scale)
-    _finish(figure, title, dict(zip(*reversed(row[0].get_legend_handles_labels()), strict=True)))
-    return figure
-
-
-def _by_layer(panels: Mapping[str, _Profile], title: str, columns: int) -> Figure:
-    """A panel for each statistic, with a curve for each component."""
-    layers = sorted({n for profile in panels.values() for of in profile.values() for n in of if n is not None})
-    # Values outside of all layers are drawn to the right of them, at one tick.
-    beyond = (layers[-1] + 1 + max(1, len(layers) // 12)) if layers else 0
-    stride = max(1, -(-len(layers) // 12))
-    ticks = {n: str(n) for n in layers[::stride]}
-    if any(None in of for profile in panels.values() for of in profile.values()):
-        ticks[beyond] = "outside\nlayers"
-    rows = -(-len(panels) // columns)
-    figure = new_figure(9.0 if columns == 1 else 11.5, 1.0 + 2.9 * rows)
-    grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
-    handles: dict[str, Any] = {}
-    for axes, (label, profile) in zip(grid.flat, panels.items(), strict=True):
-        for part in (part for part in PARTS if part in profile):
-            values, i = dict(profile[part]), PARTS.index(part)
-            outside = [values.pop(None)] if None in values else []
-            name = PART_LABELS[part]
-            handles[name] = _curve(axes, i, name, sorted(values), [values[n] for n in sorted(values)])
-            _curve(axes, i, name, [beyond] * len(outside), outside)
-        if layers and beyond in ticks:
-            axes.axvline((layers[-1] + beyond) / 2, color="#999999", linewidth=0.8)
-        axes.set_xticks(list(ticks), list(ticks.values()))
-        axes.set_ylabel(label, fontsize=9)
-        _from_zero([axes])
-    for axes in grid[-1]:
-        axes.set_xlabel("layer")
-    _finish(
-        figure, title, {PART_LABELS[part]: handles[PART_LABELS[part]] for part in PARTS if PART_LABELS[part] in handles}
-    )
-    return figure
-
-
-def _curve(axes: Axes, i: int, label: str, xs: Sequence[int], ys: Sequence[float], markersize: float = 5.0) -> Any:
-    colour = _COLOURS[i % len(_COLOURS)]
-    (line,) = axes.plot(
-        xs,
-        [y if isfinite(y) else nan for y in ys],
-        color=colour,
-        linestyle=_LINES[i % len(_LINES)],
-        marker=_MARKERS[i % len(_MARKERS)],
-        markersize=markersize,
-        linewidth=1.3,
-        markerfacecolor="white" if i % 2 else colour,
-        label=label,
-    )
-    return line
-
-
-def _from_zero(row: Sequence[Axes]) -> None:
-    """Set the common scale of some axes: from 0 to above the highest marker."""
-    # Without data, or where all of it is NaN, the highest is not finite.
-    top = max((float(axes.dataLim.ymax) for axes in row if isfinite(axes.dataLim.ymax)), default=0.0)
-    for axes in row:
-        axes.set_ylim(0, 1.05 * top if top > 0 else 1.0)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-
-
-def _finish(figure: Figure, title: str, handles: Mapping[str, Any]) -> None:
+    row[0].set_ylabel(label)
+    for scale in [list(row)] if shared else [[axes] for axes in row]:
+        # From 0 to above the highest marker; without data, or where all of it is NaN, the highest is not finite.
+        top = max((float(axes.dataLim.ymax) for axes in scale if isfinite(axes.dataLim.ymax)), default=0.0)
+        for axes in scale:
+            axes.set_ylim(0, 1.05 * top if top > 0 else 1.0)
     figure.suptitle(title, fontsize=11)
-    figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+    return figure
 
 
-def _place_map(
-    cells: Mapping[tuple[int | None, Part], tuple[float, str]], title: str, unit: str, scale: Normalize
-) -> Figure:
-    """Layers from top to bottom, parts from left to right; the row `none` is for parameters outside of layers."""
-    from matplotlib.colors import LogNorm
+def _by_place(panels: Mapping[str, _Cells], title: str, *, logarithmic: bool = False) -> Figure:
+    """Unit -> heat map: layers from top to bottom, parts from left to right; row `none` is outside of layers."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
-    layers = in_layer_order(layer for layer, _ in cells)
-    parts = [part for part in PARTS if any(part == key[1] for key in cells)]
-    lines = max((text.count("\n") + 1 for _, text in cells.values()), default=1)
+    places = [place for cells in panels.values() for place in cells]
+    layers = in_layer_order(layer for layer, _ in places)
+    parts = [part for part in PARTS if any(part == of for _, of in places)]
+    lines = max((text.count("\n") + 1 for cells in panels.values() for _, text in cells.values()), default=1)
+    columns = min(2, len(panels))
     # The labels need this height.
-    figure = new_figure(3.4 + 0.85 * len(parts), max(3.9, 2.1 + (0.12 + 0.17 * lines) * len(layers)))
-    axes = figure.subplots()
-    at = {(layers.index(layer), parts.index(part)): cell for (layer, part), cell in cells.items()}
-    image = _heat_map(axes, at, [layer_label(layer) for layer in layers], [PART_LABELS[part] for part in parts], scale)
-    axes.set_xlabel("part of the model")
-    axes.set_ylabel("layer (none: outside of layers)")
+    height = max(3.9, 2.1 + (0.12 + 0.17 * lines) * len(layers)) * -(-len(panels) // columns)
+    figure = new_figure((3.4 + 0.85 * len(parts)) * columns, height)
+    grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
+    for axes, (unit, cells) in zip(grid.flat, panels.items(), strict=True):
+        at = {(layers.index(layer), parts.index(part)): cell for (layer, part), cell in cells.items()}
+        scale = (_logarithmic if logarithmic else _linear)(value for value, _ in cells.values())
+        labels = [layer_label(layer) for layer in layers], [PART_LABELS[part] for part in parts]
+        image = _heat_map(axes, at, *labels, scale)
+        axes.set_title(unit if len(panels) > 1 else "", fontsize=10)
+        axes.set_xlabel("part of the model")
+        axes.set_ylabel("layer (none: outside of layers)")
+        bar = figure.colorbar(image, ax=axes, label=unit, format="%g")
+        bar.locator = LogLocator(subs=(1, 2, 5)) if logarithmic else MaxNLocator(9)
+        bar.minorticks_off()
     figure.suptitle(title, fontsize=11, wrap=True)
-    bar = figure.colorbar(image, ax=axes, label=unit, format="%g")
-    bar.locator = LogLocator(subs=(1, 2, 5)) if isinstance(scale, LogNorm) else MaxNLocator(9)
-    bar.minorticks_off()
     return figure
 
 
@@ -336,6 +285,14 @@ def _linear(values: Iterable[float]) -> Normalize:
     from matplotlib.colors import Normalize
 
     return Normalize(0.0, max(filter(isfinite, values), default=0.0) or 1.0)
+
+
+def _logarithmic(values: Iterable[float]) -> Normalize:
+    """A logarithmic scale from the least value above zero to the largest, over at least a factor of ten."""
+    from matplotlib.colors import LogNorm
+
+    above = [value for value in values if isfinite(value) and value > 0] or [1.0]
+    return LogNorm(min(min(above), max(above) / 10), max(above), clip=True)
 
 
 def _with_chance(value: float, chance: float) -> str:

@@ -139,8 +139,8 @@ def _rank_section(found: Mapping[int, Mapping[str, RankStats]], tau: float, meth
         "Ranks of the update",
         "ranks",
         "Of the singular values s of each weight matrix's change: classical rank, how many are above max(m, n) "
-        "eps(fp32) s_1; effective rank, exp(-sum p ln p) with p = s / sum(s); stable rank, sum(s^2) / s_1^2. Curves "
-        "are means over the matrices of a component in a layer.",
+        "eps(fp32) s_1; effective rank, exp(-sum p ln p) with p = s / sum(s); stable rank, sum(s^2) / s_1^2. Cells "
+        "are means over the matrices of a part in a layer.",
         {"ranks by layer": _data_url(plots.rank_figure(stats, tau, step))},
         rank_summaries(found),
         [rank_table(found, tau, method)],
