@@ -236,7 +236,7 @@ def _by_place(panels: Mapping[str, _Cells], title: str, *, logarithmic: bool = F
     columns = min(2, len(panels))
     # The labels need this height.
     height = max(3.9, 2.1 + (0.12 + 0.17 * lines) * len(layers)) * -(-len(panels) // columns)
-    figure = new_figure((3.4 + 0.85 * len(parts)) * columns, height)
+    figure = new_figure((2.6 + 0.62 * len(parts)) * columns, height)
     grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
     for axes, (unit, cells) in zip(grid.flat, panels.items(), strict=True):
         at = {(layers.index(layer), parts.index(part)): cell for (layer, part), cell in cells.items()}
