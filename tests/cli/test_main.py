@@ -93,7 +93,7 @@ def test_help_lists_every_exit_code(sparse_opt):
 
 def test_python_m_runs_it(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "sparse_opt.cli", "--version"], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-m", "sparse_opt", "--version"], capture_output=True, text=True, cwd=tmp_path
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("sparse-opt ")
@@ -102,7 +102,7 @@ def test_python_m_runs_it(tmp_path):
 def test_a_reader_that_leaves_is_no_error():
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "sparse_opt.cli", "--help"]
+    command = [sys.executable, "-m", "sparse_opt", "--help"]
     result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert result.stderr == ""
