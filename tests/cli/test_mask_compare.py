@@ -126,15 +126,6 @@ def test_refusals_name_the_cause_and_write_nothing(sparse_opt, masks, tmp_path):
     assert sorted(tmp_path.iterdir()) == there
 
 
-def test_a_csv_that_cannot_be_written(sparse_opt, masks, tmp_path):
-    _, paths = masks
-    (tmp_path / "file").write_text("in the way")
-    csv_file = tmp_path / "file" / "x.csv"
-    assert f"{csv_file}: cannot write the table" in sparse_opt(
-        "mask", "compare", *paths, "--csv", csv_file
-    ).failed_in_one_line(1)
-
-
 @pytest.mark.parametrize("option", ["png", "layers_png"])
 def test_without_matplotlib_it_says_so_before_the_work(sparse_opt, masks, tmp_path, monkeypatch, option):
     _, paths = masks
