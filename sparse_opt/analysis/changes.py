@@ -182,19 +182,10 @@ def measure_coverage(
     names: Sequence[str] | None = None,
     device: torch.device = DEVICE_CPU,
 ) -> Coverage:
-    """Coverage of the final active set and global density at each step, for each tau.
+    """Coverage of the final active set and global density at each step, for each of `taus`, thresholds of at least 0.
 
-    Reads each tensor's states twice, the final one first, and holds its base, one state and its distances.
-
-    Args:
-        steps: logged ones; all after the base by default. The last of them is the final one.
-        taus: thresholds, at least 0.
-        names, device: as in `measure_sparsity`.
-
-    Raises:
-        DataError: a tau is negative or none is given, there is no tensor or they have no elements, or a step is not
-            logged or is the base.
-        DeltaLogError: the log is damaged.
+    Reads each tensor's states twice, the final one first, and holds its base, one state and its distances. The last of
+    the steps is the final one. Other arguments and errors are those of `measure_sparsity`.
     """
     require_thresholds("tau", taus)
     if not taus:

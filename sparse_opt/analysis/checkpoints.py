@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -264,7 +265,7 @@ def _hub_folder(source: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     name, _, revision = source.partition("@")
-    chosen = {"revision": revision or None, "allow_patterns": ["model*.safetensors", _INDEX]}
+    chosen: dict[str, Any] = {"revision": revision or None, "allow_patterns": ["model*.safetensors", _INDEX]}
     try:
         with suppress(LocalEntryNotFoundError):
             folder = Path(snapshot_download(name, local_files_only=True, **chosen))

@@ -97,12 +97,11 @@ class Overlap:
 
     @property
     def of_second(self) -> float:
-        """both / second; NaN if the second mask has no active element."""
+        """both / second, with `of_second_chance`."""
         return _ratio(self.both, self.second)
 
     @property
     def of_second_chance(self) -> float:
-        """Expectation of `of_second` by chance, exact; NaN as there."""
         return _ratio(self.both_chance, self.second)
 
 

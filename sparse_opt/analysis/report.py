@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -17,15 +16,13 @@ from .changes import (
     DEVICE_CPU,
     TAUS,
     TOLERANCES,
-    Coverage,
-    StepChanges,
     measure_coverage,
     measure_sparsity,
     sum_changes,
 )
-from .ranks import TAU, Method, RankStats, measure_ranks
+from .ranks import TAU, Method, measure_ranks
 from .records import (
-    Table,
+    LEVELS,
     change_tables,
     coverage_tables,
     rank_summaries,
@@ -36,18 +33,6 @@ from .records import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading and its content; tables in `folded` are collapsed until they are opened."""
-
-    title: str
-    key: str
-    note: str
-    pictures: Mapping[str, str]  # alternative text -> data URL
-    tables: Sequence[Table]
-    folded: Sequence[Table] = ()
 
 
 def build_report(
@@ -76,16 +61,24 @@ def build_report(
 
     found = measure_sparsity(log, steps, tolerances=tolerances, names=names, device=device)
     last = found[-1]
-    sections = [_sparsity_section(found, tolerances)]
+    # Section of the template -> pictures by their alternative text, tables, and tables that are collapsed.
+    pictures = {"density by step": plots.density_figure(found, tolerances)}
+    for precision in last.by_precision:
+        pictures[f"density by layer, {precision}"] = plots.layer_figure(last, precision)
+    by_step, *levels = (change_tables(found, tolerances, level) for level in LEVELS)
+    by_component, by_layer, by_tensor = levels
+    sections = {"sparsity": (pictures, [*by_step, *by_component], [*by_layer, *by_tensor])}
     if taus:
-        sections.append(_coverage_section(measure_coverage(log, steps, taus=taus, names=names, device=device)))
+        covered = measure_coverage(log, steps, taus=taus, names=names, device=device)
+        pictures = {"coverage and density by step": plots.coverage_figure(covered)}
+        sections["coverage"] = pictures, coverage_tables(covered), []
     if rank_tau is not None:
         stats = measure_ranks(log, [last.step], tau=rank_tau, method=method, names=names, device=device)
-        sections.append(_rank_section(stats, rank_tau, method))
-    weights = shape_records({spec.name: spec.shape for spec in log.layout.tensors if spec.name in last.stored})
-    by_component, by_weight = shape_tables(weights)
-    note = "The compared tensors; tied ones are listed once."
-    sections.append(Section("Weights", "shapes", note, {}, [by_component], [by_weight]))
+        pictures = {"ranks by layer": plots.rank_figure(stats[last.step], rank_tau, last.step)}
+        sections["ranks"] = pictures, rank_summaries(stats), [rank_table(stats, rank_tau, method)]
+    shapes = {spec.name: spec.shape for spec in log.layout.tensors if spec.name in last.stored}
+    by_component, by_weight = ([table] for table in shape_tables(shape_records(shapes)))
+    sections["shapes"] = {}, by_component, by_weight
     total = sum_changes(last.stored.values())
     facts = {
         "source": str(log.directory),
@@ -96,54 +89,13 @@ def build_report(
         f"sparsity at step {last.step}": f"{100 * (1 - total.share):.3f} % have the same",
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["data_url"] = _data_url
     template = environment.from_string(files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
     return template.render(
         title=f"Update analysis of {facts['source']}",
         facts=facts,
         sections=sections,
         version=__version__,
-    )
-
-
-def _sparsity_section(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Section:
-    last = found[-1]
-    pictures = {"density by step": _data_url(plots.density_figure(found, tolerances))}
-    for precision in last.by_precision:
-        pictures[f"density by layer, {precision}"] = _data_url(plots.layer_figure(last, precision))
-    return Section(
-        "Sparsity of the update",
-        "sparsity",
-        "Density is the share of elements that changed since the base, sparsity 100 % minus it. 'bits': elements whose "
-        "bits differ; '> T': elements that moved by more than T, subtracted in fp32; 'flips': elements whose sign "
-        "changed.",
-        pictures,
-        [*change_tables(found, tolerances), *change_tables(found, tolerances, "component")],
-        [*change_tables(found, tolerances, "layer"), *change_tables(found, tolerances, "tensor")],
-    )
-
-
-def _coverage_section(covered: Coverage) -> Section:
-    return Section(
-        "Coverage of the final active set",
-        "coverage",
-        "An element is active at step t if |W_t - W_0| > tau. Coverage at t is the share of the elements active at the "
-        "last step that are active at t; density at t is the share of all elements that are active at t.",
-        {"coverage and density by step": _data_url(plots.coverage_figure(covered))},
-        coverage_tables(covered),
-    )
-
-
-def _rank_section(found: Mapping[int, Mapping[str, RankStats]], tau: float, method: Method) -> Section:
-    ((step, stats),) = found.items()
-    return Section(
-        "Ranks of the update",
-        "ranks",
-        "Of the singular values s of each weight matrix's change: classical rank, how many are above max(m, n) "
-        "eps(fp32) s_1; effective rank, exp(-sum p ln p) with p = s / sum(s); stable rank, sum(s^2) / s_1^2. Cells "
-        "are means over the matrices of a part in a layer.",
-        {"ranks by layer": _data_url(plots.rank_figure(stats, tau, step))},
-        rank_summaries(found),
-        [rank_table(found, tau, method)],
     )
 
 

@@ -219,7 +219,7 @@ def _sparsity(args: Namespace) -> None:
 
     log, chosen = _open(args)
     found = measure_sparsity(log, args.steps, tolerances=args.tolerance, **chosen)
-    levels = {level: records.change_records(found, args.tolerance, level) for level in records.LEVELS}
+    levels: dict[str, Any] = {level: records.change_records(found, args.tolerance, level) for level in records.LEVELS}
     pictures: dict[str, Callable[[], Figure]] = {
         "density_by_step": lambda: plots.density_figure(found, args.tolerance),
         "sparsity_by_layer": lambda: plots.layer_figure(found[-1], "stored"),
