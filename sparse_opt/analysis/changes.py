@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..delta.state_log import StateLog, floating_parameters, require_logged
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..masks.parameters import select_names
 from ..progress import progress_bar
 from ..tensors import as_bits
@@ -154,8 +154,9 @@ def measure_sparsity(
         device: where elements are compared.
 
     Raises:
-        DataError: a tolerance is below 0, there is no tensor, or a step is not logged or is the base.
-        DeltaLogError: the log is damaged.
+        ConfigError: a tolerance is below 0.
+        DataError: there is no tensor, or a step is the base.
+        DeltaLogError: a step is not logged, or the log is damaged.
     """
     require_thresholds("tolerance", tolerances)
     chosen = chosen_steps(log, steps)
@@ -189,7 +190,7 @@ def measure_coverage(
     """
     require_thresholds("tau", taus)
     if not taus:
-        raise DataError("no tau given, expected at least one")
+        raise ConfigError("no tau given, expected at least one")
     chosen = chosen_steps(log, steps)
     column = {step: i for i, step in enumerate(chosen)}
     active = [[0] * len(chosen) for _ in taus]
@@ -234,10 +235,10 @@ def chosen_names(
 
 
 def require_thresholds(name: str, values: Sequence[float]) -> None:
-    """Raise a DataError that names the argument unless all of its values are at least 0."""
+    """Raise a ConfigError that names the argument unless all of its values are at least 0."""
     for value in values:
         if not value >= 0:
-            raise DataError(f"{name} is {value}, expected at least 0")
+            raise ConfigError(f"{name} is {value}, expected at least 0")
 
 
 def chosen_steps(log: StateLog, steps: Sequence[int] | None) -> list[int]:

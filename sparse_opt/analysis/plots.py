@@ -246,7 +246,7 @@ def _by_place(panels: Mapping[str, _Cells], title: str, *, logarithmic: bool = F
         axes.set_title(unit if len(panels) > 1 else "", fontsize=10)
         axes.set_xlabel("part of the model")
         axes.set_ylabel("layer (none: outside of layers)")
-        bar = figure.colorbar(image, ax=axes, label=unit, format="%g")
+        bar = figure.colorbar(image, ax=axes, label=unit if len(panels) == 1 else "", format="%g")
         bar.locator = LogLocator(subs=(1, 2, 5)) if logarithmic else MaxNLocator(9)
         bar.minorticks_off()
     figure.suptitle(title, fontsize=11, wrap=True)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..delta.state_log import StateLog
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..masks.parameters import component_of
 from ..progress import progress_bar
 from ..tensors import canonical_names
@@ -85,12 +85,13 @@ def singular_values(matrix: Tensor, method: Method = "exact") -> Tensor:
     """The singular values of a matrix [m, n], computed in fp64 on its device: [min(m, n)], fp64 on the CPU, descending.
 
     Raises:
-        DataError: not a matrix, no elements, NaN or infinite elements, or an unknown method.
+        ConfigError: an unknown method.
+        DataError: not a matrix, no elements, or NaN or infinite elements.
     """
     if matrix.ndim != 2 or not matrix.numel():
         raise DataError(f"matrix has the shape {list(matrix.shape)}, expected two dimensions with elements")
     if method not in METHODS:
-        raise DataError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+        raise ConfigError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
     odd = matrix.numel() - int(matrix.isfinite().count_nonzero())
     if odd:
         raise DataError(f"{odd} of {matrix.numel()} elements are NaN or infinite, expected numbers")
@@ -109,7 +110,8 @@ def rank_stats(delta: Tensor, tau: float = TAU, *, method: Method = "exact") -> 
     """Compute the statistics of an update matrix [m, n] of any floating-point dtype.
 
     Raises:
-        DataError: not a matrix, no elements, NaN or infinite elements, or an unknown method.
+        ConfigError: an unknown method.
+        DataError: not a matrix, no elements, or NaN or infinite elements.
     """
     values = singular_values(delta, method)
     largest, total, squares = float(values[0]), float(values.sum()), float(values.square().sum())
@@ -183,9 +185,9 @@ def measure_ranks(
         device: where singular values are computed.
 
     Raises:
-        DataError: tau is negative, there is no weight matrix, a step is not logged or is the base, or a change is NaN
-            or infinite; names the tensor.
-        DeltaLogError: the log is damaged.
+        ConfigError: tau is negative, or the method is unknown.
+        DataError: there is no weight matrix, a step is the base, or a change is NaN or infinite; names the tensor.
+        DeltaLogError: a step is not logged, or the log is damaged.
     """
     require_thresholds("tau", [tau])
     dims = {spec.name: len(spec.shape) for spec in log.layout.tensors}

@@ -16,7 +16,7 @@ from sparse_opt.analysis import (
 )
 from sparse_opt.analysis.changes import TOLERANCES
 from sparse_opt.analysis.records import change_records
-from sparse_opt.errors import DataError, DeltaLogError
+from sparse_opt.errors import ConfigError, DataError, DeltaLogError
 
 INF, NAN = float("inf"), float("nan")
 TAUS = (0.0, 1e-7, 1e-5, 1e-3)
@@ -147,9 +147,9 @@ def test_refusals_say_what_was_expected(make_log, random_states):
             lambda: measure_sparsity(log, [15]),
         ),
         (DataError, "step 0 is the base", lambda: measure_sparsity(log, [0])),
-        (DataError, "tolerance is -1.0", lambda: measure_sparsity(log, tolerances=[-1.0])),
-        (DataError, "tau is nan", lambda: measure_coverage(log, taus=[NAN])),
-        (DataError, "no tau given", lambda: measure_coverage(log, taus=[])),
+        (ConfigError, "tolerance is -1.0", lambda: measure_sparsity(log, tolerances=[-1.0])),
+        (ConfigError, "tau is nan", lambda: measure_coverage(log, taus=[NAN])),
+        (ConfigError, "no tau given", lambda: measure_coverage(log, taus=[])),
         (DataError, "no tensor of .* is chosen", lambda: chosen_names(log, ["nothing*"])),
     ):
         with pytest.raises(error, match=said):

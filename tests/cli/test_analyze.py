@@ -147,7 +147,7 @@ def test_defaults_are_those_of_the_library():
     ("words", "code", "said"),
     [
         (("sparsity", "--steps", 9), 1, "step 9 is not logged"),
-        (("sparsity", "--tolerance", -1), 1, "tolerance is -1"),
+        (("sparsity", "--tolerance", -1), 2, "tolerance is -1"),
         (("sparsity", "--include", "nothing*"), 1, "no tensor"),
         (("sparsity", "--base_model", "x"), 2, "either --delta_log_dir, or both"),
         (("coverage", "--base_model", "x"), 2, "either --delta_log_dir, or --checkpoints"),
