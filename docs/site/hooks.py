@@ -1,4 +1,7 @@
-"""The site's start page is README.md. Links to files outside of docs/ lead to `repo_url`; without one they are text."""
+"""The site's start page is README.md, and its reference has the docstring of every name of api.md.
+
+Links to files outside of docs/ lead to `repo_url`; without one they are text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,31 @@ def on_files(files: Files, config: Any) -> Files:
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=_with_site_links(text, ROOT, config.repo_url)))
+    reference = _docstrings((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
+    files.append(File.generated(config, "reference.md", content=reference))
     return files
+
+
+def _docstrings(api: str) -> str:
+    """A page for mkdocstrings with the classes and functions of the tables of api.md."""
+    lines, packages, seen = ["# Reference", ""], [], set()
+    for line in api.splitlines():
+        if line.startswith("## "):
+            packages = re.findall(r"`(sparse_opt[.\w]*)`", line)
+            lines += [line, ""]
+        elif line.startswith("| `"):
+            for name in re.findall(r"`(\w+)`", line.split("|")[1]):
+                package = next((p for p in packages if name in _exported(p)), None)
+                if package and name not in seen:
+                    seen.add(name)
+                    lines += [f"::: {package}.{name}", ""]
+    return "\n".join(lines)
+
+
+def _exported(package: str) -> set[str]:
+    """Names in the package's `__init__`. Those of trainers/, which is mapped into the package, are left to their page."""
+    file = ROOT / package.replace(".", "/") / "__init__.py"
+    return set(re.findall(r'"(\w+)"', file.read_text(encoding="utf-8"))) if file.exists() else set()
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:

@@ -36,7 +36,7 @@ _INSTALL = {
     "triton": "pip install triton",
     "transformers": "pip install 'sparse-opt[train]'",
     "datasets": "pip install 'sparse-opt[train]'",
-    "jinja2": "pip install 'sparse-opt[train]'",
+    "jinja2": "pip install jinja2",
     "trl": "pip install 'sparse-opt[train]'",
     "accelerate": "pip install 'sparse-opt[train]'",
 }

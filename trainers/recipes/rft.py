@@ -427,7 +427,7 @@ def show_optimizations(argv: Sequence[str]) -> int:
     for stages, settings in (("rft train", TRAINING), ("rft datagen, rft test", SAMPLING)):
         cells = [[name, *map(str, values), why] for name, (values, why) in settings.items()]
         print(f"{table([stages, *PROFILES, ''], cells, n_words=5)}\n")
-    print("--profile NAME sets these, unless they are given. 'sparse-opt doctor' chooses one by a GPU's memory")
+    print("--profile NAME sets these, unless they are given")
     return 0
 
 

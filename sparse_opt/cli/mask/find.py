@@ -18,7 +18,7 @@ from .output import PATTERNS, headline, output_file, summary
 if TYPE_CHECKING:
     import torch
 
-    from ...analysis.mask_overlap import Overlap
+    from ...analysis import Overlap
     from ...delta.state_log import StateLog
     from ...mask_finding.select import FoundMask
 
@@ -287,7 +287,7 @@ def _file_name(args: Namespace, sparsity: float, label: str, step: int | None) -
 def _overlap_with_oracle(
     args: Namespace, log: StateLog, found: FoundMask, sparsity: float, device: torch.device
 ) -> Overlap:
-    from ...analysis.mask_overlap import compare
+    from ...analysis import compare_masks
     from ...mask_finding.find import find_from_log
 
     metadata = found.mask.metadata
@@ -301,7 +301,7 @@ def _overlap_with_oracle(
             device=device,
             **(_shared(args) | {"tensor_stats": False}),
         ).mask
-    (comparison,) = compare({"the mask": found.mask, "the oracle mask": oracle})
+    (comparison,) = compare_masks({"the mask": found.mask, "the oracle mask": oracle})
     return comparison.total
 
 
