@@ -9,7 +9,6 @@
 #include "../kernels.h"
 #include "generated/rules.h"
 #include "step_block.h"
-#include "step_lanes.h"
 
 namespace sparse_opt::cpu {
 namespace {
@@ -51,19 +50,14 @@ void step(const StepArguments& args, const typename Rule::Options& options, Para
     for (int64_t i = 0; i < args.segments.count; ++i) args.steps[i] += 1.0f;
   }
   const Work work(args.segments);
-  const bool in_lanes = runs_in_lanes(args);
   const auto call = Rule::call_scalars(options);
   work.run(parallel_for, [&](int64_t first, int64_t last) {
     StepBlock scratch;
     work.for_each_stretch(first, last, [&](const Chunk& chunk) {
       const auto step = static_cast<int64_t>(args.steps[chunk.segment]);
       const auto tensor = Rule::tensor_scalars(options, *args.lr, step);
-      if (in_lanes) {
-        step_in_lanes<Rule>(args, chunk, call, tensor);
-      } else {
-        constexpr auto kStates = std::make_index_sequence<kStateCount<Rule>>();
-        step_in_blocks<Rule>(args, chunk, call, tensor, step, scratch, kStates);
-      }
+      constexpr auto kStates = std::make_index_sequence<kStateCount<Rule>>();
+      step_in_blocks<Rule>(args, chunk, call, tensor, step, scratch, kStates);
     });
   });
 }
