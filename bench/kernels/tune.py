@@ -29,8 +29,8 @@ from .optimizers import SMALL_LR
 MARGIN = 0.03
 DENSITY = 0.025
 ADAMW = "indexed_adamw_"
-# Entries that are a number of bytes per active element: from it on, the kernel with few elements in flight is used.
-THRESHOLDS = ("cuda_scattered_step_bytes", "cuda_scattered_swap_bytes")
+# A number of bytes per active element: from it on, the kernel with few elements in flight is used.
+THRESHOLD = "cuda_scattered_swap_bytes"
 
 Row = dict[str, Any]
 
@@ -90,7 +90,7 @@ class Tuner:
         for entry in ALLOWED:
             backend = entry.partition("_")[0]
             if backend in self.backends:
-                choose = self._threshold if entry in THRESHOLDS else self._fastest
+                choose = self._threshold if entry == THRESHOLD else self._fastest
                 value = choose(entry, backend)
                 self.table = replace(self.table, **{entry: value})
                 for row in self.rows:
@@ -188,16 +188,15 @@ class Tuner:
         elif "swap" in entry:
             yield inputs.swap_case(dense, inputs.narrowed(active), generator)
         else:
-            yield from self._steps(dense, inputs.narrowed(active), compact_too=entry not in THRESHOLDS)
+            yield from self._steps(dense, inputs.narrowed(active))
 
-    def _steps(self, dense: list[Tensor], active: Active, *, compact_too: bool) -> Iterator[Case]:
+    def _steps(self, dense: list[Tensor], active: Active) -> Iterator[Case]:
         """AdamW from dense gradients, when all active weights change and when few do; and from a compact gradient."""
         grads = inputs.random_tensors(self.sizes.shapes, torch.bfloat16, self.generator)
         case = inputs.step_case(ADAMW, dense, grads, active, self.generator, dense_grads=True)
         yield case
         yield case.changed(lr=torch.tensor([SMALL_LR], device=self.device))
-        if compact_too:
-            yield inputs.step_case(ADAMW, dense, grads, active, self.generator, dense_grads=False)
+        yield inputs.step_case(ADAMW, dense, grads, active, self.generator, dense_grads=False)
 
 
 def _results(case: Case) -> dict[str, Tensor]:

@@ -37,11 +37,6 @@ class Tuning:
         0, (0, 128), "most registers of a thread: tiles of 128, 16-bit operands; 0 is the compiler's choice"
     )
     cuda_encode_blocks: int = _entry(2, (1, 2, 3), "blocks of delta_encode for each multiprocessor, 44 KiB each")
-    cuda_scattered_step_bytes: int = _entry(
-        0,
-        (0, 256, 128, 64, 32),
-        "dense bytes per active element from which a step from dense gradients has few elements in flight; 0: never",
-    )
     cuda_scattered_swap_bytes: int = _entry(
         0,
         (0, 256, 128, 64, 32),
@@ -67,7 +62,6 @@ H200 = replace(
     triton_swap_slots=1024,
     triton_encode_elements=8192,
     cuda_encode_blocks=3,
-    cuda_scattered_step_bytes=64,
     cuda_scattered_swap_bytes=32,
 )
 

@@ -56,7 +56,7 @@ package.backends._kernels = types.SimpleNamespace(set_tuning=lambda index, **ent
 package.backends.BACKENDS = ("cpu", "cuda")
 torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device: (9, 0), lambda device: "NVIDIA H200"
 package.backends.function("indexed_swap_", torch.device("cuda:1"))
-assert tuned == {{1: {{"encode_blocks": 3, "scattered_step_bytes": 64, "scattered_swap_bytes": 32}}}}
+assert tuned == {{1: {{"encode_blocks": 3, "scattered_swap_bytes": 32}}}}
 """
 
 # On a GPU, with the package's own table of launch sizes, and the backend that it takes by default there.

@@ -10,7 +10,6 @@ namespace sparse_opt::cuda {
 // Atomic, because another thread may launch while a table is set.
 struct Tuning {
   std::atomic<int> encode_blocks{2};
-  std::atomic<int> scattered_step_bytes{0};
   std::atomic<int> scattered_swap_bytes{0};
 };
 

@@ -93,14 +93,13 @@ def test_times_that_overlap_choose_nothing(fake):
 
 def test_a_threshold_is_the_lowest_from_which_on_the_other_kernel_wins(fake):
     def ms(table: Tuning) -> float:
-        # Faster with few elements in flight if there are at least 64 bytes per element, or exactly 32 of a swap.
-        n_bytes = table.cuda_scattered_step_bytes or table.cuda_scattered_swap_bytes
-        return 0.5 if n_bytes >= 64 else 1.0
+        # Faster with few elements in flight if there are at least 64 bytes per element.
+        return 0.5 if table.cuda_scattered_swap_bytes >= 64 else 1.0
 
     fake.ms = ms
     found, rows = fake.tune(names="cuda")
-    assert (found.cuda_scattered_step_bytes, found.cuda_encode_blocks) == (64, 2)
-    measured = [row["value"] for row in rows if row["entry"] == "cuda_scattered_step_bytes"]
+    assert (found.cuda_scattered_swap_bytes, found.cuda_encode_blocks) == (64, 2)
+    measured = [row["value"] for row in rows if row["entry"] == "cuda_scattered_swap_bytes"]
     assert set(measured) == {0, 256, 128, 64, 32}
     fake.ms = lambda table: 0.5 if table.cuda_scattered_swap_bytes in (256, 64) else 1.0
     assert fake.tune(names="cuda")[0].cuda_scattered_swap_bytes == 256

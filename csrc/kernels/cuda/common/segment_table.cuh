@@ -110,19 +110,17 @@ inline void check_launch(const char* op) {
   }
 }
 
-// Sets the driver's preference while kKernel runs: `bytes` of a multiprocessor's memory, or all of it, as shared memory
-// instead of L1 cache. Set only once for each device, because the call takes as long as a launch.
+// Sets the driver's preference while kKernel runs: a multiprocessor's memory as shared memory instead of L1 cache. Set
+// only once for each device, because the call takes as long as a launch.
 template <auto kKernel>
-void prefer_shared_memory(int bytes = 1 << 30) {
+void prefer_shared_memory() {
   static std::atomic<uint64_t> devices{0};
-  int device = 0, most = 0;
+  int device = 0;
   cudaGetDevice(&device);
   const uint64_t bit = uint64_t{1} << (device % 64);
   if ((devices.load(std::memory_order_relaxed) & bit) != 0) return;
-  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  if (most == 0) return;
-  const auto percent = static_cast<int>(std::min<int64_t>(100, int64_t{100} * bytes / most));
-  if (cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent) != cudaSuccess) {
+  if (cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared) !=
+      cudaSuccess) {
     cudaGetLastError();  // only a preference: the kernel runs without it
   }
   devices.fetch_or(bit, std::memory_order_relaxed);

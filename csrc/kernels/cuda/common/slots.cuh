@@ -30,13 +30,12 @@ __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segment
   }
 }
 
-// Unroll slots for each of Threads threads, and, if MostBlocks is not 0, at most so many blocks per multiprocessor.
-template <typename Index, int Threads = kThreads, int Unroll = kUnroll, int MostBlocks = 0>
+// Unroll slots for each of Threads threads.
+template <typename Index, int Threads = kThreads, int Unroll = kUnroll>
 struct ElementSlots {
-  static constexpr int kThreads = Threads, kUnroll = Unroll, kMostBlocks = MostBlocks, kParts = 1;
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kParts = 1;
   static constexpr bool kHasPositions = true;
-  // Blocks that a multiprocessor should hold: about 4096 slots.
-  static constexpr int kBlocks = MostBlocks > 0 ? MostBlocks : 4096 / (Threads * Unroll);
+  static constexpr int kBlocks = 4096 / (Threads * Unroll);  // that a multiprocessor should hold: about 4096 slots
 
   int64_t first;  // slot j is first + j * kThreads
   bool in_range[kUnroll];
@@ -156,7 +155,7 @@ inline bool fits_vectors(const void* buffer, int size, int unroll = kUnroll) {
 // are all in one run, or all outside of the segment. Compact buffers must satisfy fits_vectors(); dense tensors may
 // have any alignment.
 struct RunSlots {
-  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kMostBlocks = 0, kParts = 1;
+  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kParts = 1;
   static constexpr bool kHasPositions = true;
   static constexpr int kBlocks = 6;
 
@@ -266,7 +265,7 @@ struct RunSlots {
 // (docs/notebook.md).
 template <int Threads, int Unroll, int Vector, int Blocks, int Parts = 1>
 struct CompactVectors {
-  static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = Blocks, kMostBlocks = 0, kParts = Parts;
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = Blocks, kParts = Parts;
   static constexpr bool kHasPositions = false;  // those of ElementVectors are found where elements are stored
   static constexpr uint32_t kAll = (1u << Unroll) - 1;
 
@@ -420,8 +419,8 @@ inline bool has_element_vectors(const Segments& segments, int unroll) {
 }
 
 // Whether active elements are single elements, and each has at least so many bytes of the dense tensors; never if 0.
-// Kernels may then be faster with fewer elements in flight, because the writes to neighbouring elements leave the
-// caches together (docs/notebook.md): tuning.h has the bytes.
+// A swap may then be faster with fewer elements in flight, because the writes to neighbouring elements leave the caches
+// together (docs/notebook.md): tuning.h has the bytes.
 inline bool is_scattered(const Segments& segments, int size, int bytes_per_active) {
   int64_t active = 0;
   for (int64_t i = 0; i < segments.count; ++i) active += segments.ends[i] - segments.starts[i];

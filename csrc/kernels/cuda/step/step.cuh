@@ -241,33 +241,13 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
 }
 
 // call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
-// times. Scattered elements with dense gradients need two cache lines each, of the parameter and of the gradient, so
-// few of them are in flight at a time where that is faster (tuning.h).
+// times.
 template <typename Call>
 void dispatch_step_layout(const StepArguments& args, Call call) {
-  const bool scattered = args.dense_grads != nullptr && is_scattered(args.segments, element_size(args.param_dtype),
-                                                                     current_tuning().scattered_step_bytes);
-  if (scattered && args.segments.index_type == IndexType::kOffset16) {
-    call.template operator()<ElementSlots<uint16_t, 640, 1, 2>>();
-  } else if (scattered && args.segments.index_type == IndexType::kInt32) {
-    call.template operator()<ElementSlots<int32_t, 640, 1, 2>>();
-  } else if (records_changes(args)) {
+  if (records_changes(args)) {
     call.template operator()<RecordSlots>();
   } else {
     dispatch_layout<128, 3>(args.segments, has_runs_of_vectors(args.segments) && fits_vectors(args), call);
-  }
-}
-
-// Shared memory that a block of `kernel` allocates and does not use, so that no more than Layout::kMostBlocks of them
-// are on a multiprocessor at a time. The sum of these allocations is so small that the L1 cache keeps its size.
-template <typename Layout, auto kKernel>
-size_t unused_shared_memory() {
-  if constexpr (Layout::kMostBlocks == 0) {
-    return 0;
-  } else {
-    constexpr int kAll = 16384, kReserved = 1152;  // bytes, of all blocks, and of each by the driver and to spare
-    prefer_shared_memory<kKernel>(kAll);
-    return kAll / Layout::kMostBlocks - kReserved;
   }
 }
 
@@ -301,8 +281,7 @@ void step(const StepArguments& args, const typename Rule::Options& options, type
                    [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                      if (blocks == 0) return;
                      constexpr auto kKernel = step_kernel<Rule, Layout, Param, State, Stochastic, Capacity>;
-                     const size_t unused = unused_shared_memory<Layout, kKernel>();
-                     kKernel<<<blocks * Layout::kParts, Layout::kThreads, unused, stream>>>(
+                     kKernel<<<blocks * Layout::kParts, Layout::kThreads, 0, stream>>>(
                          table, args, call, tensors, static_cast<ChangeRecord<Param>*>(changes));
                      check_launch(Rule::kOp);
                    });
