@@ -41,7 +41,7 @@ struct RuleDefaults {};""",
 #include "kernels/rules/rule.h"
 namespace sparse_opt::cuda {
 template <typename Rule>
-void step(const StepArguments&, const typename Rule::Options&, typename Rule::TensorScalars*, void*, cudaStream_t) {}
+void step(const StepArguments&, const typename Rule::Options&, typename Rule::TensorScalars*, cudaStream_t) {}
 }""",
     "csrc/module.cpp": """\
 #include "generated/rules.h"

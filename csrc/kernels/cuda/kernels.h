@@ -8,14 +8,11 @@
 
 namespace sparse_opt::cuda {
 
-// One step of the optimizer that rules/ defines as Rule. `tensors`, [args.segments.count], and `changes`, of
-// change_bytes(args), are scratch memory on the device, which only this call reads and writes.
+// One step of the optimizer that rules/ defines as Rule. `tensors`, [args.segments.count], is scratch memory on the
+// device, which only this call reads and writes.
 template <typename Rule>
 void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
-          void* changes, cudaStream_t stream);
-
-// The bytes that a step needs to record its changes (step/changes.cuh); 0 if it stores them at once.
-int64_t change_bytes(const StepArguments& args);
+          cudaStream_t stream);
 
 // Two lists in host memory, [args.segments.count]; both may be null. partial_sums[i]: fp32 [gather_blocks] on
 // the device, the sums of squares of the blocks of segment i. numbers[i]: the number of segment i in index_bases; null

@@ -29,7 +29,7 @@ CUDA_SOURCE = """\
 #include "kernels/rules/{name}.h"
 
 template void sparse_opt::cuda::step<sparse_opt::{rule}>(const StepArguments&, const {rule}::Options&,
-                                                         {rule}::TensorScalars*, void*, cudaStream_t);
+                                                         {rule}::TensorScalars*, cudaStream_t);
 """
 
 

@@ -1,7 +1,7 @@
 // The slots of a thread, their positions in the dense tensor, and loads and stores of both. ElementSlots, for masks of
 // single elements: kUnroll slots, every kThreads-th of a block. RunSlots, for masks of runs: kUnroll consecutive slots,
-// moved as one vector. CompactVectors, for kernels without dense tensors: vectors of consecutive slots, without their
-// positions. ElementVectors: the same, for kernels that write few dense elements and read none.
+// moved as one vector. ElementVectors, for kernels that write few dense elements and read none: the same for single
+// elements.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,8 @@ __device__ __forceinline__ PositionOf<Index> position_at(const Segments& segment
 // Unroll slots for each of Threads threads.
 template <typename Index, int Threads = kThreads, int Unroll = kUnroll>
 struct ElementSlots {
-  static constexpr int kThreads = Threads, kUnroll = Unroll, kParts = 1;
-  static constexpr bool kHasPositions = true;
+  static constexpr int kThreads = Threads, kUnroll = Unroll;
+  static constexpr bool kReadsDense = true;
   static constexpr int kBlocks = 4096 / (Threads * Unroll);  // that a multiprocessor should hold: about 4096 slots
 
   int64_t first;  // slot j is first + j * kThreads
@@ -155,9 +155,8 @@ inline bool fits_vectors(const void* buffer, int size, int unroll = kUnroll) {
 // are all in one run, or all outside of the segment. Compact buffers must satisfy fits_vectors(); dense tensors may
 // have any alignment.
 struct RunSlots {
-  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kParts = 1;
-  static constexpr bool kHasPositions = true;
-  static constexpr int kBlocks = 6;
+  static constexpr int kThreads = cuda::kThreads, kUnroll = cuda::kUnroll, kBlocks = 6;
+  static constexpr bool kReadsDense = true;
 
   int64_t first;  // slot j is first + j
   int64_t position;
@@ -258,18 +257,19 @@ struct RunSlots {
   }
 };
 
-// Compact buffers, which must satisfy fits_vectors(), without positions in the dense tensors. A thread has Unroll slots
-// in vectors of Vector consecutive ones: a warp's threads have neighbouring vectors, and each its next one behind
-// those. A segment may begin and end inside a vector: there elements are moved one by one. A block of the table is
-// Parts blocks of the kernel. The accesses have no cache hints: evict-first loads and stores took 3 % longer
-// (docs/notebook.md).
-template <int Threads, int Unroll, int Vector, int Blocks, int Parts = 1>
-struct CompactVectors {
-  static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = Blocks, kParts = Parts;
-  static constexpr bool kHasPositions = false;  // those of ElementVectors are found where elements are stored
+// For kernels that read no dense tensor and write few of its single elements: a thread has Unroll consecutive slots,
+// and compact buffers and indices, which must satisfy fits_vectors(), are moved as vectors. A segment may begin and end
+// inside a vector: there elements are moved one by one. Indices are loaded only by threads whose elements change, when
+// these are stored. The accesses have no cache hints: evict-first loads and stores took 3 % longer (docs/notebook.md).
+template <typename Index, int Threads, int Unroll>
+struct ElementVectors {
+  static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = 1536 / Threads;
+  static constexpr bool kReadsDense = false;
   static constexpr uint32_t kAll = (1u << Unroll) - 1;
 
-  int64_t first;
+  const Segments* segments;
+  int64_t number;     // of the segment in the call
+  int64_t first;      // slot j is first + j
   uint32_t in_range;  // bit j: slot j
 
   // The loaded elements, packed as in memory; 0 outside of the range.
@@ -285,29 +285,23 @@ struct CompactVectors {
     __device__ __forceinline__ void set_all(const T (&values)[kUnroll]) { memcpy(words, values, sizeof(words)); }
   };
 
-  // Slot j of a warp's thread, counted from the first of the warp.
-  __device__ __forceinline__ static int in_warp(int lane, int j) {
-    return j / Vector * (32 * Vector) + lane * Vector + j % Vector;
-  }
-  __device__ __forceinline__ int64_t slot(int j) const { return first + in_warp(0, j); }
+  __device__ __forceinline__ int64_t slot(int j) const { return first + j; }
   __device__ __forceinline__ bool active(int j) const { return (in_range >> j & 1) != 0; }
 
-  __device__ __forceinline__ void find(const Segments&, const BlockRange& range) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    first = range.origin + static_cast<int64_t>(threadIdx.x / 32) * (32 * Unroll) + in_warp(lane, 0);
+  __device__ __forceinline__ void find(const Segments& of, const BlockRange& range) {
+    segments = &of;
+    number = range.number;
+    first = range.origin + static_cast<int64_t>(threadIdx.x) * Unroll;
     in_range = 0;
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) in_range |= uint32_t{slot(j) >= range.begin && slot(j) < range.end} << j;
+    for (int j = 0; j < Unroll; ++j) in_range |= uint32_t{slot(j) >= range.begin && slot(j) < range.end} << j;
   }
 
   template <typename T>
   __device__ __forceinline__ Held<T> load_compact(const T* compact) const {
     Held<T> held;
     if (in_range == kAll) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        copy_words<T>(held.words + i * kVectorWords<T>, compact + slot(i * Vector));
-      }
+      copy_vector<T>(held.words, compact + first);
       return held;
     }
     T values[kUnroll] = {};
@@ -321,95 +315,61 @@ struct CompactVectors {
 
   template <typename T>
   __device__ __forceinline__ void store_compact(T* compact, const T (&values)[kUnroll]) const {
-    Held<T> held;
-    held.set_all(values);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) store_vector(compact, held, i);
-  }
-
-  // Stores the sectors in which an element changes; bit j of `changed`: slot j. Called by all threads of a warp. A part
-  // of a sector would take longer than all of it.
-  template <typename T>
-  __device__ __forceinline__ void store_sectors(T* compact, const T (&values)[kUnroll], uint32_t changed) const {
-    constexpr int kSectorBytes = 32, kNeighbours = kSectorBytes / (Vector * sizeof(T));  // threads with one sector
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const uint32_t neighbours = ((1u << kNeighbours) - 1) << (lane / kNeighbours * kNeighbours);
-    Held<T> held;
-    held.set_all(values);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const uint32_t threads = __ballot_sync(0xffffffff, (changed >> i * Vector & kVector) != 0);
-      if ((threads & neighbours) != 0) store_vector(compact, held, i);
-    }
-  }
-
- private:
-  static constexpr int kVectors = Unroll / Vector;
-  static constexpr uint32_t kVector = (1u << Vector) - 1;
-  template <typename T>
-  static constexpr int kVectorWords = Vector * sizeof(T) / 4;
-  template <typename T>
-  static constexpr int kAccessBytes = std::min<int>(16, Vector * sizeof(T));
-
-  // The words of a vector, from or to memory.
-  template <typename T>
-  __device__ __forceinline__ static void copy_words(void* to, const void* from) {
-    using Access = typename VectorOf<kAccessBytes<T>>::Type;
-#pragma unroll
-    for (int i = 0; i < kVectorWords<T> * 4 / kAccessBytes<T>; ++i) {
-      static_cast<Access*>(to)[i] = static_cast<const Access*>(from)[i];
-    }
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void store_vector(T* compact, const Held<T>& held, int i) const {
-    if ((in_range >> i * Vector & kVector) == kVector) {
-      copy_words<T>(compact + slot(i * Vector), held.words + i * kVectorWords<T>);
+    if (in_range == kAll) {
+      Held<T> held;
+      held.set_all(values);
+      copy_vector<T>(compact + first, held.words);
       return;
     }
 #pragma unroll
-    for (int j = 0; j < Vector; ++j) {
-      if (active(i * Vector + j)) compact[slot(i * Vector + j)] = held[i * Vector + j];
+    for (int j = 0; j < kUnroll; ++j) {
+      if (active(j)) compact[slot(j)] = values[j];
     }
   }
-};
 
-// For kernels that write few of the dense tensors' single elements and read none: the indices, which must satisfy
-// fits_vectors() too, are loaded only by threads whose elements change, when these are stored.
-template <typename Index, int Threads, int Unroll>
-struct ElementVectors : CompactVectors<Threads, Unroll, Unroll, 1536 / Threads> {
-  using Base = CompactVectors<Threads, Unroll, Unroll, 1536 / Threads>;
-  using Base::first, Base::slot;
-
-  const Segments* segments;
-  int64_t number;  // of the segment in the call
-
-  __device__ __forceinline__ void find(const Segments& of, const BlockRange& range) {
-    Base::find(of, range);
-    segments = &of;
-    number = range.number;
+  // The vectors of the sectors in which an element changes. Called by all threads of a warp. A part of a sector would
+  // take longer than all of it.
+  template <typename T>
+  __device__ __forceinline__ void store_changed(T* compact, const T (&values)[kUnroll],
+                                                const bool (&changed)[kUnroll]) const {
+    constexpr int kSectorBytes = 32;
+    constexpr int kNeighbours = kSectorBytes / (kUnroll * sizeof(T));  // threads with one sector
+    static_assert(kNeighbours > 0);
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const uint32_t neighbours = ((1u << kNeighbours) - 1) << (lane / kNeighbours * kNeighbours);
+    if ((__ballot_sync(0xffffffff, any_of(changed)) & neighbours) != 0) store_compact(compact, values);
   }
 
   template <typename T>
-  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[Unroll],
-                                              const bool (&changed)[Unroll]) const {
+  __device__ __forceinline__ void store_dense(T* dense, const T (&values)[kUnroll],
+                                              const bool (&changed)[kUnroll]) const {
     if (!any_of(changed)) return;
-    if (this->in_range == Base::kAll) {
-      const auto indices = this->load_compact(static_cast<const Index*>(segments->indices));
+    if (in_range == kAll) {
+      const auto indices = load_compact(static_cast<const Index*>(segments->indices));
       PositionOf<Index> base = 0;
       if constexpr (std::is_same_v<Index, uint16_t>) {
         base = __ldg(segments->index_bases + first / kIndexFrame + number);
       }
 #pragma unroll
-      for (int j = 0; j < Unroll; ++j) {
+      for (int j = 0; j < kUnroll; ++j) {
         if (changed[j]) dense[base + indices[j]] = values[j];
       }
       return;
     }
 #pragma unroll
-    for (int j = 0; j < Unroll; ++j) {
+    for (int j = 0; j < kUnroll; ++j) {
       if (changed[j]) dense[position_at<Index>(*segments, number, slot(j))] = values[j];
     }
+  }
+
+ private:
+  // The words of a vector, from or to memory.
+  template <typename T>
+  __device__ __forceinline__ static void copy_vector(void* to, const void* from) {
+    constexpr int kBytes = kUnroll * sizeof(T), kAccessBytes = kBytes < 16 ? kBytes : 16;
+    using Access = typename VectorOf<kAccessBytes>::Type;
+#pragma unroll
+    for (int i = 0; i < kBytes / kAccessBytes; ++i) static_cast<Access*>(to)[i] = static_cast<const Access*>(from)[i];
   }
 };
 

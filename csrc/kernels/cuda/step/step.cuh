@@ -9,17 +9,18 @@
 // part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/notebook.md), and in training few
 // active weights move by as much as their last bit in one step. Therefore the parameter is read even if a master holds
 // its value, unless the caller says that the parameter is the rounded master, or gives a compact copy of it: then no
-// dense memory is read. Of the copy 2 or 4 bytes are read, and the sectors written in which an element changes; under
-// masks of single elements, indices are read only of changed elements, by a second kernel (changes.cuh).
+// dense memory is read. Of the copy 2 or 4 bytes are read, and the sectors written in which an element changes; indices
+// of two bytes are read only by threads whose elements change.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "../../rounding.h"
 #include "../../rules/rule.h"
 #include "../common/slots.cuh"
 #include "../kernels.h"
-#include "changes.cuh"
 
 namespace sparse_opt::cuda {
 
@@ -39,7 +40,7 @@ struct StepSlots : Layout {
     if (args.master != nullptr) master = this->load_compact(static_cast<const float*>(args.master));
     if (args.weights != nullptr) {
       param = this->load_compact(static_cast<const Param*>(args.weights));
-    } else if constexpr (Layout::kHasPositions) {
+    } else if constexpr (Layout::kReadsDense) {
       if (!args.params_hold_master) param = this->load_dense(static_cast<const Param*>(dense));
     }
   }
@@ -57,11 +58,9 @@ struct StepSlots : Layout {
     return args.master != nullptr ? master[j] : to_float(param[j]);
   }
 
-  // `record` is this warp's, of a layout without positions.
   template <bool Stochastic>
   __device__ __forceinline__ void store_params(const float (&values)[kUnroll], const RandomWords (&random)[kUnroll],
-                                               void* dense, ChangeRecord<Param>* record,
-                                               const StepArguments& args) const {
+                                               void* dense, const StepArguments& args) const {
     if (args.master != nullptr) this->store_compact(args.master, values);
     const bool rounds_up_or_down = Stochastic && args.master == nullptr;
     Param stored[kUnroll];
@@ -72,17 +71,8 @@ struct StepSlots : Layout {
           rounds_up_or_down ? stochastic_round<Param>(values[j], random[j].param) : from_float<Param>(values[j]);
       changed[j] = this->active(j) && !same_bits(stored[j], param[j]);
     }
-    if constexpr (Layout::kHasPositions) {
-      if (args.weights != nullptr) this->store_changed(static_cast<Param*>(args.weights), stored, changed);
-      this->store_dense(static_cast<Param*>(dense), stored, changed);
-    } else {
-      uint32_t bits = 0;
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) bits |= uint32_t{changed[j]} << j;
-      if (args.weights != nullptr) this->store_sectors(static_cast<Param*>(args.weights), stored, bits);
-      __shared__ ChangeRecord<Param> built[Layout::kThreads / 32];
-      write_record(record, built[threadIdx.x / 32], bits, stored);
-    }
+    if (args.weights != nullptr) this->store_changed(static_cast<Param*>(args.weights), stored, changed);
+    this->store_dense(static_cast<Param*>(dense), stored, changed);
   }
 
   __device__ __forceinline__ void load_state(int i, const void* compact) {
@@ -103,7 +93,7 @@ struct StepSlots : Layout {
   template <typename Grad>
   __device__ __forceinline__ void load_gradient_as(const void* compact, const void* dense) {
     Held<Grad> held;
-    if constexpr (Layout::kHasPositions) {
+    if constexpr (Layout::kReadsDense) {
       held = compact != nullptr ? this->load_compact(static_cast<const Grad*>(compact))
                                 : this->load_dense(static_cast<const Grad*>(dense));
     } else {
@@ -172,29 +162,13 @@ __global__ void __launch_bounds__(kThreads)
   tensors[i] = Rule::tensor_scalars(options, *args.lr, static_cast<int64_t>(step));
 }
 
-// The slots of a block of the kernel, one of kParts of a block of the table. Empty behind the end of the segment.
-template <typename Layout, int Capacity>
-__device__ __forceinline__ BlockRange part_range(const SegmentTable<Capacity>& table) {
-  constexpr int64_t kSlots = Layout::kThreads * Layout::kUnroll;
-  BlockRange range = block_range(table, kSlots * Layout::kParts, static_cast<int>(blockIdx.x) / Layout::kParts);
-  if constexpr (Layout::kParts > 1) {
-    range.origin += static_cast<int>(blockIdx.x) % Layout::kParts * kSlots;
-    range.begin = max(range.begin, range.origin);
-    range.end = min(range.end, range.origin + kSlots);
-  }
-  return range;
-}
-
 template <typename Rule, typename Layout, typename Param, typename State, bool Stochastic, int Capacity, int... I>
 __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, const StepArguments& args,
                                            const typename Rule::CallScalars& call,
-                                           const typename Rule::TensorScalars* tensors, ChangeRecord<Param>* records,
+                                           const typename Rule::TensorScalars* tensors,
                                            std::integer_sequence<int, I...>) {
   constexpr int kUnroll = Layout::kUnroll;
-  const BlockRange range = part_range<Layout>(table);
-  if constexpr (Layout::kParts > 1) {
-    if (range.origin >= range.end) return;
-  }
+  const BlockRange range = block_range(table, Layout::kThreads * kUnroll);
   void* dense = table.dense[range.segment];
   const bool has_states = !Rule::kOptionalStates || args.states[0] != nullptr;
   StepSlots<Layout, Param, State, sizeof...(I)> slots;
@@ -210,7 +184,7 @@ __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, 
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) random[j] = random_words(args.seed, slots.slot(j), step);
   }
-  if constexpr (Layout::kHasPositions) __syncthreads();  // reads of dense memory before writes, see move.cuh
+  if constexpr (Layout::kReadsDense) __syncthreads();  // reads of dense memory before writes, see move.cuh
 
   const bool branch = Rule::branch(call);
   float g[kUnroll], p[kUnroll], states[sizeof...(I)][kUnroll];
@@ -223,29 +197,35 @@ __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, 
     Rule::update(call, tensor, branch, g[j], p[j], states[I][j]...);
   }
   if (has_states) (slots.template store_state<Stochastic>(I, args.states[I], states[I], random), ...);
-  ChangeRecord<Param>* record = nullptr;
-  if constexpr (!Layout::kHasPositions) {
-    record = records + (table.block_offset * Layout::kParts + blockIdx.x) * (Layout::kThreads / 32) + threadIdx.x / 32;
-  }
-  slots.template store_params<Stochastic>(p, random, dense, record, args);
+  slots.template store_params<Stochastic>(p, random, dense, args);
 }
 
 template <typename Rule, typename Layout, typename Param, typename State, bool Stochastic, int Capacity>
 __global__ void __launch_bounds__(Layout::kThreads, Layout::kBlocks)
     step_kernel(const __grid_constant__ SegmentTable<Capacity> table, const __grid_constant__ StepArguments args,
-                const __grid_constant__ typename Rule::CallScalars call, const typename Rule::TensorScalars* tensors,
-                ChangeRecord<Param>* records) {
+                const __grid_constant__ typename Rule::CallScalars call, const typename Rule::TensorScalars* tensors) {
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
-  step_block<Rule, Layout, Param, State, Stochastic>(table, args, call, tensors, records,
+  step_block<Rule, Layout, Param, State, Stochastic>(table, args, call, tensors,
                                                      std::make_integer_sequence<int, kStateCount<Rule>>());
+}
+
+// Whether the compact buffers of a step can be moved as vectors.
+inline bool fits_vectors(const StepArguments& args) {
+  const int state_size = element_size(args.state_dtype);
+  return fits_vectors(args.master, sizeof(float)) && fits_vectors(args.weights, element_size(args.param_dtype)) &&
+         fits_vectors(args.grad, element_size(args.grad_dtype)) &&
+         std::all_of(std::begin(args.states), std::end(args.states),
+                     [&](const void* state) { return fits_vectors(state, state_size); });
 }
 
 // call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
 // times.
 template <typename Call>
 void dispatch_step_layout(const StepArguments& args, Call call) {
-  if (records_changes(args)) {
-    call.template operator()<RecordSlots>();
+  const bool reads_dense = args.dense_grads != nullptr || (args.weights == nullptr && !args.params_hold_master);
+  if (!reads_dense && args.segments.index_type == IndexType::kOffset16 && has_element_vectors(args.segments, kUnroll) &&
+      fits_vectors(args)) {
+    call.template operator()<ElementVectors<uint16_t, kThreads, kUnroll>>();
   } else {
     dispatch_layout<128, 3>(args.segments, has_runs_of_vectors(args.segments) && fits_vectors(args), call);
   }
@@ -270,23 +250,21 @@ void dispatch_step(const StepArguments& args, Call call) {
 // rules/generate.py writes a source for each rule that instantiates this.
 template <typename Rule>
 void step(const StepArguments& args, const typename Rule::Options& options, typename Rule::TensorScalars* tensors,
-          void* changes, cudaStream_t stream) {
+          cudaStream_t stream) {
   const auto count = static_cast<unsigned>(args.segments.count);
   if (count == 0) return;
   tensor_scalars_kernel<Rule><<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(args, options, tensors);
   check_launch(Rule::kOp);
   const auto call = Rule::call_scalars(options);
   dispatch_step(args, [&]<typename Layout, typename Param, typename State, bool Stochastic>() {
-    for_each_table(args.segments, args.dense_grads, int64_t{Layout::kThreads} * Layout::kUnroll * Layout::kParts,
+    for_each_table(args.segments, args.dense_grads, int64_t{Layout::kThreads} * Layout::kUnroll,
                    [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
                      if (blocks == 0) return;
                      constexpr auto kKernel = step_kernel<Rule, Layout, Param, State, Stochastic, Capacity>;
-                     kKernel<<<blocks * Layout::kParts, Layout::kThreads, 0, stream>>>(
-                         table, args, call, tensors, static_cast<ChangeRecord<Param>*>(changes));
+                     kKernel<<<blocks, Layout::kThreads, 0, stream>>>(table, args, call, tensors);
                      check_launch(Rule::kOp);
                    });
   });
-  if (records_changes(args)) store_changes(Rule::kOp, args, changes, stream);
 }
 
 }  // namespace sparse_opt::cuda
