@@ -33,7 +33,6 @@ LAYERS = (
         "tensor_file",
         "pt_file",
         "cuda_archs",
-        "tuning",
         "options",
         "triton_kernels",
         "_kernels",

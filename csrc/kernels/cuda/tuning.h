@@ -1,21 +1,19 @@
-// Launch sizes that depend on the GPU and change no bit of any result. sparse_opt/tuning describes them and has tables
-// of GPUs; these values are used where none was set.
+// Launch sizes that depend on the GPU and change no bit of any result: "Tuning tables" in docs/notebook.md.
 #pragma once
 
-#include <array>
-#include <atomic>
+#include <cuda_runtime_api.h>
 
 namespace sparse_opt::cuda {
 
-// Atomic, because another thread may launch while a table is set.
 struct Tuning {
-  std::atomic<int> encode_blocks{2};
-  std::atomic<int> scattered_swap_bytes{0};
+  int encode_blocks;         // of delta_encode for each multiprocessor, 44 KiB of shared memory each
+  int scattered_swap_bytes;  // dense bytes per active element from which a swap has few in flight; 0: never
 };
 
-inline Tuning& tuning_of(int device) {
-  static std::array<Tuning, 64> tunings;
-  return tunings[static_cast<size_t>(device) % tunings.size()];
+inline Tuning tuning_of(int device) {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major == 9 ? Tuning{3, 32} : Tuning{2, 0};
 }
 
 }  // namespace sparse_opt::cuda

@@ -97,7 +97,7 @@ inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
 }
 
 // Of the current device.
-inline const Tuning& current_tuning() {
+inline Tuning current_tuning() {
   int device = 0;
   cudaGetDevice(&device);
   return tuning_of(device);
