@@ -26,7 +26,7 @@ MODULES = (
     "errors.py",
     *(
         f"ops/{name}.py"
-        for name in ("__init__", "bound", "checks", "narrow", "registry", "step_functions", "step_ops", "tiles")
+        for name in ("__init__", "bound", "checks", "narrow", "registry", "schemas", "step_ops", "tiles")
     ),
 )
 VERSION = 1  # of the interface: users of `kernels` name it

@@ -23,17 +23,9 @@ from torch import Tensor
 from . import cuda_archs
 from .errors import BackendUnavailable
 from .ops.namespace import NATIVE
-from .ops.step_ops import STEP_OPS
+from .ops.schemas import SCHEMAS
 
-OPS = (
-    *STEP_OPS,
-    "masked_grad_gather_",
-    "tile_weight_grad_",
-    "indexed_swap_",
-    "indexed_replace_",
-    "delta_encode",
-    "delta_apply_",
-)
+OPS = tuple(SCHEMAS)
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 # The lowest compute capability that Triton 3.6 and 3.7 compile the Triton kernels for.
@@ -83,7 +75,7 @@ def _extension(name: str, hint: str) -> tuple[ModuleType | None, str]:
 def _why_outdated(extension: Path) -> str:
     """Return "" unless the package is in a checkout where a native source is newer than the extension.
 
-    It must not be loaded then: its kernels might read other arguments than the schemas in ops/registry.py have.
+    It must not be loaded then: its kernels might read other arguments than the schemas in ops/schemas.py have.
     """
     csrc = Path(__file__).parents[1] / "csrc"
     if not (csrc / "build_native.py").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from .. import backends
 from . import checks
-from .step_functions import bound_step_method
-from .step_ops import STEP_OPS
+from .schemas import step_signature
+from .step_ops import STEP_OPS, StepOp
 
 
 class BoundOps:
@@ -94,18 +95,18 @@ class BoundOps:
     def _segments(self) -> tuple[Any, ...]:
         return self.indices, self.starts, self.ends
 
-    def _step(self, op: str, arguments: dict[str, Any]) -> None:
+    def _step(self, op: StepOp, arguments: dict[str, Any]) -> None:
         """Call a step op with all arguments but the bound ones."""
         if self._native is not None:
             if (arguments["grad"] is None) == (arguments["dense_grads"] is None):
-                raise ValueError(f"{op}: expected exactly one of grad and dense_grads")
-            self._native.step(op, **arguments)
+                raise ValueError(f"{op.name}: expected exactly one of grad and dense_grads")
+            self._native.step(op.name, **arguments)
         else:
-            own = (*STEP_OPS[op].states, "lr", "steps")
+            own = (*op.states, "lr", "steps")
             options = {name: value for name, value in arguments.items() if name not in own}
-            self._call(op, self.tensors, *self._segments, *(arguments[name] for name in own), **options)
+            self._call(op.name, self.tensors, *self._segments, *(arguments[name] for name in own), **options)
             _increment_versions(self.tensors)
-        written = (*STEP_OPS[op].states, "master", "weights")
+        written = (*op.states, "master", "weights")
         _increment_versions([t for t in map(arguments.get, written) if t is not None])
 
     def _call(self, op: str, *args: Any, **kwargs: Any) -> None:
@@ -117,8 +118,34 @@ class BoundOps:
         self._functions[op](*args, **kwargs, **layout)
 
 
-for _name in STEP_OPS:
-    setattr(BoundOps, _name, bound_step_method(_name))
+_BOUND = ("params", "indices", "starts", "ends", "run_length", "index_bases", "backend")  # arguments of `bind`
+
+
+def _step_method(op: StepOp) -> Callable[..., None]:
+    """Return a method of `BoundOps` with the signature of a step op without the bound arguments."""
+    parameters = [p for name, p in step_signature(op).parameters.items() if name not in _BOUND]
+    signature = inspect.Signature(parameters)
+    required = [p.name for p in parameters if p.default is p.empty]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @torch.no_grad()
+    def method(self: BoundOps, *args: Any, **kwargs: Any) -> None:
+        # Not `signature.bind`, which takes longer than the rest of the call, unless the arguments are wrong.
+        arguments = {**defaults, **dict(zip(required, args, strict=False)), **kwargs}
+        given_twice = not kwargs.keys().isdisjoint(required[: len(args)])
+        if given_twice or len(args) > len(required) or len(arguments) != len(parameters):
+            signature.bind(*args, **kwargs)  # raises a TypeError that names the argument
+        self._step(op, arguments)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
+    method.__name__, method.__qualname__ = op.name, f"BoundOps.{op.name}"
+    method.__doc__ = f"`ops.{op.name}` on the bound tensors and segments."
+    return method
+
+
+for _op in STEP_OPS.values():
+    setattr(BoundOps, _op.name, _step_method(_op))
 
 
 def bind(
