@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from .. import backends
 from . import checks
+from .registry import increment_versions
 from .schemas import step_signature
 from .step_ops import STEP_OPS, StepOp
 
 
+@dataclass(eq=False)
 class BoundOps:
     """The ops on a fixed list of tensors and their active elements; `bind` makes it.
 
@@ -22,28 +25,24 @@ class BoundOps:
     and `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are
     bound, and the same results.
 
-    Attributes:
-        tensors, indices, starts, ends, run_length, index_bases, backend: the arguments of `bind`.
+    The attributes are the arguments of `bind`.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        indices: Tensor,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        *,
-        run_length: int = 1,
-        index_bases: Tensor | None = None,
-        backend: str | None = None,
-    ) -> None:
-        self.tensors, self.indices, self.index_bases = list(tensors), indices, index_bases
-        self.starts, self.ends, self.run_length, self.backend = list(starts), list(ends), run_length, backend
+    tensors: list[Tensor]
+    indices: Tensor
+    starts: list[int]
+    ends: list[int]
+    run_length: int
+    index_bases: Tensor | None
+    backend: str | None
+
+    def __post_init__(self) -> None:
+        self._segments = (self.indices, self.starts, self.ends)
+        self._layout = {"run_length": self.run_length, "index_bases": self.index_bases}
         self._functions: dict[str, Callable[..., Any]] = {}
-        checks.bind(self.tensors, indices, self.starts, self.ends, run_length, index_bases)
-        target = (self.tensors, indices, self.starts, self.ends)
-        self._native = backends.bind(
-            "indexed_swap_", *target, run_length=run_length, index_bases=index_bases, backend=backend
+        checks.bind(self.tensors, *self._segments, **self._layout)
+        self._native: Any = backends.bind(
+            "indexed_swap_", self.tensors, *self._segments, **self._layout, backend=self.backend
         )
 
     @torch.no_grad()
@@ -53,8 +52,8 @@ class BoundOps:
             self._native.swap(compact)
         else:
             self._call("indexed_swap_", self.tensors, compact, *self._segments)
-            _increment_versions(self.tensors)
-        _increment_versions([compact])
+            increment_versions(self.tensors)
+        increment_versions(compact)
 
     @torch.no_grad()
     def indexed_replace_(self, before: Tensor, after: Tensor) -> None:
@@ -63,7 +62,7 @@ class BoundOps:
             self._native.replace(before, after)
         else:
             self._call("indexed_replace_", self.tensors, before, after, *self._segments)
-            _increment_versions(self.tensors)
+            increment_versions(self.tensors)
 
     @torch.no_grad()
     def masked_grad_gather_(
@@ -85,15 +84,11 @@ class BoundOps:
             dense = self.tensors if dense is None else dense
             checks.same_shapes("masked_grad_gather_", "dense", dense, "tensors", self.tensors)
             self._call("masked_grad_gather_", out, dense, *self._segments, **options)
-        _increment_versions([t for t in (out, sum_sq, found_inf) if t is not None])
+        increment_versions(out, sum_sq, found_inf)
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., None]: ...  # the step ops
-
-    @property
-    def _segments(self) -> tuple[Any, ...]:
-        return self.indices, self.starts, self.ends
 
     def _step(self, op: StepOp, arguments: dict[str, Any]) -> None:
         """Call a step op with all arguments but the bound ones."""
@@ -105,17 +100,15 @@ class BoundOps:
             own = (*op.states, "lr", "steps")
             options = {name: value for name, value in arguments.items() if name not in own}
             self._call(op.name, self.tensors, *self._segments, *(arguments[name] for name in own), **options)
-            _increment_versions(self.tensors)
-        written = (*op.states, "master", "weights")
-        _increment_versions([t for t in map(arguments.get, written) if t is not None])
+            increment_versions(self.tensors)
+        increment_versions(*map(arguments.get, (*op.states, "master", "weights")))
 
     def _call(self, op: str, *args: Any, **kwargs: Any) -> None:
         """Check the arguments, and call the op on the backend, which is chosen in the op's first call."""
         if op not in self._functions:
             self._functions[op] = backends.function(op, self.indices.device, self.backend)
-        layout = {"run_length": self.run_length, "index_bases": self.index_bases}
-        checks.of(op)(*args, **kwargs, **layout)
-        self._functions[op](*args, **kwargs, **layout)
+        checks.of(op)(*args, **kwargs, **self._layout)
+        self._functions[op](*args, **kwargs, **self._layout)
 
 
 _BOUND = ("params", "indices", "starts", "ends", "run_length", "index_bases", "backend")  # arguments of `bind`
@@ -174,8 +167,4 @@ def bind(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`. Bound calls raise the same for their own arguments.
     """
-    return BoundOps(tensors, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend)
-
-
-def _increment_versions(tensors: Sequence[Tensor]) -> None:
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    return BoundOps(list(tensors), indices, list(starts), list(ends), run_length, index_bases, backend)

@@ -4,7 +4,7 @@ Positions are not compared with the tensors' sizes, because that would read them
 its indices once when it is built; for other indices the caller is responsible.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -104,7 +104,11 @@ def _segments(
     if index_bases is None:
         _flat(op, "indices", indices, indices.device, INDEX_DTYPES)
     else:
-        _narrow(op, indices, len(dense), run_length, index_bases)
+        _flat(op, "indices", indices, indices.device, (torch.uint16,))
+        n_bases = indices.numel() // FRAME + len(dense)
+        _flat(op, "index_bases", index_bases, indices.device, (torch.int32,), n_bases)
+        if run_length != 1:
+            _fail(op, f"run_length is {run_length}, expected 1 with index_bases")
     if len(starts) != len(dense) or len(ends) != len(dense):
         _fail(op, f"starts holds {len(starts)} and ends {len(ends)} numbers, {name} holds {len(dense)} tensors")
     nnz = indices.numel() * run_length
@@ -128,13 +132,6 @@ def _segments(
     for (_, end), (start, _) in itertools.pairwise(order):
         if start < end:
             _fail(op, f"two segments overlap at compact slot {start}; expected disjoint segments")
-
-
-def _narrow(op: str, indices: Tensor, count: int, run_length: int, index_bases: Tensor) -> None:
-    _flat(op, "indices", indices, indices.device, (torch.uint16,))
-    _flat(op, "index_bases", index_bases, indices.device, (torch.int32,), indices.numel() // FRAME + count)
-    if run_length != 1:
-        _fail(op, f"run_length is {run_length}, expected 1 with index_bases")
 
 
 def _gradient(

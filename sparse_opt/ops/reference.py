@@ -8,7 +8,7 @@ steps is in step_ops.py. The arguments of the ops have the types of schemas.py; 
 `index_bases`.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -41,18 +41,6 @@ def _segments(
         elif end > start:
             runs = indices[start // run_length : end // run_length].long()
             yield i, slice(start, end), tensor.view(-1), (runs[:, None] + within_run).view(-1)
-
-
-def _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef) -> Tensor:
-    if dense_grads is not None:
-        g = dense_grads[i].view(-1)[positions].float()
-    else:
-        g = grad[where].float()
-    if grad_scale is not None:
-        g = g / grad_scale
-    if clip_coef is not None:
-        g = g * clip_coef
-    return g
 
 
 def _store(target: Tensor, where: slice | Tensor, value: Tensor, random: Tensor | None) -> None:
@@ -91,7 +79,11 @@ def _step(
     states = [state if name in used else None for name, state in zip(op.states, states, strict=True)]
     for i, where, param, positions in _segments(params, indices, starts, ends, run_length, index_bases):
         step = int(steps[i].item())
-        g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
+        g = (grad[where] if dense_grads is None else dense_grads[i].view(-1)[positions]).float()
+        if grad_scale is not None:
+            g = g / grad_scale
+        if clip_coef is not None:
+            g = g * clip_coef
         if master is not None:
             p = master[where]
             held = p.to(param.dtype, copy=True) if params_hold_master else param[positions]

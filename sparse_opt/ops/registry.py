@@ -5,6 +5,7 @@ The native ops are defined here and not in the extension, so that the ops exist 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,15 +19,13 @@ from .schemas import SCHEMAS, native_schema
 
 _library = torch.library.Library(PUBLIC, "DEF")
 _native = torch.library.Library(NATIVE, "FRAGMENT")
-_ops = getattr(torch.ops, PUBLIC)
 # The arguments of which the first that an op has is on the device that it runs on.
 _ON_DEVICE = ("indices", "tiles", "new")
 
 
-def _bump_versions(written: list[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def increment_versions(*written: Tensor | Sequence[Tensor] | None) -> None:
     """Increment the version counters of written tensors, since autograd does not see writes through pointers."""
-    for i, name in written:
-        value = args[i] if i < len(args) else kwargs[name]
+    for value in written:
         tensors = [value] if isinstance(value, Tensor) else value or []
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
@@ -42,7 +41,7 @@ def _register(name: str) -> None:
     _library.define(SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
     _native.define(native_schema(name))
     check = checks.of(name)
-    arguments = getattr(_ops, name).default._schema.arguments
+    arguments = getattr(getattr(torch.ops, PUBLIC), name).default._schema.arguments
     positional, named = ([a for a in arguments if a.kwarg_only is kind] for kind in (False, True))
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     names = [a.name for a in positional]
@@ -61,7 +60,7 @@ def _register(name: str) -> None:
         device = (place if isinstance(place, Tensor) else place[0]).device
         with memory_errors():
             result = backends.function(name, device, backend)(*args, **kwargs)
-        _bump_versions(written, args, kwargs)
+        increment_versions(*(args[i] if i < len(args) else kwargs[n] for i, n in written))
         return result
 
     def fake(*args: Any, **kwargs: Any) -> Any:

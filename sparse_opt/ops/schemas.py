@@ -23,15 +23,11 @@ _ops = getattr(torch.ops, PUBLIC)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SCHEMAS: dict[str, str] = {}  # name -> schema, with the name
-_TYPES = {
-    "Tensor": "Tensor",
+_TYPES = {  # other types have the same name in a schema
     "Tensor | None": "Tensor?",
     "Sequence[Tensor]": "Tensor[]",
     "Sequence[Tensor] | None": "Tensor[]?",
     "Sequence[int]": "SymInt[]",
-    "int": "int",
-    "float": "float",
-    "bool": "bool",
     "str | None": "str?",
     "None": "()",
     "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
@@ -43,7 +39,7 @@ def _schema(function: Callable[..., Any], written: Sequence[str]) -> str:
     for i, (name, parameter) in enumerate(signature.parameters.items()):
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in arguments:
             arguments.append("*")
-        kind = _TYPES[parameter.annotation]
+        kind = _TYPES.get(parameter.annotation, parameter.annotation)
         if name in written:
             kind = kind.replace("Tensor", f"Tensor(a{i}!)")
         default = "" if parameter.default is parameter.empty else f"={parameter.default}"
@@ -207,7 +203,7 @@ def indexed_replace_(
 
 
 @_op()
-def delta_encode(
+def delta_encode(  # type: ignore[empty-body]
     old: Sequence[Tensor], new: Sequence[Tensor], *, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the elements whose bits differ between `old` and `new`, and return their positions and new values.
