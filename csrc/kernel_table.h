@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "common/arguments.h"
 #include "generated/rules.h"
-#include "kernels/arguments.h"
 
 namespace sparse_opt {
 

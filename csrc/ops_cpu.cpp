@@ -1,6 +1,6 @@
 #include <numeric>
 
-#include "kernels/cpu/kernels.h"
+#include "common/cpu_kernels.h"
 #include "ops.h"
 
 // Ops that sparse_opt does not show to its users. sparse_opt/ops defines the schemas of the others.

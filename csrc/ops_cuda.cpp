@@ -4,8 +4,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "common/cuda_kernels.h"
 #include "cuda_stream.h"
-#include "kernels/cuda/kernels.h"
 #include "ops.h"
 
 namespace sparse_opt {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../host_device.h"
+#include "common/host_device.h"
 
 namespace sparse_opt {
 

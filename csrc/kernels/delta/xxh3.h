@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../host_device.h"
+#include "common/host_device.h"
 
 // The loops for short inputs are not unrolled on a GPU, where they would be most of the kernel's code.
 #ifdef __CUDACC__

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../../delta/xxh3.h"
-#include "../common/multiversion.h"
+#include "common/multiversion.h"
+#include "kernels/delta/xxh3.h"
 
 namespace sparse_opt::cpu {
 namespace {

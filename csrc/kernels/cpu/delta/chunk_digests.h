@@ -1,7 +1,7 @@
 #pragma once
 
-#include "../../chunk_digests.h"
-#include "../kernels.h"
+#include "common/cpu_kernels.h"
+#include "kernels/chunk_digests.h"
 
 namespace sparse_opt::cpu {
 

@@ -2,8 +2,8 @@
 // bit per element. delta_collect reads the bits, and the cache lines of the new tensors that contain a change.
 #include <cstring>
 
-#include "../common/blocks.h"
-#include "../kernels.h"
+#include "common/blocks.h"
+#include "common/cpu_kernels.h"
 #include "patch_tiles.h"
 
 namespace sparse_opt::cpu {

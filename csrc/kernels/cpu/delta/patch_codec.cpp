@@ -3,7 +3,7 @@
 #include <atomic>
 #include <optional>
 
-#include "../common/multiversion.h"
+#include "common/multiversion.h"
 #include "patch_tight.h"
 #include "patch_tiles.h"
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../delta/patch.h"
-#include "../kernels.h"
+#include "common/cpu_kernels.h"
+#include "kernels/delta/patch.h"
 
 namespace sparse_opt::cpu {
 

@@ -1,5 +1,5 @@
 // `fast`. The comparison reads both tensors once; the rest accesses the cache lines that contain a change.
-#include "../common/blocks.h"
+#include "common/blocks.h"
 #include "patch_tiles.h"
 
 namespace sparse_opt::cpu {

@@ -1,5 +1,5 @@
 // `packed`: as `fast`, but with positions and differences as streams of bits.
-#include "../common/blocks.h"
+#include "common/blocks.h"
 #include "patch_tiles.h"
 
 namespace sparse_opt::cpu {

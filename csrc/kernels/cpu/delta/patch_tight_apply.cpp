@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../common/multiversion.h"
+#include "common/multiversion.h"
 #include "patch_tight.h"
 
 namespace sparse_opt::cpu {

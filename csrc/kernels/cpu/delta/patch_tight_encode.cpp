@@ -2,7 +2,7 @@
 // its end. As in the decoder, the states perform step 1 of a row together.
 #include <memory>
 
-#include "../common/multiversion.h"
+#include "common/multiversion.h"
 #include "patch_tight.h"
 
 namespace sparse_opt::cpu {

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../../delta/patch.h"
-#include "../common/with_word.h"
+#include "common/with_word.h"
+#include "kernels/delta/patch.h"
 
 namespace sparse_opt::cpu {
 

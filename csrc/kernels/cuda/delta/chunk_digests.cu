@@ -6,9 +6,9 @@
 // meanwhile.
 #include <vector>
 
-#include "../../delta/xxh3.h"
-#include "../common/segment_table.cuh"
 #include "chunk_digests.h"
+#include "common/segment_table.cuh"
+#include "kernels/delta/xxh3.h"
 
 namespace sparse_opt::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../common/segment_table.cuh"
+#include "common/segment_table.cuh"
 
 namespace sparse_opt::cuda {
 

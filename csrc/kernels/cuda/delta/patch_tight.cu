@@ -3,7 +3,7 @@
 // from the caches; tight_apply reads the tensor once and writes the words that change. Both are bound by instructions:
 // about 30 to encode an unchanged word and 20 to decode it. The changes of a span are coded together, after its rows,
 // because a warp whose lanes coded single changes would diverge.
-#include "../common/dispatch.cuh"
+#include "common/dispatch.cuh"
 #include "patch_kernels.h"
 #include "patch_records.cuh"
 

@@ -2,7 +2,7 @@
 // is the bandwidth bound, and writes each tile's record to a slot of its own. Once the sum of the lengths is known,
 // compact_slots copies the records together, which reads and writes their bytes once more. A record that is longer than
 // a slot is encoded again, to its final place.
-#include "../common/dispatch.cuh"
+#include "common/dispatch.cuh"
 #include "compare.cuh"
 #include "patch_kernels.h"
 #include "patch_records.cuh"

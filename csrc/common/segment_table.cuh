@@ -10,8 +10,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../arguments.h"
-#include "../tuning.h"
+#include "arguments.h"
+#include "tuning.h"
 
 namespace sparse_opt::cuda {
 

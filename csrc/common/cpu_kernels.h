@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "../arguments.h"
+#include "arguments.h"
 
 namespace sparse_opt::cpu {
 

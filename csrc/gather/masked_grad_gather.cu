@@ -2,9 +2,9 @@
 // 64-byte granule of the dense tensors that the mask touches. Each block leaves one partial sum of squares, and a
 // second kernel adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Gradient hooks
 // gather one tensor at a time, and run the second kernel once.
-#include "../common/block_sum.cuh"
-#include "../common/slots.cuh"
-#include "../kernels.h"
+#include "common/block_sum.cuh"
+#include "common/cuda_kernels.h"
+#include "common/slots.cuh"
 
 namespace sparse_opt::cuda {
 namespace {

@@ -8,10 +8,10 @@
 #include <limits>
 #include <vector>
 
-#include "../../arguments.h"
-#include "../../scalar_types.h"
-#include "../common/multiversion.h"
-#include "../kernels.h"
+#include "common/arguments.h"
+#include "common/cpu_kernels.h"
+#include "common/multiversion.h"
+#include "common/scalar_types.h"
 
 namespace sparse_opt::cpu {
 namespace {

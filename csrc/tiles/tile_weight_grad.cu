@@ -15,10 +15,10 @@
 #include <span>
 #include <vector>
 
-#include "../common/block_sum.cuh"
-#include "../common/dispatch.cuh"
-#include "../common/segment_table.cuh"
-#include "../kernels.h"
+#include "common/block_sum.cuh"
+#include "common/cuda_kernels.h"
+#include "common/dispatch.cuh"
+#include "common/segment_table.cuh"
 #include "tile_product.cuh"
 
 namespace sparse_opt::cuda {

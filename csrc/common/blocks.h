@@ -8,9 +8,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../../arguments.h"
-#include "../../scalar_types.h"
-#include "../kernels.h"
+#include "arguments.h"
+#include "cpu_kernels.h"
+#include "scalar_types.h"
 
 namespace sparse_opt::cpu {
 

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "../common/blocks.h"
-#include "../common/multiversion.h"
-#include "../kernels.h"
+#include "common/blocks.h"
+#include "common/cpu_kernels.h"
+#include "common/multiversion.h"
 
 namespace sparse_opt::cpu {
 namespace {

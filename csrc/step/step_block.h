@@ -1,7 +1,7 @@
 // The gradient, the parameter, the states and the random words of one block of a step.
 #pragma once
 
-#include "../common/blocks.h"
+#include "common/blocks.h"
 
 namespace sparse_opt::cpu {
 

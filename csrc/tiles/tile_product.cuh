@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../../scalar_types.h"
+#include "common/scalar_types.h"
 #include "warpgroup.cuh"
 
 namespace sparse_opt::cuda {

@@ -17,10 +17,10 @@
 #include <iterator>
 #include <utility>
 
-#include "../../rounding.h"
-#include "../../rules/rule.h"
-#include "../common/slots.cuh"
-#include "../kernels.h"
+#include "common/cuda_kernels.h"
+#include "common/rounding.h"
+#include "common/slots.cuh"
+#include "step/rules/rule.h"
 
 namespace sparse_opt::cuda {
 

@@ -2,9 +2,9 @@
 // read and 64 written for each 64-byte line of the dense tensors that the mask touches.
 #include <cstring>
 
-#include "../common/blocks.h"
-#include "../common/with_word.h"
-#include "../kernels.h"
+#include "common/blocks.h"
+#include "common/cpu_kernels.h"
+#include "common/with_word.h"
 
 namespace sparse_opt::cpu {
 namespace {

@@ -5,8 +5,8 @@
 // parameter, where dense AdamW moves 28.
 #include <utility>
 
-#include "../common/multiversion.h"
-#include "../kernels.h"
+#include "common/cpu_kernels.h"
+#include "common/multiversion.h"
 #include "generated/rules.h"
 #include "step_block.h"
 

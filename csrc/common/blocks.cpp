@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-#include "../../rounding.h"
 #include "multiversion.h"
+#include "rounding.h"
 
 #ifdef SPARSE_OPT_AVX512
 #include <immintrin.h>

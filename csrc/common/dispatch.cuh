@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../../arguments.h"
-#include "../../scalar_types.h"
+#include "arguments.h"
+#include "scalar_types.h"
 
 namespace sparse_opt::cuda {
 

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../arguments.h"
+#include "arguments.h"
 
 namespace sparse_opt::cuda {
 

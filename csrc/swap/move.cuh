@@ -1,7 +1,7 @@
 // The kernel that moves bits between dense[indices] and a compact buffer.
 #pragma once
 
-#include "../common/slots.cuh"
+#include "common/slots.cuh"
 
 namespace sparse_opt::cuda {
 

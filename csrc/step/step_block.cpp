@@ -1,8 +1,8 @@
 #include "step_block.h"
 
-#include "../../rounding.h"
-#include "../../rules/rule.h"
-#include "../common/multiversion.h"
+#include "common/multiversion.h"
+#include "common/rounding.h"
+#include "step/rules/rule.h"
 
 namespace sparse_opt::cpu {
 

@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <iterator>
 
-#include "../host_device.h"
+#include "common/host_device.h"
 
 namespace sparse_opt {
 
