@@ -38,7 +38,7 @@ class BoundOps:
 
     def __post_init__(self) -> None:
         self._segments = (self.indices, self.starts, self.ends)
-        self._layout = {"run_length": self.run_length, "index_bases": self.index_bases}
+        self._layout: dict[str, Any] = {"run_length": self.run_length, "index_bases": self.index_bases}
         self._functions: dict[str, Callable[..., Any]] = {}
         checks.bind(self.tensors, *self._segments, **self._layout)
         self._native: Any = backends.bind(
