@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "calls.h"
+#include "delta/delta_codec.h"
 #include "kernel_table.h"
 #include "stable_abi.h"
 #include "step_op.h"

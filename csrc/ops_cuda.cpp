@@ -4,7 +4,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "common/cuda_kernels.h"
 #include "cuda_stream.h"
 #include "ops.h"
 

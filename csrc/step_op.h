@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "generated/rules.h"
+#include "step/step.h"
 
 namespace sparse_opt {
 

@@ -1,9 +1,15 @@
 #include "blocks.h"
 
+#include <cstdlib>
 #include <cstring>
 
 #include "multiversion.h"
 #include "rounding.h"
+
+// Defined if the compiler can compile functions for AVX-512.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define SPARSE_OPT_AVX512
+#endif
 
 #ifdef SPARSE_OPT_AVX512
 #include <immintrin.h>
@@ -31,6 +37,16 @@ inline void stochastic_loop(const float* __restrict values, const uint32_t* __re
 }
 
 #ifdef SPARSE_OPT_AVX512
+// Whether the machine has AVX-512, and ATEN_CPU_CAPABILITY, which torch reads too, does not exclude it.
+bool has_avx512() {
+  static const bool has = [] {
+    const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
+    const bool less = limit != nullptr && (std::strcmp(limit, "avx2") == 0 || std::strcmp(limit, "default") == 0);
+    return !less && __builtin_cpu_supports("avx512f");
+  }();
+  return has;
+}
+
 [[gnu::target("avx512f")]] void gather_avx512(const uint32_t* dense, const int32_t* indices, int64_t n, uint32_t* out) {
   for (int64_t k = 0; k < n; k += 16) {
     const auto lanes = static_cast<__mmask16>(n - k >= 16 ? 0xffff : (1 << (n - k)) - 1);

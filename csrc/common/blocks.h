@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cpu_kernels.h"
 #include "scalar_types.h"
 
 namespace sparse_opt::cpu {

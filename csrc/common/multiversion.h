@@ -10,15 +10,3 @@
 #else
 #define SPARSE_OPT_MULTIVERSION
 #endif
-
-// Defined if the compiler can compile functions for AVX-512.
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SPARSE_OPT_AVX512
-#endif
-
-namespace sparse_opt::cpu {
-
-// Whether they may run: the machine has AVX-512, and ATEN_CPU_CAPABILITY, which torch reads too, does not exclude it.
-bool has_avx512();
-
-}  // namespace sparse_opt::cpu

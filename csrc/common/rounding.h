@@ -1,10 +1,11 @@
 // Stochastic rounding, reproducible from a seed, a step and a compact slot.
 #pragma once
 
-#include "arguments.h"
 #include "scalar_types.h"
 
 namespace sparse_opt {
+
+constexpr int kMaxStates = 2;  // of an optimizer: one step draws random words for so many
 
 // 32 random bits for the parameter, and 16 low ones for each state.
 struct RandomWords {

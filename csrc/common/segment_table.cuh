@@ -11,7 +11,6 @@
 #include <string>
 
 #include "arguments.h"
-#include "tuning.h"
 
 namespace sparse_opt::cuda {
 
@@ -96,11 +95,13 @@ inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
   return end > start ? (end - aligned_start(start) + slots_per_block - 1) / slots_per_block : 0;
 }
 
-// Of the current device.
-inline Tuning current_tuning() {
-  int device = 0;
+// Whether the current device has compute capability 9.x, whose launch sizes were tuned: "Tuning tables" in
+// docs/notebook.md. A size that depends on it changes no bit of any result.
+inline bool has_tuned_sizes() {
+  int device = 0, major = 0;
   cudaGetDevice(&device);
-  return tuning_of(device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major == 9;
 }
 
 inline void check_launch(const char* op) {

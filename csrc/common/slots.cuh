@@ -378,15 +378,6 @@ inline bool has_element_vectors(const Segments& segments, int unroll) {
   return segments.run_length == 1 && fits_vectors(segments.indices, index_size(segments.index_type), unroll);
 }
 
-// Whether active elements are single elements, and each has at least so many bytes of the dense tensors; never if 0.
-// A swap may then be faster with fewer elements in flight, because the writes to neighbouring elements leave the caches
-// together (docs/notebook.md): tuning.h has the bytes.
-inline bool is_scattered(const Segments& segments, int size, int bytes_per_active) {
-  int64_t active = 0;
-  for (int64_t i = 0; i < segments.count; ++i) active += segments.ends[i] - segments.starts[i];
-  return bytes_per_active > 0 && segments.run_length == 1 && segments.numel * size >= bytes_per_active * active;
-}
-
 // call.template operator()<Layout>(): RunSlots if `vectors`, otherwise ElementSlots, Unroll of each of Threads threads.
 template <int Threads = kThreads, int Unroll = kUnroll, typename Call>
 void dispatch_layout(const Segments& segments, bool vectors, Call call) {

@@ -3,8 +3,8 @@
 // second kernel adds those of a tensor in a fixed order: no atomics, so the same bits on every run. Gradient hooks
 // gather one tensor at a time, and run the second kernel once.
 #include "common/block_sum.cuh"
-#include "common/cuda_kernels.h"
 #include "common/slots.cuh"
+#include "gather.h"
 
 namespace sparse_opt::cuda {
 namespace {

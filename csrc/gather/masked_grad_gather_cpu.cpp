@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "common/blocks.h"
-#include "common/cpu_kernels.h"
 #include "common/multiversion.h"
+#include "gather.h"
 
 namespace sparse_opt::cpu {
 namespace {

@@ -17,9 +17,9 @@
 #include <iterator>
 #include <utility>
 
-#include "common/cuda_kernels.h"
 #include "common/rounding.h"
 #include "common/slots.cuh"
+#include "step.h"
 #include "step/rules/rule.h"
 
 namespace sparse_opt::cuda {

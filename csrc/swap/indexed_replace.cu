@@ -1,8 +1,8 @@
 // Bytes per active element: the two compact elements, and the index, 2, 4 or 8, or 4 or 8 a run, of those that change;
 // and 64 written for each 64-byte granule of the dense tensors in which an element changes.
-#include "common/cuda_kernels.h"
 #include "common/rounding.h"
 #include "common/slots.cuh"
+#include "swap.h"
 
 namespace sparse_opt::cuda {
 namespace {

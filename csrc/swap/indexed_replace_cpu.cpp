@@ -1,7 +1,7 @@
 // Bytes per active element: index 2 or 4 (of a run, shared) and the two compact elements; and 64 read and 64 written
 // for each 64-byte line of the dense tensors in which an element changes.
 #include "common/blocks.h"
-#include "common/cpu_kernels.h"
+#include "swap.h"
 
 namespace sparse_opt::cpu {
 namespace {

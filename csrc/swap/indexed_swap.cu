@@ -1,7 +1,7 @@
 // Bytes per active element: index 2 or 4, or 4 a run, the compact element read and written; and 64 read and 64 written
 // for each 64-byte granule of the dense tensors that the mask touches. Elements that are equal in both are not written.
-#include "common/cuda_kernels.h"
 #include "move.cuh"
+#include "swap.h"
 
 namespace sparse_opt::cuda {
 

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "common/blocks.h"
-#include "common/cpu_kernels.h"
 #include "common/with_word.h"
+#include "swap.h"
 
 namespace sparse_opt::cpu {
 namespace {

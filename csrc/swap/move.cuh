@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/slots.cuh"
+#include "swap.h"
 
 namespace sparse_opt::cuda {
 
@@ -47,6 +48,14 @@ __global__ void __launch_bounds__(kMoveThreads)
   }
 }
 
+// Whether active elements are single elements, and each has 32 bytes or more of the dense tensors. Fewer of them in
+// flight are faster then, because the writes to neighbouring elements leave the caches together (docs/notebook.md).
+inline bool is_scattered(const MoveArguments& args) {
+  int64_t active = 0;
+  for (int64_t i = 0; i < args.segments.count; ++i) active += args.segments.ends[i] - args.segments.starts[i];
+  return args.segments.run_length == 1 && args.segments.numel * args.element_size >= 32 * active;
+}
+
 template <Move Way, int Unroll>
 void move_by(const char* op, const MoveArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
@@ -64,7 +73,7 @@ void move_by(const char* op, const MoveArguments& args, cudaStream_t stream) {
 }
 
 // An element needs few registers, so a thread can have eight in flight. One is faster on an H200 if the dense elements
-// are only written, and if they are scattered (tuning.h), where a small L1 cache is faster too: "Tuning tables" in
+// are only written, and if they are scattered, where a small L1 cache is faster too: "Tuning tables" in
 // docs/notebook.md. `sparse-opt bench kernels` times the swaps.
 template <Move Way>
 void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
@@ -73,9 +82,7 @@ void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
   } else if constexpr (Way == Move::kToCompact) {
     move_by<Way, 8>(op, args, stream);
   } else {
-    is_scattered(args.segments, args.element_size, current_tuning().scattered_swap_bytes)
-        ? move_by<Way, 1>(op, args, stream)
-        : move_by<Way, 8>(op, args, stream);
+    has_tuned_sizes() && is_scattered(args) ? move_by<Way, 1>(op, args, stream) : move_by<Way, 8>(op, args, stream);
   }
 }
 

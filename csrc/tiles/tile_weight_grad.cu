@@ -16,10 +16,11 @@
 #include <vector>
 
 #include "common/block_sum.cuh"
-#include "common/cuda_kernels.h"
 #include "common/dispatch.cuh"
 #include "common/segment_table.cuh"
+#include "gather/gather.h"
 #include "tile_product.cuh"
+#include "tiles.h"
 
 namespace sparse_opt::cuda {
 namespace {

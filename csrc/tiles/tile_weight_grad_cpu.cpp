@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "common/arguments.h"
-#include "common/cpu_kernels.h"
 #include "common/multiversion.h"
 #include "common/scalar_types.h"
+#include "tiles.h"
 
 namespace sparse_opt::cpu {
 namespace {

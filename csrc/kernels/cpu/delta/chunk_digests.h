@@ -1,6 +1,6 @@
 #pragma once
 
-#include "common/cpu_kernels.h"
+#include "common/arguments.h"
 #include "kernels/chunk_digests.h"
 
 namespace sparse_opt::cpu {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/cpu_kernels.h"
+#include "common/arguments.h"
 #include "kernels/delta/patch.h"
 
 namespace sparse_opt::cpu {

@@ -6,7 +6,7 @@
 
 namespace sparse_opt::cuda {
 
-// The same conditions as for the launchers in kernels.h.
+// The same conditions as for the launchers of the ops (common/arguments.h).
 void chunk_digests(const ChunkDigestArguments& args, cudaStream_t stream);
 
 }  // namespace sparse_opt::cuda

@@ -1,8 +1,8 @@
 // Launchers of delta_encode (delta_encode.cuh) and delta_sample, which runs before it and counts the changes in every
 // args.sample_stride-th block. The caller allocates by this count, or delta_encode finds that a speculative capacity is
 // too low.
-#include "common/cuda_kernels.h"
 #include "common/whole_tensors.cuh"
+#include "delta/delta_codec.h"
 #include "delta_encode.cuh"
 #include "swap/move.cuh"
 
@@ -73,8 +73,7 @@ void delta_encode(const DeltaArguments& args, cudaStream_t stream) {
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const auto most =
-      static_cast<unsigned>(multiprocessors * std::min<int>(tuning_of(device).encode_blocks, kEncodeBlocks));
+  const auto most = static_cast<unsigned>(multiprocessors * (has_tuned_sizes() ? kEncodeBlocks : kEncodeBlocksUntuned));
   dispatch_word(args.element_size, [&]<typename Word>() {
     const int64_t all_tiles = encode_tiles<Word>(args);
     const auto encode = [&]<typename Index>() {

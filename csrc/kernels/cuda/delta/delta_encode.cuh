@@ -22,7 +22,8 @@ namespace sparse_opt::cuda {
 
 // Chosen on an H200: "Tuning tables" in docs/notebook.md. `sparse-opt bench kernels` times delta_encode.
 constexpr int kEncodeThreads = 256;
-constexpr int kEncodeBlocks = 3;    // on a multiprocessor, at most: tuning.h has the number that is launched
+constexpr int kEncodeBlocks = 3;  // on a multiprocessor, 44 KiB of shared memory each
+constexpr int kEncodeBlocksUntuned = 2;
 constexpr int kEncodeVectors = 4;   // 16-byte vectors of each tensor that a thread has in flight
 constexpr int kEncodeDeferred = 2;  // steps between the count of a tile and the write of its changes
 constexpr int kEncodeSummed = 8;    // groups of 32 counts that are read at a time
