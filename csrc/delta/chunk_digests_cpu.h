@@ -1,7 +1,7 @@
 #pragma once
 
+#include "chunk_digests.h"
 #include "common/arguments.h"
-#include "kernels/chunk_digests.h"
 
 namespace sparse_opt::cpu {
 

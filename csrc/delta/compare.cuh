@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "common/segment_table.cuh"
-#include "delta/delta_codec.h"
+#include "delta_codec.h"
 
 namespace sparse_opt::cuda {
 

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/chunk_digests.h"
+#include "chunk_digests.h"
 
 namespace sparse_opt::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "segment_table.cuh"
+#include "common/segment_table.cuh"
 
 namespace sparse_opt::cuda {
 

@@ -1,8 +1,8 @@
 // The sample from which the tables of `tight` and the width of `packed` are computed. It reads a sixteenth of large
 // tensors. Nearly all words fall into a few classes, so a warp adds up equal classes before it adds to shared memory.
 #include "common/dispatch.cuh"
-#include "common/whole_tensors.cuh"
 #include "patch_kernels.h"
+#include "whole_tensors.cuh"
 
 namespace sparse_opt::cuda {
 namespace {

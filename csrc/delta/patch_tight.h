@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/delta/patch.h"
+#include "patch.h"
 #include "patch_tiles.h"
 
 namespace sparse_opt::cpu {

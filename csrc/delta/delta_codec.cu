@@ -1,10 +1,10 @@
 // Launchers of delta_encode (delta_encode.cuh) and delta_sample, which runs before it and counts the changes in every
 // args.sample_stride-th block. The caller allocates by this count, or delta_encode finds that a speculative capacity is
 // too low.
-#include "common/whole_tensors.cuh"
-#include "delta/delta_codec.h"
+#include "delta_codec.h"
 #include "delta_encode.cuh"
 #include "swap/move.cuh"
+#include "whole_tensors.cuh"
 
 namespace sparse_opt::cuda {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common/arguments.h"
-#include "kernels/delta/patch.h"
+#include "patch.h"
 
 namespace sparse_opt::cpu {
 

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "common/blocks.h"
-#include "delta/delta_codec.h"
+#include "delta_codec.h"
 #include "patch_tiles.h"
 
 namespace sparse_opt::cpu {

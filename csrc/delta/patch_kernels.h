@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/delta/patch.h"
+#include "patch.h"
 
 namespace sparse_opt::cuda {
 

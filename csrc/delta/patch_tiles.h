@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "common/with_word.h"
-#include "kernels/delta/patch.h"
+#include "patch.h"
 
 namespace sparse_opt::cpu {
 

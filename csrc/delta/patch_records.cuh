@@ -1,8 +1,8 @@
 // Shared by the kernels of all three levels: the launch over tiles, and the check of a record's place.
 #pragma once
 
-#include "common/whole_tensors.cuh"
-#include "kernels/delta/patch.h"
+#include "patch.h"
+#include "whole_tensors.cuh"
 
 namespace sparse_opt::cuda {
 

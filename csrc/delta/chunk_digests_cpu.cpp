@@ -1,10 +1,10 @@
 // Reads every byte once, which is the bandwidth bound, and writes 16 bytes for each chunk of 64 KiB.
-#include "chunk_digests.h"
+#include "chunk_digests_cpu.h"
 
 #include <algorithm>
 
 #include "common/multiversion.h"
-#include "kernels/delta/xxh3.h"
+#include "xxh3.h"
 
 namespace sparse_opt::cpu {
 namespace {

@@ -1,10 +1,10 @@
 // Decoders of `fast` and `packed`. patch_apply reads the records once and accesses the cache lines of the tensor that
 // change. One warp decodes a tile; whatever a record contains, it reads within the record and writes within the tile.
 #include "common/dispatch.cuh"
-#include "common/warp_sum.cuh"
 #include "compare.cuh"
 #include "patch_kernels.h"
 #include "patch_records.cuh"
+#include "warp_sum.cuh"
 
 namespace sparse_opt::cuda {
 namespace {
