@@ -4,8 +4,11 @@
 
 #include <cstdint>
 
+#include "gather/gather.h"
 #include "generated/rules.h"
-#include "kernels/arguments.h"
+#include "step/step.h"
+#include "swap/swap.h"
+#include "tiles/tiles.h"
 
 namespace sparse_opt {
 

@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "checks.h"
-#include "kernels/delta/patch.h"
+#include "patch.h"
 #include "stable_abi.h"
 
 namespace sparse_opt {

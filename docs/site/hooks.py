@@ -42,7 +42,7 @@ def _docstrings(api: str) -> str:
 
 
 def _exported(package: str) -> set[str]:
-    """Names in the `__init__` of a package. Those of trainers/, which is mapped into sparse_opt, are left to their page."""
+    """Names in the `__init__` of a package; none of trainers/, which lies outside of sparse_opt/."""
     file = ROOT / package.replace(".", "/") / "__init__.py"
     return set(re.findall(r'"(\w+)"', file.read_text(encoding="utf-8"))) if file.exists() else set()
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, tuning
-from ..errors import BackendUnavailable, TuningError
+from .. import __version__
+from ..errors import BackendUnavailable
 from ..tables import format_bytes, table
 from .output import print_json
 from .parser import CommandParser, add_json_flag
@@ -100,7 +100,6 @@ def examine() -> dict[str, Any]:
         },
         "auto": {device: _auto(backends, device) for device in present},
         "in_force": {device: _in_force(backends, device) for device in present},
-        "tuning": {device: _tuning(backends, torch, index) for index, device in enumerate(present[1:])},
     }
     return report
 
@@ -156,22 +155,6 @@ def _in_force(backends: Any, device: str) -> dict[str, Any]:
         return {"ops": None, "cause": str(error)}
 
 
-def _tuning(backends: Any, torch: Any, index: int) -> dict[str, str]:
-    """Which table of launch sizes the kernels use on a GPU, and why an older one is not used."""
-    if torch.version.hip is not None:
-        return {"source": tuning.builtin("", "")[1], "warning": "", "error": ""}
-    try:
-        chosen = backends.tuning_of(index)
-    except TuningError as error:
-        return {"source": "none", "warning": "", "error": str(error)}
-    return {"source": chosen.source, "warning": chosen.warning, "error": ""}
-
-
-def _tuning_line(device: str, found: dict[str, str]) -> str:
-    hint = "measure one with `sparse-opt bench kernels --tune`" if "default" in found["source"] else ""
-    return f"{device}: " + "; ".join(filter(None, (found["source"], found["warning"] or hint, found["error"])))
-
-
 def _text(report: dict[str, Any]) -> str:
     packages, python = report["packages"], report["python"]
     facts = [
@@ -189,7 +172,6 @@ def _text(report: dict[str, Any]) -> str:
         autograd = report["autograd"]
         facts.append(("autograd", "native" if autograd["built"] else f"{autograd['cause']}: {WITHOUT_AUTOGRAD}"))
     facts += [("device", _one_line(device)) for device in report["devices"]]
-    facts += [("launch sizes", _tuning_line(device, found)) for device, found in report["tuning"].items()]
     facts += [(name, packages[name] or "not installed") for name in OPTIONAL_PACKAGES]
     facts += [("environment", f"{name}={value}") for name, value in report["environment"].items() if value is not None]
     alike = _alike(report)

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/delta/patch_codec.h"
+#include "delta/patch_codec.h"
 
 using namespace sparse_opt;
 

@@ -31,7 +31,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def fuzzer(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("fuzz") / "fuzz_decoder"
-    sources = [*sorted((CSRC / "kernels" / "cpu" / "delta").glob("patch_*.cpp")), HERE / "fuzz_decoder.cpp"]
+    sources = [*sorted((CSRC / "delta").glob("patch_*_cpu.cpp")), HERE / "fuzz_decoder.cpp"]
     subprocess.run([compiler, *FLAGS, f"-I{CSRC}", *sources, "-o", program], check=True)
     return program
 
