@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,15 @@ from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim import SparseOptimizer
 from ..tensors import holds_base_weights, is_wrapper, named_parameters_of
-from .backend import Backend, Index, choose
 from .destinations import place, whole_weight
 from .encoding import units_of
+from .index import Backend, Index, choose
 from .layout import Layout
 
 Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
 
 
-class ActiveValues(Protocol):
+class ActiveValues(ABC):
     """The active values of some weights, as they are now."""
 
     mask: MaskSet
@@ -28,25 +28,29 @@ class ActiveValues(Protocol):
     device: torch.device
     backend: Backend
 
+    @abstractmethod
     def take(self) -> dict[str, Tensor]:
         """Return the values [nnz] of each dtype of the layout, in new memory on `device`, on the current stream."""
 
 
-class WeightsOf:
+class WeightsOf(ActiveValues):
     """The active values of whole weights on one device.
 
     Args:
-        source, mask, backend: see `WeightSender`.
+        source, mask, backend, dtype: see `WeightSender`.
 
     Raises:
         ValueError, MaskError: as `WeightSender`.
     """
 
-    def __init__(self, source: Source, mask: MaskSet | None, backend: str | None) -> None:
+    def __init__(
+        self, source: Source, mask: MaskSet | None, backend: str | None, dtype: torch.dtype | None = None
+    ) -> None:
         self._source = source
         named = named_weights(source)
         self.mask = mask_of(source, mask)
-        self.layout = Layout.of(self.mask, named)
+        self._stored = Layout.of(self.mask, named)
+        self.layout = self._stored if dtype is None else Layout.of(self.mask, named, dtype)
         devices = {weight.device for weight in self._weights().values()}
         devices = devices or {named[name].device for name in self.mask.names[:1]}  # the mask is empty
         if len(devices) > 1:
@@ -58,7 +62,7 @@ class WeightsOf:
 
     @torch.no_grad()
     def take(self) -> dict[str, Tensor]:
-        """Return the values [nnz] of each dtype of the layout, in new memory, on the current stream.
+        """See `ActiveValues.take`.
 
         Raises:
             WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
@@ -67,42 +71,35 @@ class WeightsOf:
         require_current(self._source, self.mask)
         held = self._source.active_weights() if isinstance(self._source, SparseOptimizer) else None
         if held is not None:
-            return self._in_order(held)
-        values = self._taken()
+            parts: dict[str, Tensor] = {}
+            for names, values in held:
+                parts.update(zip(names, values.split([self.mask[name].numel() for name in names]), strict=True))
+            return self.layout.joined(parts)
+        found = self._taken()
         # The host checks whether weights have moved while the GPU reads; the indices keep the memory they read alive.
         weights = self._weights()
         addresses = {name: weight.data_ptr() for name, weight in weights.items()}
         if addresses != self._addresses:
-            self._indices = self._build(weights)
+            placed = place(self._stored, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
+            units = {entry.name: units_of(self.mask, entry) for entry in self._stored.tensors if entry.nnz}
+            self._indices = self.backend.build_indices(self._stored, units, placed, self.device)
             self._addresses = addresses
-            values = self._taken()
-        return values
+            found = self._taken()
+        return found if self.layout is self._stored else self.layout.joined(self._stored.split(found))
 
     def _taken(self) -> dict[str, Tensor]:
-        return {group.dtype: index.take() for group, index in zip(self.layout.groups, self._indices, strict=False)}
-
-    def _in_order(self, held: Sequence[tuple[Sequence[str], Tensor]]) -> dict[str, Tensor]:
-        """Return the values of `SparseOptimizer.active_weights` in the order of the layout, in new memory."""
-        parts: dict[str, Tensor] = {}
-        for names, values in held:
-            parts.update(zip(names, values.split([self.mask[name].numel() for name in names]), strict=True))
-        return self.layout.joined(parts)
+        return {group.dtype: index.take() for group, index in zip(self._stored.groups, self._indices, strict=False)}
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights with active elements as they are now."""
         named = named_weights(self._source)
-        weights = {entry.name: named[entry.name] for entry in self.layout.tensors if entry.nnz}
+        weights = {entry.name: named[entry.name] for entry in self._stored.tensors if entry.nnz}
         require_current(self._source, self.mask, weights.values())
         for name, weight in weights.items():
             if is_wrapper(weight):
                 kind = type(weight).__name__
                 raise ValueError(f"{name!r} is a {kind}, expected a plain tensor; see DistributedWeightSender")
         return weights
-
-    def _build(self, weights: Mapping[str, Tensor]) -> tuple[Index, ...]:
-        placed = place(self.layout, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
-        units = {entry.name: units_of(self.mask, entry) for entry in self.layout.tensors if entry.nnz}
-        return self.backend.build_indices(self.layout, units, placed, self.device)
 
 
 def named_weights(source: Source) -> dict[str, Tensor]:

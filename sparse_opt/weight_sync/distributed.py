@@ -13,9 +13,9 @@ from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim.ranks import sharding
 from ..optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks
-from .active_values import Source, WeightsOf, mask_of, named_weights, require_current
-from .backend import choose
+from .active_values import ActiveValues, Source, WeightsOf, mask_of, named_weights, require_current
 from .encoding import Encoding
+from .index import choose
 from .layout import Group, Layout
 from .sender import PendingMessage, WeightSender
 
@@ -38,7 +38,7 @@ class DistributedWeightSender:
         channel.update()
 
     Args:
-        source, mask, encoding, backend: see `WeightSender`; the parameters may be DTensors of `fully_shard`.
+        source, mask, encoding, backend, dtype: see `WeightSender`; the parameters may be DTensors of `fully_shard`.
 
     Attributes:
         sender: on rank 0 the sender, whose `mask_message` and `state_message` are not collectives; None on the others.
@@ -55,6 +55,7 @@ class DistributedWeightSender:
         *,
         encoding: Encoding = "auto",
         backend: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if encoding not in get_args(Encoding):  # on all ranks: the others would wait for rank 0 in the collective
             raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
@@ -64,15 +65,15 @@ class DistributedWeightSender:
         self._version = 0
         self.sender: WeightSender | None = None
         if any(sharding.is_dtensor(weight) for weight in named_weights(source).values()):
-            self._values = _ShardedValues(source, mask, backend)
+            self._values = _ShardedValues(source, mask, backend, dtype)
             if dist.get_rank() == 0:
-                self.sender = WeightSender.of_values(self._values, encoding=encoding)
+                self.sender = WeightSender(self._values, encoding=encoding)
             else:
                 self._values.take()
         else:
 
             def build() -> None:
-                self.sender = WeightSender(source, mask, encoding=encoding, backend=backend)
+                self.sender = WeightSender(source, mask, encoding=encoding, backend=backend, dtype=dtype)
 
             self.on_rank_0(build)
 
@@ -129,18 +130,18 @@ class DistributedWeightSender:
             raise _lost_rank(error, dist.group.WORLD, f"version {self._version}") from error
 
 
-class _ShardedValues:
-    """The active values of DTensors of `fully_shard`, collected on rank 0; see `active_values.ActiveValues`.
+class _ShardedValues(ActiveValues):
+    """The active values of DTensors of `fully_shard`, collected on rank 0.
 
     A rank has consecutive rows of each weight, and therefore a range of its active elements in their order.
     """
 
-    def __init__(self, source: Source, mask: MaskSet | None, backend: str | None) -> None:
+    def __init__(self, source: Source, mask: MaskSet | None, backend: str | None, dtype: torch.dtype | None) -> None:
         self._source = source
         self._collections = 0
         self.mask = mask_of(source, mask)
         named = named_weights(source)
-        self.layout = Layout.of(self.mask, named)
+        self.layout = Layout.of(self.mask, named, dtype)
         self._weights = {entry.name: named[entry.name] for entry in self.layout.tensors if entry.nnz}
         mesh, self.device = _mesh_and_device(named)
         self.backend = choose(self.device, backend)
@@ -164,7 +165,7 @@ class _ShardedValues:
         # Elements, since a shard may begin inside of a tile.
         local_mask = MaskSet(indices, {name: _local(self._weights[name]).shape for name in indices})
         self._local = {name: _local(self._weights[name]) for name in indices}
-        self._own = WeightsOf(self._local, local_mask, backend) if indices else None
+        self._own = WeightsOf(self._local, local_mask, backend, dtype) if indices else None
 
     @torch.no_grad()
     def take(self) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 docs/weight_sync.md describes them byte by byte. A `Message` is a safetensors file with string metadata; transports may
 move its header and its tensors apart. Senders make the tensors by `mask_tensors` and `GroupValues`; receivers read them
-by `checked_mask` and `values_of`, and compare the header with what they hold by `check_follows`.
+by `checked_mask`, and by `values_of` or `changed_tensors`, and compare the header with what they hold by
+`check_follows`. To send the bitmap of changed values in another form, change `GroupValues.tensors` and `values_of`: in
+memory, senders and receivers have it as `bitmap_of` returns it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
 from ..masks import MaskSet
 from ..masks.patterns import PATTERNS, unit_grid
 from ..tensors import compact_json, dtype_name, metadata_digest
-from .digest import digest_sum, to_hex
+from .digest import digest_sum, mix, to_hex, zero_extended
 from .layout import Group, Layout, LayoutTensor
 
 Kind = Literal["mask", "state", "update"]
@@ -76,6 +78,11 @@ class Message:
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def n_values(self) -> int:
+        """Number of the values that a state or an update carries."""
+        return sum(t.numel() for name, t in self.tensors.items() if name.endswith((".values", ".changed")))
 
     def header(self) -> dict[str, str]:
         """Return everything but the tensors' data as strings, with a digest: for transports that move the tensors."""
@@ -297,6 +304,8 @@ def active_elements(units: Tensor, entry: LayoutTensor, pattern: str) -> int:
 class GroupValues(NamedTuple):
     """What a message carries for the tensors of one dtype: all values, or a bitmap and the changed ones, or nothing.
 
+    `tensors` writes it to a message, and `values_of` reads it.
+
     Attributes:
         values: [nnz].
         bitmap: [bitmap_bytes(nnz)] uint8, with element e of the group as bit e % 8 of byte e // 8.
@@ -315,14 +324,11 @@ class GroupValues(NamedTuple):
         return GroupValues(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
 
 
-def form_of(encoding: Encoding, count: int, size: int, nnz: int) -> Literal["values", "changed", "nothing"]:
-    """Return in which form an update sends `count` changed ones of nnz values of `size` bytes: the smaller one."""
-    if encoding == "values":
-        return "values"
-    if count == 0:
-        return "nothing"
-    smaller = count * size + bitmap_bytes(nnz) < nnz * size
-    return "changed" if encoding == "bitmap" or smaller else "values"
+def sends_all(encoding: Encoding, values: Tensor, count: int) -> bool:
+    """Return whether an update sends all values [nnz], and not a bitmap and the `count` changed ones."""
+    if encoding == "auto" and count:
+        return bitmap_bytes(values.numel()) + count * values.element_size() >= values.nbytes
+    return encoding == "values"
 
 
 def values_of(message: Message, layout: Layout) -> list[GroupValues]:
@@ -356,25 +362,25 @@ class ChangedTensor(NamedTuple):
     """The elements of a tensor that a message changes.
 
     Attributes:
-        first: element number of the tensor's first active element.
         numbers: [n] int64, ascending: which of the tensor's active elements they are.
         values: [n].
     """
 
     entry: LayoutTensor
-    first: int
     numbers: Tensor
     values: Tensor
 
 
-def changed_tensors(message: Message, layout: Layout, device: torch.device) -> Iterator[ChangedTensor]:
-    """Yield the tensors whose elements a state or an update carries; all of a dtype that is sent as a whole.
+def changed_tensors(message: Message, layout: Layout, device: torch.device) -> list[ChangedTensor]:
+    """Return the tensors whose elements a state or an update carries; all of a dtype that is sent as a whole.
 
-    For receivers that hand the values on. Their digest is not compared.
+    For receivers that hand the values on.
 
     Raises:
-        DamagedMessage: as `values_of`; or a bitmap marks other elements than the changed values are of.
+        DamagedMessage: as `values_of`; or a bitmap marks other elements than the changed values are of, or the values
+            do not have the message's digest.
     """
+    found, payload = [], 0
     for group, part in zip(layout.groups, values_of(message, layout), strict=True):
         whole, bitmap, changed = part.to(device)
         if whole is not None:
@@ -386,11 +392,13 @@ def changed_tensors(message: Message, layout: Layout, device: torch.device) -> I
                 raise DamagedMessage(f"{group.dtype}.bitmap marks element {int(numbers[-1])}, the mask has {group.nnz}")
         else:
             continue
+        payload += int(mix(numbers + group.first, zero_extended(values)).sum())
         cuts = torch.searchsorted(numbers, torch.tensor(group.starts, dtype=torch.int64, device=device)).tolist()
         for index, start, low, high in zip(group.members, group.starts, cuts, cuts[1:], strict=False):
             if low < high:
-                entry, first = layout.tensors[index], group.first + start
-                yield ChangedTensor(entry, first, numbers[low:high] - start, values[low:high])
+                found.append(ChangedTensor(layout.tensors[index], numbers[low:high] - start, values[low:high]))
+    check_payload(message, payload)
+    return found
 
 
 def check_follows(message: Message, mask_digest: str | None, version: int | None, digest: str | None) -> None:

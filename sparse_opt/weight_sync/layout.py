@@ -72,18 +72,21 @@ class Layout:
     tensors: tuple[LayoutTensor, ...]
 
     @classmethod
-    def of(cls, mask: MaskSet, weights: Mapping[str, Tensor]) -> Layout:
+    def of(cls, mask: MaskSet, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Layout:
         """Build the layout of a mask over weights of the same names.
+
+        Args:
+            dtype: of all values that are sent; None for those of the weights.
 
         Raises:
             ForeignMessage: a dtype is not bfloat16, float16 or float32; names the tensor.
         """
         tensors = []
         for name in sorted(mask.indices):
-            dtype = dtype_name(weights[name])
-            if mask[name].numel() and dtype not in DTYPES:
-                raise ForeignMessage(f"{name!r} is {dtype}, expected one of {', '.join(DTYPES)}")
-            tensors.append(LayoutTensor(name, mask.shapes[name], dtype, mask[name].numel()))
+            found = dtype_name(weights[name]) if dtype is None else str(dtype).removeprefix("torch.")
+            if mask[name].numel() and found not in DTYPES:
+                raise ForeignMessage(f"{name!r} is {found}, expected one of {', '.join(DTYPES)}")
+            tensors.append(LayoutTensor(name, mask.shapes[name], found, mask[name].numel()))
         return cls(mask.pattern, tuple(tensors))
 
     @cached_property
@@ -109,9 +112,20 @@ class Layout:
         """Return the names of a group's tensors, in order."""
         return [self.tensors[i].name for i in group.members]
 
+    def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the active values of each tensor by name, as views of those of each dtype."""
+        parts: dict[str, Tensor] = {}
+        for group in self.groups:
+            sizes = [self.tensors[i].nnz for i in group.members]
+            parts.update(zip(self.names(group), values[group.dtype].split(sizes), strict=True))
+        return parts
+
     def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the active values [nnz] of each dtype, in new memory, from those of each tensor by name."""
-        return {group.dtype: torch.cat([values[name] for name in self.names(group)]) for group in self.groups}
+        return {
+            group.dtype: torch.cat([values[name].to(group.torch_dtype) for name in self.names(group)])
+            for group in self.groups
+        }
 
     def to_json(self) -> str:
         """Return compact JSON with sorted keys."""

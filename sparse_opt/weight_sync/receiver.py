@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import named_parameters_of
-from .backend import Backend, Changes, Index, choose
 from .destinations import Addresses, Destination, PlacedTensor, place, whole_weight
 from .digest import HostCopy, from_hex, to_hex
 from .encoding import GroupValues, Message, check_count, check_follows, check_payload, checked_mask, values_of
+from .index import Backend, Changes, Index, choose
 from .layout import Group, Layout
 from .sender import PendingMessage
 

@@ -15,8 +15,8 @@ from ..masks import MaskSet
 from .active_values import ActiveValues, Source, WeightsOf
 from .destinations import Parts
 from .digest import HostCopy, to_hex
-from .encoding import Encoding, GroupValues, Message, form_of, mask_tensors, units_of
-from .reference import only_parts
+from .encoding import Encoding, GroupValues, Message, mask_tensors, sends_all, units_of
+from .index import only_parts
 
 
 class WeightSender:
@@ -27,11 +27,14 @@ class WeightSender:
 
     Args:
         source: an optimizer, with its mask and parameters, or a module or its parameters by name, with `mask`. Of an
-            optimizer with `compact_weights` the sender reads those, and not the model.
+            optimizer with `compact_weights` the sender reads those, and not the model. Or the values themselves, whose
+            mask, backend and dtype are used.
         mask: the active elements; None for an optimizer, whose mask is used.
         encoding: "values" sends all active values in every update, "bitmap" a bitmap and the changed values, "auto"
             whichever is smaller, for each dtype.
         backend: "reference" (plain torch), "triton", or None for the fastest on the device of the weights.
+        dtype: of the values that are sent and compared, as bfloat16 for an engine that has weights of fp32 in it; None
+            for that of each weight.
 
     Raises:
         ValueError: an argument does not fit the others, or a weight cannot be sent; names it.
@@ -40,34 +43,31 @@ class WeightSender:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | ActiveValues,
         mask: MaskSet | None = None,
         *,
         encoding: Encoding = "auto",
         backend: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._start(WeightsOf(source, mask, backend), encoding)
-
-    @classmethod
-    def of_values(cls, values: ActiveValues, *, encoding: Encoding = "auto") -> WeightSender:
-        """Build a sender whose active values are read by `values`, from weights that are elsewhere or in parts."""
-        sender = cls.__new__(cls)
-        sender._start(values, encoding)
-        return sender
-
-    def _start(self, values: ActiveValues, encoding: Encoding) -> None:
         if encoding not in get_args(Encoding):
             raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
+        values = source if isinstance(source, ActiveValues) else WeightsOf(source, mask, backend, dtype)
         self._values, self._encoding = values, encoding
-        self._mask, self._layout, self._device, self._backend = (
-            values.mask,
-            values.layout,
-            values.device,
-            values.backend,
-        )
+        self._mask, self._layout, self._device = values.mask, values.layout, values.device
+        self._backend = values.backend
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         sent, gathered = self._take()
         self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
+
+    @property
+    def sender(self) -> WeightSender:
+        """This sender. A `DistributedWeightSender` has one on rank 0 only."""
+        return self
+
+    def on_rank_0(self, function: Callable[[], object]) -> None:
+        """Call a function; for `DistributedWeightSender`, whose other ranks do not call it."""
+        function()
 
     @property
     def version(self) -> int:
@@ -149,15 +149,17 @@ class WeightSender:
         tensors: dict[str, Tensor] = {}
         payload = 0
         for (dtype, values), (whole, changed, count) in zip(sent.values.items(), sent.totals.rows, strict=True):
-            form = form_of(self._encoding, count, values.element_size(), values.numel())
-            if form == "values":
-                tensors |= GroupValues(values).tensors(dtype)
+            if sends_all(self._encoding, values, count):
+                part = GroupValues(values)
                 payload += whole
-            elif form == "changed":
+            elif count:
                 bitmap, first = changes[dtype]
                 found = first[:count] if count <= first.numel() else self._backend.select(values, bitmap, count)
-                tensors |= GroupValues(None, bitmap, found).tensors(dtype)
+                part = GroupValues(None, bitmap, found)
                 payload += changed
+            else:
+                continue
+            tensors |= part.tensors(dtype)
         return Message(
             kind="update",
             version=sent.version,
@@ -192,10 +194,9 @@ class WeightSender:
         units = {name: units_of(self._mask, entries[name]) for name in parts}
         total = 0
         for group in self._layout.groups:
-            of_group = [self._layout.tensors[i] for i in group.members]
             values = sent.values[group.dtype]
-            if any(entry.name in parts for entry in of_group):
-                values = only_parts(values, group, of_group, self._layout.pattern, units, parts)
+            if any(name in parts for name in self._layout.names(group)):
+                values = only_parts(values, group, self._layout, units, parts)
             total += int(self._backend.digest_sum(values, group.first))
         return to_hex(total)
 
@@ -230,7 +231,7 @@ class _Totals:
     """Digests and counts of one version, on their way to the host.
 
     Args:
-        totals: for each dtype the digest, or with `per_dtype` 3 what `reference.compare` returns.
+        totals: for each dtype the digest, or with `per_dtype` 3 what `index.compare` returns.
         values: all active values by dtype.
     """
 

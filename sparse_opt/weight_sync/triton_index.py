@@ -25,7 +25,7 @@ _INT32_END = 2**31
 
 
 class TritonIndex:
-    """`reference.ReferenceIndex` with Triton kernels; arguments as there."""
+    """`index.ReferenceIndex` with Triton kernels; arguments as there."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class TritonIndex:
 
 
 class TritonChanges:
-    """`reference.ReferenceChanges` with Triton kernels.
+    """`index.ReferenceChanges` with Triton kernels.
 
     A list of the changed elements and their addresses is made first, if it takes no more memory than all values would:
     digests and writes then cost as much as the changed elements, and not as all of them.
@@ -118,7 +118,7 @@ class TritonChanges:
 
 
 def _kernels() -> Any:
-    """Return triton_kernels.weight_sync; `backend.choose` has checked that it can be imported."""
+    """Return triton_kernels.weight_sync; `index.choose` has checked that it can be imported."""
     module: Any = backends.triton_module()[0]
     return module.weight_sync
 

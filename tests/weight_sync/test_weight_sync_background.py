@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from samples import change, clones, make_weights, same_bits
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
-from sparse_opt.weight_sync.background import Background
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
 PATIENCE = 20.0  # seconds that no test waits in full unless it fails
@@ -121,26 +121,11 @@ def test_an_update_that_is_made_already_can_be_sent(weights, mask, channel, engi
     assert engine.channel.weights.version == 2 and same_bits(weights, engine.weights)
 
 
-def test_a_finished_update_whose_wait_is_interrupted_keeps_its_error() -> None:
-    background = Background([])
-
-    def fail() -> None:
-        raise WeightSyncError("lost")
-
-    def finish(*, interrupted: bool) -> None:
-        with background.finishing() as wait:
-            if interrupted:
-                raise KeyboardInterrupt
-            wait()
-
-    background.begin(fail)
-    with pytest.raises(KeyboardInterrupt):
-        finish(interrupted=True)
-    assert background.has_begun
-    with pytest.raises(WeightSyncError, match="lost"):
-        finish(interrupted=False)
-    assert not background.has_begun
-    background.begin(lambda: None)
-    with background.finishing():  # on other ranks than the sender's nobody waits
-        pass
-    assert not background.has_begun
+def test_an_update_whose_wait_is_interrupted_can_be_finished(weights, mask, channel, engine):
+    channel.begin_update()
+    with patch.object(channel.weights, "on_rank_0", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        channel.finish_update()
+    with pytest.raises(WeightSyncError, match="^an update has begun: call finish_update"):
+        channel.begin_update()
+    engine.gate.release()
+    assert channel.finish_update() == 1

@@ -14,9 +14,9 @@ from torch import Tensor
 from ...errors import WeightSyncError
 from ...tensors import dtype_name
 from ...weight_sync.encoding import tensor_list
+from ...weight_sync.transports.channel import tensors_of
 from ...weight_sync.transports.control import first_line
 from ...weight_sync.transports.process_group import BroadcastGroup
-from ...weight_sync.transports.receiver_channel import tensors_of
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:

@@ -14,9 +14,8 @@ from ...errors import WeightSyncError
 from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message
 from ..sender import WeightSender
-from .channel import SenderChannel
+from .channel import ReceiverChannel, SenderChannel, tensors_of
 from .control import TransportName
-from .receiver_channel import ReceiverChannel, tensors_of
 
 _ALIGNMENT = 16  # bytes; every tensor of a message begins at a multiple in the shared buffer
 
@@ -43,6 +42,7 @@ class CudaIpcSender(SenderChannel):
         gpu = torch.device(device or torch.device("cuda", torch.cuda.current_device()))
         super().__init__(weights, address, device=gpu, timeout=timeout)
         self._buffer: Tensor | None = None
+        self._has_mask = False  # the buffer
         self._made = 0  # buffers
         self._holders: set[int] = set()  # receivers that have opened the buffer
 
@@ -53,10 +53,12 @@ class CudaIpcSender(SenderChannel):
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         tensors = [tensor.to(self._device) for tensor in message.tensors.values()]
         _, size = _starts(tensors)
-        if self._buffer is None or self._buffer.numel() < size:
+        # The buffer of a mask is larger than every update needs.
+        if self._buffer is None or self._buffer.numel() < size or self._has_mask:
             self._drop()
             self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
             self._made += 1
+        self._has_mask = message.kind == "mask"
         _pack(tensors, self._buffer)
         torch.cuda.current_stream(self._device).synchronize()
         new = {str(r): _exported(self._buffer) for r in receivers if r not in self._holders}
@@ -65,14 +67,6 @@ class CudaIpcSender(SenderChannel):
 
     def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
         return None
-
-    def _after(self, message: Message, *, complete: bool) -> None:
-        # A receiver that is lost may still read. A mask is larger than every update.
-        if not complete or message.kind == "mask":
-            self._drop()
-
-    def _end(self) -> None:
-        self._drop()
 
     def _drop(self) -> None:
         if self._buffer is not None:
@@ -110,7 +104,7 @@ class CudaIpcReceiver(ReceiverChannel):
         torch.cuda.current_stream(gpu).synchronize()
         return tensors
 
-    def _end(self) -> None:
+    def _drop(self) -> None:
         self._buffer = None
 
 

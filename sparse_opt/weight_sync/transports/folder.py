@@ -31,8 +31,9 @@ from ...delta.patches import LogMask, by_dtype, unpack
 from ...errors import DeltaLogError, WeightSyncError
 from ...masks import MaskSet
 from ...tensors import as_bits
-from ..backend import choose
+from ..active_values import ActiveValues
 from ..encoding import Message
+from ..index import choose
 from ..layout import Layout
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
@@ -218,7 +219,7 @@ class MaskElements:
             raise DeltaLogError(f"{self.header.file.where}: changes {outside} elements outside of the mask")
 
 
-class LogSender:
+class LogSender(ActiveValues):
     """Makes the messages of a log's steps; their versions are the numbers of the steps.
 
     Attributes:
@@ -230,7 +231,7 @@ class LogSender:
         self.mask, self.device = elements.mask, device
         self.layout = Layout.of(elements.mask, elements.values)
         self.backend = choose(self.device, None)
-        self._sender = WeightSender.of_values(self)
+        self._sender = WeightSender(self)
 
     def take(self) -> dict[str, Tensor]:
         """See `ActiveValues.take`."""

@@ -20,9 +20,8 @@ from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
-from .channel import SenderChannel
+from .channel import ReceiverChannel, SenderChannel, tensors_of
 from .control import BUSY_SECONDS, TransportName, first_line
-from .receiver_channel import ReceiverChannel, tensors_of
 
 Backend = Literal["gloo", "nccl"]
 
@@ -138,13 +137,6 @@ class ProcessGroupSender(SenderChannel):
             return first_line(error)
         return None
 
-    def _after(self, message: Message, *, complete: bool) -> None:
-        if not complete:
-            self._drop()
-
-    def _end(self) -> None:
-        self._drop()
-
     def _drop(self) -> None:
         group, self._group, self._members = self._group, None, []
         if group is not None:
@@ -184,7 +176,7 @@ class ProcessGroupReceiver(ReceiverChannel):
     def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
         try:
             if self._group is None or self._group.key != command["group"]:
-                self._end()
+                self._drop()
                 receivers = command["receivers"]
                 rank, size = 1 + receivers.index(self._control.number), 1 + len(receivers)
                 # With the sender's timeout: it waits for the replies as long.
@@ -193,11 +185,11 @@ class ProcessGroupReceiver(ReceiverChannel):
             tensors = tensors_of(entries, self._device)
             self._group.broadcast(tensors.values())
         except RuntimeError:
-            self._end()
+            self._drop()
             raise
         return tensors
 
-    def _end(self) -> None:
+    def _drop(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.abort()
