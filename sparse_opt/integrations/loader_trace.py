@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import ForeignMessage, WeightSyncError
 from ..masks.patterns import matrix_shape
 from ..weight_sync import Destination
-from ..weight_sync.layout import DTYPES, Layout
+from ..weight_sync.encoding import DTYPES, Layout
 
 _aten = torch.ops.aten
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # of vLLM and of SGLang

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, WeightSyncError
 from ..weight_sync import Destination, Message, PendingMessage, WeightReceiver
-from ..weight_sync.layout import Layout
+from ..weight_sync.encoding import Layout
 from .loader_trace import require_plain_method, storage_key, trace_layout
 
 LOAD_FORMAT = "sparse_opt.integrations.sglang.load_message"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import ForeignMessage
 from ..masks.patterns import matrix_shape
 from ..tensors import dtype_name, is_wrapper, named_parameters_of
-from .layout import Layout, LayoutTensor
+from .encoding import Layout, LayoutTensor
 
 Range = tuple[int, int]
 # Name of a weight -> the disjoint parts of its matrix that a receiver has, each as rows r0:r1 and columns c0:c1.

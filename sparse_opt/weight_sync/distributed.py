@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,18 @@ from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim.ranks import sharding
 from ..optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks
-from .active_values import ActiveValues, Source, WeightsOf, mask_of, named_weights, require_current
-from .encoding import Encoding
+from .encoding import Encoding, Group, Layout
 from .index import choose
-from .layout import Group, Layout
-from .sender import PendingMessage, WeightSender
+from .sender import (
+    ActiveValues,
+    PendingMessage,
+    Source,
+    WeightSender,
+    WeightsOf,
+    mask_of,
+    named_weights,
+    require_current,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -149,18 +156,19 @@ class _ShardedValues(ActiveValues):
         self._takes_part = not any(mesh.get_local_rank(i) for i in range(mesh.ndim - 1))
         self._group = mesh.get_group(mesh.ndim - 1)
         shards, own = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        cuts = {name: _cuts(name, weight, self.mask[name], shards, own) for name, weight in self._weights.items()}
-        names = {group.dtype: self.layout.names(group) for group in self.layout.groups}
+        ends = {name: _ends(name, weight, shards, own) for name, weight in self._weights.items()}
+        active = {
+            name: torch.searchsorted(self.mask[name], of.to(self.mask[name])).tolist() for name, of in ends.items()
+        }
         # For each dtype, by shard and tensor: the number of active elements.
         self._counts = {
-            dtype: [[cuts[name].active[r + 1] - cuts[name].active[r] for name in of] for r in range(shards)]
-            for dtype, of in names.items()
+            group.dtype: [[active[n][r + 1] - active[n][r] for n in self.layout.names(group)] for r in range(shards)]
+            for group in self.layout.groups
         }
-        parts = {name: slice(cut.active[own], cut.active[own + 1]) for name, cut in cuts.items()}
         indices = {
-            name: self.mask[name][part] - cuts[name].elements[own]
-            for name, part in parts.items()
-            if part.stop > part.start
+            name: self.mask[name][of[own] : of[own + 1]] - int(ends[name][own])
+            for name, of in active.items()
+            if of[own] < of[own + 1]
         }
         # Elements, since a shard may begin inside of a tile.
         local_mask = MaskSet(indices, {name: _local(self._weights[name]).shape for name in indices})
@@ -224,35 +232,26 @@ def _lost_rank(error: RuntimeError, group: dist.ProcessGroup | None, round_name:
     )
 
 
-class _Cuts(NamedTuple):
-    """Where the shards of a weight begin, and the last one ends: elements of the weight, and active elements."""
-
-    elements: list[int]
-    active: list[int]
-
-
-def _cuts(name: str, weight: Tensor, positions: Tensor, shards: int, own: int) -> _Cuts:
-    """Return the cuts of a weight; one that is not sharded is in shard 0.
+def _ends(name: str, weight: Tensor, shards: int, own: int) -> Tensor:
+    """Return [shards + 1], the elements of a weight before each shard, and all; one that is not sharded is in shard 0.
 
     Raises:
         ValueError: a DTensor is sharded in another way than `fully_shard` does.
     """
     numel = weight.numel()
-    if not sharding.is_dtensor(weight):
-        return _Cuts([0] + [numel] * shards, [0] + [positions.numel()] * shards)
-    dtensor: Any = weight
-    *outer, last = dtensor.placements
-    chunk = -(-weight.shape[0] // shards) * (numel // weight.shape[0])  # fully_shard cuts rows as torch.chunk does
-    elements = [min(r * chunk, numel) for r in range(shards + 1)]
-    if not all(p.is_replicate() for p in outer) or not last.is_shard(0):
-        raise ValueError(
-            f"{name!r} is a DTensor with placements {dtensor.placements}, expected Shard(0) as of fully_shard"
-        )
-    if _local(weight).numel() != elements[own + 1] - elements[own]:
-        found = f"{name!r} has {_local(weight).numel()} elements in shard {own}"
-        raise ValueError(f"{found}, expected {elements[own + 1] - elements[own]}")
-    ends = torch.tensor(elements, dtype=positions.dtype, device="cpu")
-    return _Cuts(elements, torch.searchsorted(positions, ends).tolist())
+    chunk = numel
+    if sharding.is_dtensor(weight):
+        dtensor: Any = weight
+        *outer, last = dtensor.placements
+        if not all(p.is_replicate() for p in outer) or not last.is_shard(0):
+            raise ValueError(
+                f"{name!r} is a DTensor with placements {dtensor.placements}, expected Shard(0) as of fully_shard"
+            )
+        chunk = -(-weight.shape[0] // shards) * (numel // weight.shape[0])  # fully_shard cuts rows as torch.chunk does
+    ends = (torch.arange(shards + 1, device="cpu") * chunk).clamp(max=numel)
+    if sharding.is_dtensor(weight) and _local(weight).numel() != (expected := int(ends[own + 1] - ends[own])):
+        raise ValueError(f"{name!r} has {_local(weight).numel()} elements in shard {own}, expected {expected}")
+    return ends
 
 
 def _mesh_and_device(named: Mapping[str, Tensor]) -> tuple[DeviceMesh, torch.device]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,17 +23,18 @@ from torch import Tensor
 
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
 from ..masks import MaskSet
-from ..masks.patterns import PATTERNS, unit_grid
+from ..masks.patterns import PATTERNS, matrix_shape, unit_grid
 from ..tensors import compact_json, dtype_name, metadata_digest
 from .digest import digest_sum, mix, to_hex, zero_extended
-from .layout import Group, Layout, LayoutTensor
 
 Kind = Literal["mask", "state", "update"]
 Encoding = Literal["auto", "values", "bitmap"]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FORMAT, FORMAT_VERSION = "sparse_opt.weight_sync", "1"
 _REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest", "tensors")
 _DIGITS = 18  # of a version, which is below 2^63 then
 _OPTIONAL = ("base_version", "base_digest", "layout")
+_NUMBERS = ("version", "base_version")
 Entry = tuple[str, str, list[int]]  # of a tensor: name, dtype as torch names it, and shape
 
 
@@ -86,26 +87,9 @@ class Message:
 
     def header(self) -> dict[str, str]:
         """Return everything but the tensors' data as strings, with a digest: for transports that move the tensors."""
-        return dict(self._header)
-
-    @cached_property
-    def _header(self) -> dict[str, str]:
-        header = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "kind": self.kind,
-            "version": str(self.version),
-            "mask_digest": self.mask_digest,
-            "result_digest": self.result_digest,
-            "payload_digest": self.payload_digest,
-            "tensors": compact_json(self.entries),
-        }
-        optional = {
-            "base_version": None if self.base_version is None else str(self.base_version),
-            "base_digest": self.base_digest,
-            "layout": self.layout,
-        }
-        header.update({key: value for key, value in optional.items() if value is not None})
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "tensors": compact_json(self.entries)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tensors"}
+        header |= {name: str(value) for name, value in values.items() if value is not None}
         return {**header, "digest": metadata_digest(header)}
 
     @classmethod
@@ -115,27 +99,19 @@ class Message:
         Raises:
             DamagedMessage: the header's digest or a field is wrong, or the tensors are not those of the header.
         """
-        fields = checked_header(header)
-        for name, dtype, shape in tensor_list(fields):
+        checked = checked_header(header)
+        listed = tensor_list(checked)
+        for name, dtype, shape in listed:
             if name not in tensors:
                 raise DamagedMessage(f"the message lacks the tensor {name!r}")
             found = [dtype_name(tensors[name]), list(tensors[name].shape)]
             if found != [dtype, shape]:
                 raise DamagedMessage(f"{name!r} is {found[0]} {found[1]}, expected {dtype} {shape}")
-        names = [name for name, _, _ in tensor_list(fields)]
-        if unknown := sorted(set(tensors) - set(names)):
+        if unknown := sorted(set(tensors) - {name for name, _, _ in listed}):
             raise DamagedMessage(f"the message has the tensor {unknown[0]!r}, which its header does not list")
-        return cls(
-            kind=fields["kind"],  # type: ignore[arg-type]  # checked_header has compared it
-            version=int(fields["version"]),
-            mask_digest=fields["mask_digest"],
-            result_digest=fields["result_digest"],
-            payload_digest=fields["payload_digest"],
-            tensors={name: tensors[name] for name in names},
-            base_version=int(fields["base_version"]) if "base_version" in fields else None,
-            base_digest=fields.get("base_digest"),
-            layout=fields.get("layout"),
-        )
+        values: dict[str, Any] = {name: checked[name] for name in (*_REQUIRED, *_OPTIONAL) if name in checked}
+        values |= {name: int(values[name]) for name in _NUMBERS if name in values}
+        return cls(**{**values, "tensors": {name: tensors[name] for name, _, _ in listed}})
 
     def to_bytes(self) -> bytes:
         """Return a safetensors file with the header as its metadata. Copies tensors of a GPU to the host."""
@@ -166,34 +142,35 @@ def checked_header(header: Any) -> dict[str, str]:
     """
     if not isinstance(header, Mapping) or not all(isinstance(v, str) for pair in header.items() for v in pair):
         raise DamagedMessage(f"the header of a message is a {type(header).__name__}, expected strings by name")
-    fields = {key: value for key, value in header.items() if key != "digest"}
-    if (fields.get("format"), fields.get("format_version")) != (FORMAT, FORMAT_VERSION):
+    found = {key: value for key, value in header.items() if key != "digest"}
+    if (found.get("format"), found.get("format_version")) != (FORMAT, FORMAT_VERSION):
         raise DamagedMessage(
-            f"the header has format {fields.get('format')!r}, version {fields.get('format_version')!r}, expected "
+            f"the header has format {found.get('format')!r}, version {found.get('format_version')!r}, expected "
             f"{FORMAT!r}, version {FORMAT_VERSION!r}"
         )
-    if header.get("digest") != metadata_digest(fields):
-        raise DamagedMessage(f"the header has digest {header.get('digest')}, expected {metadata_digest(fields)}")
+    if header.get("digest") != metadata_digest(found):
+        raise DamagedMessage(f"the header has digest {header.get('digest')}, expected {metadata_digest(found)}")
     for key in _REQUIRED:
-        if key not in fields:
+        if key not in found:
             raise DamagedMessage(f"the header of a message has no {key}")
-    if unknown := sorted(set(fields) - {*_REQUIRED, *_OPTIONAL, "format", "format_version"}):
+    if unknown := sorted(set(found) - {*_REQUIRED, *_OPTIONAL, "format", "format_version"}):
         raise DamagedMessage(f"the header of a message has the unknown field {unknown[0]!r}")
-    if fields["kind"] not in get_args(Kind):
+    if found["kind"] not in get_args(Kind):
+        raise DamagedMessage(f"the kind of a message is {found['kind']!r}, expected one of {', '.join(get_args(Kind))}")
+    for key in _NUMBERS:
+        text = found.get(key, "0")
+        if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
+            raise DamagedMessage(
+                f"the {key} of a message is {text[:32]!r} ({len(text)} characters), expected a number of at most "
+                f"{_DIGITS} digits"
+            )
+    expected = {"mask": {"layout"}, "state": set(), "update": {"base_version", "base_digest"}}[found["kind"]]
+    if found.keys() & set(_OPTIONAL) != expected:
         raise DamagedMessage(
-            f"the kind of a message is {fields['kind']!r}, expected one of {', '.join(get_args(Kind))}"
-        )
-    for key in ("version", "base_version"):
-        if key in fields and not (fields[key].isascii() and fields[key].isdecimal() and len(fields[key]) <= _DIGITS):
-            found = f"{fields[key][:32]!r} ({len(fields[key])} characters)"
-            raise DamagedMessage(f"the {key} of a message is {found}, expected a number of at most {_DIGITS} digits")
-    expected = {"mask": {"layout"}, "state": set(), "update": {"base_version", "base_digest"}}[fields["kind"]]
-    if fields.keys() & set(_OPTIONAL) != expected:
-        raise DamagedMessage(
-            f"a message of kind {fields['kind']!r} has the fields {sorted(fields.keys() & set(_OPTIONAL))}, expected "
+            f"a message of kind {found['kind']!r} has the fields {sorted(found.keys() & set(_OPTIONAL))}, expected "
             f"{sorted(expected)}"
         )
-    return fields
+    return found
 
 
 def tensor_list(header: Mapping[str, str]) -> list[Entry]:
@@ -212,6 +189,149 @@ def tensor_list(header: Mapping[str, str]) -> list[Entry]:
         if not (isinstance(name, str) and known and sizes):
             raise DamagedMessage(f"the list of a message's tensors has the entry {[name, dtype, shape]}")
     return entries
+
+
+@dataclass(frozen=True)
+class LayoutTensor:
+    """A tensor of the mask: its name, shape, the name of its dtype, and its number of active elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nnz: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the tensor as a matrix."""
+        return matrix_shape(self.shape)
+
+    @property
+    def positions_dtype(self) -> torch.dtype:
+        """int32, or int64 for tensors of 2**31 or more elements."""
+        return torch.int32 if math.prod(self.shape) < 2**31 else torch.int64
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one dtype.
+
+    Attributes:
+        first: number of the group's first active element in the layout.
+        members: indices of the tensors in the layout, in order.
+        starts: [members + 1] active elements of the group before each of them, and all.
+    """
+
+    dtype: str
+    first: int
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def nnz(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a mask in sorted order of their names, those without active elements included."""
+
+    pattern: str
+    tensors: tuple[LayoutTensor, ...]
+
+    @classmethod
+    def of(cls, mask: MaskSet, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Layout:
+        """Build the layout of a mask over weights of the same names.
+
+        Args:
+            dtype: of all values that are sent; None for those of the weights.
+
+        Raises:
+            ForeignMessage: a dtype is not bfloat16, float16 or float32; names the tensor.
+        """
+        tensors = []
+        for name in sorted(mask.indices):
+            found = dtype_name(weights[name]) if dtype is None else str(dtype).removeprefix("torch.")
+            if mask[name].numel() and found not in DTYPES:
+                raise ForeignMessage(f"{name!r} is {found}, expected one of {', '.join(DTYPES)}")
+            tensors.append(LayoutTensor(name, mask.shapes[name], found, mask[name].numel()))
+        return cls(mask.pattern, tuple(tensors))
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The dtypes of tensors with active elements, in sorted order of their names."""
+        groups: list[Group] = []
+        first = 0
+        active = [i for i, t in enumerate(self.tensors) if t.nnz]
+        for dtype in sorted({self.tensors[i].dtype for i in active}):
+            members = tuple(i for i in active if self.tensors[i].dtype == dtype)
+            starts = [0]
+            for i in members:
+                starts.append(starts[-1] + self.tensors[i].nnz)
+            groups.append(Group(dtype, first, members, tuple(starts)))
+            first += starts[-1]
+        return tuple(groups)
+
+    @property
+    def nnz(self) -> int:
+        return sum(t.nnz for t in self.tensors)
+
+    def names(self, group: Group) -> list[str]:
+        """Return the names of a group's tensors, in order."""
+        return [self.tensors[i].name for i in group.members]
+
+    def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the active values of each tensor by name, as views of those of each dtype."""
+        parts: dict[str, Tensor] = {}
+        for group in self.groups:
+            sizes = [self.tensors[i].nnz for i in group.members]
+            parts.update(zip(self.names(group), values[group.dtype].split(sizes), strict=True))
+        return parts
+
+    def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the active values [nnz] of each dtype, in new memory, from those of each tensor by name."""
+        return {
+            group.dtype: torch.cat([values[name].to(group.torch_dtype) for name in self.names(group)])
+            for group in self.groups
+        }
+
+    def to_json(self) -> str:
+        """Return compact JSON with sorted keys."""
+        tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "nnz": t.nnz} for t in self.tensors]
+        return compact_json({"pattern": self.pattern, "tensors": tensors})
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """Read the layout of a mask message.
+
+        Raises:
+            DamagedMessage: it is malformed.
+        """
+        try:
+            content = json.loads(text)
+            pattern, tensors = content["pattern"], tuple(_tensor(entry) for entry in content["tensors"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedMessage(f"the layout of a mask message is malformed: {error!r}") from error
+        if pattern not in PATTERNS:
+            raise DamagedMessage(f"the layout has the pattern {pattern!r}, expected one of {', '.join(PATTERNS)}")
+        names = [t.name for t in tensors]
+        if names != sorted(set(names)):
+            raise DamagedMessage("the tensors of the layout are not in sorted order of their names")
+        for t in tensors:
+            if not 0 <= t.nnz <= math.prod(t.shape) or (t.nnz and t.dtype not in DTYPES):
+                raise DamagedMessage(f"the layout lists {t.name!r} as {t.dtype} {list(t.shape)} with nnz {t.nnz}")
+        return cls(pattern, tensors)
+
+
+def _tensor(entry: Any) -> LayoutTensor:
+    shape: Sequence[int] = entry["shape"]
+    name, dtype, nnz = entry["name"], entry["dtype"], entry["nnz"]
+    if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in [nnz, *shape])):
+        raise ValueError(f"{entry} is not name, shape, dtype and nnz of a tensor")
+    return LayoutTensor(name, tuple(shape), dtype, nnz)
 
 
 def units_of(mask: MaskSet, entry: LayoutTensor) -> Tensor:

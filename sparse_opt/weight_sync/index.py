@@ -20,8 +20,7 @@ from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
 from .destinations import Parts, Placed, PlacedTensor
 from .digest import digest_sum, mix, zero_extended
-from .encoding import active_elements, bitmap_of, set_bits
-from .layout import Group, Layout
+from .encoding import Group, Layout, active_elements, bitmap_of, set_bits
 from .triton_index import TritonChanges, TritonIndex
 
 _BLOCK = 2**20  # elements whose positions are computed at once; a row of tiles may have more
@@ -80,8 +79,7 @@ class ReferenceIndex:
     """The active elements of one dtype in a receiver's or sender's tensors.
 
     Args:
-        group: their order.
-        pattern: of the mask.
+        group, layout: their order, and the pattern of the mask.
         units: as in a mask message, by name.
         placed: the tensors with their destinations, by name.
     """
@@ -89,16 +87,15 @@ class ReferenceIndex:
     def __init__(
         self,
         group: Group,
-        names: Sequence[str],
-        pattern: str,
+        layout: Layout,
         units: Mapping[str, Tensor],
         placed: Mapping[str, PlacedTensor],
         device: torch.device,
     ) -> None:
         self._group, self._device = group, device
         self._blocks: list[_Block] = []
-        for start, name in zip(group.starts, names, strict=False):
-            self._blocks += _blocks(placed[name], units[name].to(device), pattern, start)
+        for start, name in zip(group.starts, layout.names(group), strict=False):
+            self._blocks += _blocks(placed[name], units[name].to(device), layout.pattern, start)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes that the index holds, by purpose."""
@@ -259,10 +256,7 @@ class Backend(NamedTuple):
             units: as in a mask message, by name.
             placed: the tensors with their destinations, by name.
         """
-        return tuple(
-            self.index_type(group, layout.names(group), layout.pattern, units, placed, device)
-            for group in layout.groups
-        )
+        return tuple(self.index_type(group, layout, units, placed, device) for group in layout.groups)
 
 
 def choose(device: torch.device, name: str | None) -> Backend:

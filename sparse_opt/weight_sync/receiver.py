@@ -12,9 +12,18 @@ from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import named_parameters_of
 from .destinations import Addresses, Destination, PlacedTensor, place, whole_weight
 from .digest import HostCopy, from_hex, to_hex
-from .encoding import GroupValues, Message, check_count, check_follows, check_payload, checked_mask, values_of
+from .encoding import (
+    Group,
+    GroupValues,
+    Layout,
+    Message,
+    check_count,
+    check_follows,
+    check_payload,
+    checked_mask,
+    values_of,
+)
 from .index import Backend, Changes, Index, choose
-from .layout import Group, Layout
 from .sender import PendingMessage
 
 Destinations = Mapping[str, Sequence[Destination]]
@@ -228,14 +237,16 @@ class WeightReceiver:
         mask = self._mask
         check_follows(message, None if mask is None else mask.digest, self._version, self._digest)
         assert mask is not None
-        received = []
+        received, results = [], []
         parts = [part.to(mask.device) for part in values_of(message, mask.layout)]
         for group, index, part in zip(mask.layout.groups, mask.indices, parts, strict=True):
             changes = None
-            if part.bitmap is not None and part.changed is not None:
+            if part.values is not None:
+                results.append(mask.backend.digest_sum(part.values, group.first))
+            elif part.bitmap is not None and part.changed is not None:
                 changes = index.changes(part.bitmap, part.changed.numel())
+                results.append(changes.sums(part.changed, read_old=mask.is_whole))
             received.append(_Received(group, index, part, changes))
-        results = _sums(mask, received)
         found = HostCopy(results)
         self._require_in_place(mask)  # while the device computes the digests
         # All values are compared on the device, which then need not wait for the host between digest and writes.
@@ -255,7 +266,7 @@ class WeightReceiver:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
 
         Args:
-            results: of `_sums`, flattened.
+            results: for each group in order, the digest of its values, or what `ReferenceChanges.sums` returns.
         """
         found = iter(results)
         sent, sums = 0, list(self._sums)
@@ -286,17 +297,6 @@ def _sums_of_weights(mask: _Mask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
-
-
-def _sums(mask: _Mask, received: Sequence[_Received]) -> list[Tensor]:
-    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
-    sums = []
-    for group, _, part, changes in received:
-        if part.values is not None:
-            sums.append(mask.backend.digest_sum(part.values, group.first))
-        elif changes is not None and part.changed is not None:
-            sums.append(changes.sums(part.changed, read_old=mask.is_whole))
-    return sums
 
 
 def _all_valid(message: Message, received: Sequence[_Received], results: Sequence[Tensor]) -> Tensor | None:

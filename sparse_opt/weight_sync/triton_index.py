@@ -17,7 +17,7 @@ from .. import backends
 from ..errors import ForeignMessage
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from .destinations import Placed, PlacedTensor
-from .layout import Group
+from .encoding import Group, Layout
 
 Table = Any  # triton_kernels.weight_sync.IndexTable
 _REACH = 2**16  # units of a program are less than this apart
@@ -30,13 +30,13 @@ class TritonIndex:
     def __init__(
         self,
         group: Group,
-        names: Sequence[str],
-        pattern: str,
+        layout: Layout,
         units: Mapping[str, Tensor],
         placed: Mapping[str, PlacedTensor],
         device: torch.device,
     ) -> None:
         self._group, self._device = group, device
+        names, pattern = layout.names(group), layout.pattern
         tensors = [placed[name] for name in names]
         # The tables have addresses; these keep the memory alive.
         self._memory = [part.tensor for tensor in tensors for part in tensor.destinations]

@@ -8,9 +8,9 @@ import torch
 from sparse_opt import MaskSet
 from sparse_opt.masks.patterns import expand_units, matrix_shape, unit_grid
 from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.active_values import ActiveValues
+from sparse_opt.weight_sync.encoding import Layout, LayoutTensor
 from sparse_opt.weight_sync.index import choose
-from sparse_opt.weight_sync.layout import Layout, LayoutTensor
+from sparse_opt.weight_sync.sender import ActiveValues
 
 
 class NumberedValues(ActiveValues):

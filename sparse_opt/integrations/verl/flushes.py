@@ -19,8 +19,7 @@ from ...errors import ForeignMessage, OutOfOrderMessage
 from ...masks.patterns import expand_units
 from ...tensors import dtype_name
 from ...weight_sync import Message
-from ...weight_sync.encoding import changed_tensors, check_follows, checked_mask
-from ...weight_sync.layout import Layout
+from ...weight_sync.encoding import Layout, changed_tensors, check_follows, checked_mask
 
 Flush = tuple[list[tuple[str, Tensor]], bool]  # named tensors, and whether it is the last one of an update
 # The engines make a dense tensor of each entry, with 8 bytes of index for an element; verl's own limit.

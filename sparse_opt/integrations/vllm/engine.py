@@ -32,8 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from ...errors import DamagedMessage, WeightSyncError
 from ...weight_sync import Destination, Message, PendingMessage, WeightReceiver
-from ...weight_sync.encoding import changed_tensors
-from ...weight_sync.layout import Layout
+from ...weight_sync.encoding import Layout, changed_tensors
 from ...weight_sync.transports import TRANSPORTS, FolderReceiver, open_receiver
 from ...weight_sync.transports.channel import ReceiverChannel
 from ..loader_trace import trace_layout

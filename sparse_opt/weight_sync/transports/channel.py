@@ -115,8 +115,8 @@ class SenderChannel(UpdateSender, ABC):
         Args:
             receivers: wait first until at least this many have joined, for `timeout` seconds at most. A receiver that
                 was lost because it was slow joins again when it next receives: without this, after the round.
-            verify: let the receivers read all active weights afterwards, and compare them as `verify` does, in the same
-                round: for receivers that are in `receive` during updates only, such as vLLM's workers.
+            verify: let the receivers read all active weights afterwards, and compare their digests with the sender's,
+                those of receivers of parts with the digest of these parts. Other weights are not compared.
 
         Raises:
             WeightSyncError: receivers are lost, have refused a message or have other weights; names them. Or fewer than
@@ -124,14 +124,8 @@ class SenderChannel(UpdateSender, ABC):
                 sends a state to the other named ones.
         """
         self._require_idle()
-        asked = self._ask_early(receivers)
-        try:
-            update = self.weights.update()
-        except BaseException:
-            if asked is not None and self._control is not None:
-                self._control.post(asked, {"do": "nothing"})
-            raise
-        self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify, asked=asked))
+        update = self.weights.update()
+        self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
 
     def begin_update(self, receivers: int = 0) -> None:
@@ -150,19 +144,6 @@ class SenderChannel(UpdateSender, ABC):
         """
         self._begin(lambda update: self.send(update, receivers))
 
-    def verify(self) -> None:
-        """Let every receiver read its active weights, and compare their digests with the sender's version.
-
-        Receivers of parts are compared with the digest of these parts, which the sender computes. A receiver replies
-        while it is in `receive`. Weights outside of the mask are not compared.
-
-        Raises:
-            WeightSyncError: names the receivers whose weights differ, those at another version, and those that have not
-                replied within the timeout, which are dropped. The next round sends a state to the others.
-        """
-        self._require_idle()
-        self.weights.on_rank_0(self._verify)
-
     def close(self, timeout: float | None = None) -> None:
         """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
 
@@ -178,19 +159,6 @@ class SenderChannel(UpdateSender, ABC):
                 self.finish_update()
         finally:
             self.weights.on_rank_0(lambda: self._close(self.timeout if timeout is None else timeout))
-
-    def _ask_early(self, receivers: int) -> list[int] | None:
-        """Ask the receivers for their states, which they return while the update is made; `send` collects them.
-
-        None if `send` will wait for more receivers, or if other ranks take part in the update, which would wait for
-        this one if the receivers cannot be asked.
-        """
-        control = None if isinstance(self.weights, DistributedWeightSender) else self._control
-        if control is None:
-            return None
-        if receivers:  # else those that have joined are discovered in `_send`, where nothing waits for it
-            control.discover()
-        return self._ask(control, control.names) if len(control.names) >= receivers else None
 
     def _ask(self, control: ControlServer, receivers: Iterable[int]) -> list[int]:
         asked = list(receivers)
@@ -209,7 +177,8 @@ class SenderChannel(UpdateSender, ABC):
         """Wait until `count` receivers have joined, or for `timeout` seconds; return what is missing then."""
         control, _ = self._connected()
         deadline = time.monotonic() + timeout
-        control.discover()
+        if count:  # else those that have joined are discovered in `_send`, where nothing waits for it
+            control.discover()
         while len(control.names) < count:
             if time.monotonic() >= deadline:
                 joined = f"{len(control.names)} receivers have joined at {self.address} within {timeout:g} s"
@@ -229,25 +198,11 @@ class SenderChannel(UpdateSender, ABC):
             finally:
                 self._drop()
 
-    def _verify(self) -> None:
-        control, sender = self._connected()
-        control.discover()
-        control.post(control.names, {"do": "verify"})
-        problems = _Problems(dict(control.names))
-        replies = self._collect(list(control.names), problems)
-        self._compare(replies, problems)
-        if clauses := self._clauses(problems):
-            raise WeightSyncError(f"version {sender.version} was not verified: {listed(clauses, '; ')}")
-
     def _compare(self, replies: Mapping[int, dict[str, Any]], problems: _Problems) -> None:
         """Compare the digests in replies with the sender's version, whose parts are each read once."""
         _, sender = self._connected()
         expected: dict[str, str] = {}
         for r, reply in replies.items():
-            if reply["version"] != sender.version:
-                held = "no version" if reply["version"] is None else f"version {reply['version']}"
-                problems.differing[r] = f"it has {held}"
-                continue
             key = compact_json(reply["parts"])
             if key not in expected:
                 expected[key] = sender.digest_of(reply["parts"])
@@ -270,7 +225,6 @@ class SenderChannel(UpdateSender, ABC):
         timeout: float | None = None,
         *,
         verify: bool = False,
-        asked: list[int] | None = None,
     ) -> None:
         """Bring all receivers to the sender's version. On rank 0 only: the part of `update` that is no collective.
 
@@ -283,20 +237,17 @@ class SenderChannel(UpdateSender, ABC):
             receivers: wait first until at least this many have joined.
             timeout: seconds to wait for them; then those that have joined get the version. Default: the channel's.
             verify: see `update`.
-            asked: the receivers that were asked for their states already, by `update`.
 
         Raises:
             WeightSyncError: as `update`; or `update` is not the last one.
         """
-        missing = None
         control, sender = self._connected()
         if update is not None and update.version != sender.version:
             raise WeightSyncError(
                 f"the update is version {update.version}, expected the last one of the sender, version {sender.version}"
             )
-        if asked is None:
-            missing = self._missing(receivers, self.timeout if timeout is None else timeout)
-            asked = self._ask(control, control.names)
+        missing = self._missing(receivers, self.timeout if timeout is None else timeout)
+        asked = self._ask(control, control.names)
         problems = _Problems(dict(control.names))
         if not self._bring(asked, update, problems, verify=verify):
             control.discover()
@@ -437,12 +388,6 @@ class ReceiverChannel(ABC):
                 self._control.join()
                 reserved = 0.0
                 continue
-            if command["do"] == "nothing":  # the sender could not make the update that it has asked for states for
-                reserved = 0.0
-                continue
-            if command["do"] == "verify":
-                self._control.reply(self._verification())
-                continue
             if command["do"] == "status":
                 reserved = max(self.timeout, _TIMEOUTS_OF_A_ROUND * float(command["timeout"]))
                 if command["transport"] != self.transport:
@@ -459,6 +404,9 @@ class ReceiverChannel(ABC):
                     continue
                 message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
+                verified: dict[str, Any] = {}
+                if command["verify"]:
+                    verified = {"parts": self.weights.parts, "digest": self.weights.read_digest()}
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
@@ -469,7 +417,7 @@ class ReceiverChannel(ABC):
             self._has_mask |= message.kind == "mask"
             self._needs_state &= message.kind != "state"
             status = self._status()
-            self._control.reply(status | self._verification() if command["verify"] else status)
+            self._control.reply(status | verified)
             if self.weights.version is not None and not status["state"]:
                 return self.weights.version
 
@@ -477,18 +425,6 @@ class ReceiverChannel(ABC):
         # A mask and a version of another sender say nothing about this one's.
         mask = self.weights.mask_digest if self._has_mask else None
         return {"mask": mask, "version": self.weights.version, "state": self._needs_state}
-
-    def _verification(self) -> dict[str, Any]:
-        """Return what the sender compares with its own weights."""
-        version = self.weights.version
-        if version is None:
-            return {"version": None}
-        try:
-            digest = self.weights.read_digest()
-        except WeightSyncError as error:
-            self._has_mask, self._needs_state = False, True
-            return {"refused": str(error)}
-        return {"version": version, "parts": self.weights.parts, "digest": digest}
 
     @property
     @abstractmethod

@@ -12,11 +12,8 @@ one command after the other into the receiver's inbox, and the receiver answers 
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
-                             -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
-                             tensors did not arrive}; or {"refused": the error}
-    {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
-                             or {"refused": why they cannot be read}
-    {"do": "nothing"}        no reply; no message follows the status
+                             -> as for status, and if "verify" is true {"parts": those of the receiver, "digest": of its
+                             weights}; or {"failed": why the tensors did not arrive}; or {"refused": the error}
     {"do": "close"}          -> {}
 
 Everything is JSON; nothing is unpickled. The connection is neither encrypted nor authenticated: use it in a private

@@ -31,12 +31,10 @@ from ...delta.patches import LogMask, by_dtype, unpack
 from ...errors import DeltaLogError, WeightSyncError
 from ...masks import MaskSet
 from ...tensors import as_bits
-from ..active_values import ActiveValues
-from ..encoding import Message
+from ..encoding import Layout, Message
 from ..index import choose
-from ..layout import Layout
 from ..receiver import WeightReceiver
-from ..sender import WeightSender
+from ..sender import ActiveValues, WeightSender
 
 _POLL = 0.1  # seconds between two scans of the directory
 
