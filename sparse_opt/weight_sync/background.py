@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -13,7 +14,7 @@ from .distributed import DistributedWeightSender
 from .sender import PendingMessage, WeightSender
 
 
-class UpdateSender:
+class UpdateSender(ABC):
     """The base of channels and of clients of inference engines, whose updates may be sent in the background.
 
     Args:
@@ -28,6 +29,29 @@ class UpdateSender:
         # The same ones for every update: the allocator gives memory of one stream to no other.
         self._streams: list[torch.cuda.Stream] = []
         self._future: Future[object] | None = None  # of an update that has begun
+
+    def begin_update(self) -> None:
+        """Make the next version as `update` does, and send it in the background: `finish_update` waits for it.
+
+        Returns when the active values are copied in the order of the current stream (see `WeightSender.update`), so
+        that the next training step may follow directly. A thread sends the message, on streams of its own, for which
+        neither the host nor the training stream waits. Until `finish_update`, only `close` and `receivers` of a channel
+        may be used, no `LLM` of this process may run, and no CUDA graph may be captured.
+
+        Raises:
+            WeightSyncError: an update has begun and was not finished. Or as `WeightSender.update`.
+        """
+        self._require_idle()
+        update = self.weights.update()
+
+        def run() -> None:
+            if update is not None:  # on rank 0
+                with self._on_own_streams():
+                    self.send(update)
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="sparse_opt_weight_sync")
+        self._future = pool.submit(run)
+        pool.shutdown(wait=False)  # the thread ends with the function
 
     def finish_update(self) -> int:
         """Wait until the version that `begin_update` has made is sent, and return its number.
@@ -47,19 +71,9 @@ class UpdateSender:
         self._future = None
         return self.weights.version
 
-    def _begin(self, send: Callable[[PendingMessage], object]) -> None:
-        """Make the next version, and send it in a new thread."""
-        self._require_idle()
-        update = self.weights.update()
-
-        def run() -> None:
-            if update is not None:  # on rank 0
-                with self._on_own_streams():
-                    send(update)
-
-        pool = ThreadPoolExecutor(1, thread_name_prefix="sparse_opt_weight_sync")
-        self._future = pool.submit(run)
-        pool.shutdown(wait=False)  # the thread ends with the function
+    @abstractmethod
+    def send(self, update: PendingMessage | None) -> None:
+        """Bring all to the version of the sender's last update; None: whatever they have. On rank 0 only."""
 
     def _require_idle(self) -> None:
         """Raise WeightSyncError if an update has begun and was not finished."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from .sender import (
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
+T = TypeVar("T")
+
 
 class DistributedWeightSender:
     """A `WeightSender` of a model that all ranks of the default process group train; rank 0 has its messages.
@@ -48,6 +50,7 @@ class DistributedWeightSender:
         source, mask, encoding, backend, dtype: see `WeightSender`; the parameters may be DTensors of `fully_shard`.
 
     Attributes:
+        version: of the weights at the last update, the same on all ranks.
         sender: on rank 0 the sender, whose `mask_message` and `state_message` are not collectives; None on the others.
 
     Raises:
@@ -69,7 +72,7 @@ class DistributedWeightSender:
         if isinstance(source, nn.Module):
             sharding.reshard(source)
         self._values: _ShardedValues | None = None
-        self._version = 0
+        self.version = 0
         self.sender: WeightSender | None = None
         if any(sharding.is_dtensor(weight) for weight in named_weights(source).values()):
             self._values = _ShardedValues(source, mask, backend, dtype)
@@ -78,16 +81,9 @@ class DistributedWeightSender:
             else:
                 self._values.take()
         else:
-
-            def build() -> None:
-                self.sender = WeightSender(source, mask, encoding=encoding, backend=backend, dtype=dtype)
-
-            self.on_rank_0(build)
-
-    @property
-    def version(self) -> int:
-        """The version of the weights at the last update, the same on all ranks."""
-        return self._version
+            self.sender = self.on_rank_0(
+                lambda: WeightSender(source, mask, encoding=encoding, backend=backend, dtype=dtype)
+            )
 
     def update(self) -> PendingMessage | None:
         """Return the message of the next version on rank 0, None on the others. See `WeightSender.update`.
@@ -95,24 +91,18 @@ class DistributedWeightSender:
         Raises:
             WeightSyncError: as `WeightSender.update`, on all ranks. Or a rank is lost, which is named.
         """
-        message: PendingMessage | None = None
-
-        def update() -> None:
-            nonlocal message
-            if self.sender is not None:
-                message = self.sender.update()
-
+        sender, message = self.sender, None
         if self._values is None:
-            self.on_rank_0(update)
-        elif self.sender is not None:
-            update()
+            message = self.on_rank_0(lambda: None if sender is None else sender.update())
+        elif sender is not None:
+            message = sender.update()
         else:
             self._values.take()
-        self._version += 1
+        self.version += 1
         return message
 
-    def on_rank_0(self, function: Callable[[], object]) -> None:
-        """Call a function on rank 0, and raise its error on all ranks. All ranks must call this.
+    def on_rank_0(self, function: Callable[[], T]) -> T | None:
+        """Call a function on rank 0 and return its result there; raise its error on all ranks, which must call this.
 
         Raises:
             WeightSyncError: on the other ranks, if the function raised an error, which rank 0 raises itself. Or a rank
@@ -122,19 +112,19 @@ class DistributedWeightSender:
 
         own: list[Exception] = []
 
-        def noted() -> None:
+        def noted() -> T:
             try:
-                function()
+                return function()
             except Exception as error:
                 own.append(error)
                 raise
 
         try:
-            on_rank_0(noted, WeightSyncError)
+            return on_rank_0(noted, WeightSyncError)
         except RuntimeError as error:
             if error in own:
                 raise
-            raise _lost_rank(error, dist.group.WORLD, f"version {self._version}") from error
+            raise _lost_rank(error, dist.group.WORLD, f"version {self.version}") from error
 
 
 class _ShardedValues(ActiveValues):

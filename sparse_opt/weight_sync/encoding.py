@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -33,6 +34,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 FORMAT, FORMAT_VERSION = "sparse_opt.weight_sync", "1"
 _REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest", "tensors")
 _DIGITS = 18  # of a version, which is below 2^63 then
+_CHUNK = 2**20  # bytes of a bitmap that are expanded at once
 _OPTIONAL = ("base_version", "base_digest", "layout")
 _NUMBERS = ("version", "base_version")
 Entry = tuple[str, str, list[int]]  # of a tensor: name, dtype as torch names it, and shape
@@ -71,11 +73,6 @@ class Message:
         return self
 
     @property
-    def entries(self) -> list[Entry]:
-        """Name, dtype and shape of each tensor."""
-        return [(name, dtype_name(t), list(t.shape)) for name, t in self.tensors.items()]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(t.nbytes for t in self.tensors.values())
@@ -87,7 +84,7 @@ class Message:
 
     def header(self) -> dict[str, str]:
         """Return everything but the tensors' data as strings, with a digest: for transports that move the tensors."""
-        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "tensors": compact_json(self.entries)}
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "tensors": listed(self.tensors)}
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tensors"}
         header |= {name: str(value) for name, value in values.items() if value is not None}
         return {**header, "digest": metadata_digest(header)}
@@ -100,18 +97,18 @@ class Message:
             DamagedMessage: the header's digest or a field is wrong, or the tensors are not those of the header.
         """
         checked = checked_header(header)
-        listed = tensor_list(checked)
-        for name, dtype, shape in listed:
+        entries = tensor_list(checked)
+        for name, dtype, shape in entries:
             if name not in tensors:
                 raise DamagedMessage(f"the message lacks the tensor {name!r}")
             found = [dtype_name(tensors[name]), list(tensors[name].shape)]
             if found != [dtype, shape]:
                 raise DamagedMessage(f"{name!r} is {found[0]} {found[1]}, expected {dtype} {shape}")
-        if unknown := sorted(set(tensors) - {name for name, _, _ in listed}):
+        if unknown := sorted(set(tensors) - {name for name, _, _ in entries}):
             raise DamagedMessage(f"the message has the tensor {unknown[0]!r}, which its header does not list")
         values: dict[str, Any] = {name: checked[name] for name in (*_REQUIRED, *_OPTIONAL) if name in checked}
         values |= {name: int(values[name]) for name in _NUMBERS if name in values}
-        return cls(**{**values, "tensors": {name: tensors[name] for name, _, _ in listed}})
+        return cls(**{**values, "tensors": {name: tensors[name] for name, _, _ in entries}})
 
     def to_bytes(self) -> bytes:
         """Return a safetensors file with the header as its metadata. Copies tensors of a GPU to the host."""
@@ -171,6 +168,11 @@ def checked_header(header: Any) -> dict[str, str]:
             f"{sorted(expected)}"
         )
     return found
+
+
+def listed(tensors: Mapping[str, Tensor]) -> str:
+    """Return the JSON that `tensor_list` reads."""
+    return compact_json([(name, dtype_name(t), list(t.shape)) for name, t in tensors.items()])
 
 
 def tensor_list(header: Mapping[str, str]) -> list[Entry]:
@@ -268,16 +270,10 @@ class Layout:
         active = [i for i, t in enumerate(self.tensors) if t.nnz]
         for dtype in sorted({self.tensors[i].dtype for i in active}):
             members = tuple(i for i in active if self.tensors[i].dtype == dtype)
-            starts = [0]
-            for i in members:
-                starts.append(starts[-1] + self.tensors[i].nnz)
-            groups.append(Group(dtype, first, members, tuple(starts)))
+            starts = (0, *accumulate(self.tensors[i].nnz for i in members))
+            groups.append(Group(dtype, first, members, starts))
             first += starts[-1]
         return tuple(groups)
-
-    @property
-    def nnz(self) -> int:
-        return sum(t.nnz for t in self.tensors)
 
     def names(self, group: Group) -> list[str]:
         """Return the names of a group's tensors, in order."""
@@ -368,21 +364,10 @@ def checked_mask(message: Message) -> tuple[Layout, dict[str, Tensor]]:
     """Return the layout of a mask message, and the units of each tensor with active elements, by the tensor's name.
 
     Raises:
-        DamagedMessage: positions or their digest are wrong.
+        DamagedMessage: positions are missing, not ascending, out of range, or not as many as the layout states; or
+            their digest is another one.
     """
-    layout = Layout.from_json(message.layout or "")
-    units = _checked_units(layout, message.tensors)
-    if (found := _digest_of_units(units)) != message.payload_digest:
-        raise DamagedMessage(f"the positions have digest {found}, expected {message.payload_digest}")
-    return layout, units
-
-
-def _checked_units(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the units of each tensor with active elements, by the tensor's name.
-
-    Raises:
-        DamagedMessage: positions are missing, not ascending, out of range, or not as many as the layout states.
-    """
+    layout, tensors = Layout.from_json(message.layout or ""), message.tensors
     units = {}
     for i, entry in enumerate(layout.tensors):
         key = f"positions.{i}"
@@ -405,7 +390,9 @@ def _checked_units(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, T
         units[entry.name] = given
     if extra := sorted(set(tensors) - {f"positions.{i}" for i in range(len(layout.tensors))}):
         raise DamagedMessage(f"the mask message has the tensor {extra[0]!r}, expected positions only")
-    return units
+    if (found := _digest_of_units(units)) != message.payload_digest:
+        raise DamagedMessage(f"the positions have digest {found}, expected {message.payload_digest}")
+    return layout, units
 
 
 def active_elements(units: Tensor, entry: LayoutTensor, pattern: str) -> int:
@@ -584,11 +571,9 @@ def bitmap_of(marked: Tensor) -> Tensor:
 
 def set_bits(bitmap: Tensor) -> Tensor:
     """Return the ascending numbers [n] of the set bits of a bitmap, int64."""
-    return torch.cat([*_set_bits(bitmap), bitmap.new_empty(0, dtype=torch.int64)])
-
-
-def _set_bits(bitmap: Tensor, chunk: int = 2**20) -> Iterator[Tensor]:
     shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
-    for begin in range(0, bitmap.numel(), chunk):
-        bits = (bitmap[begin : begin + chunk, None] >> shifts) & 1
-        yield bits.view(-1).nonzero().view(-1) + 8 * begin
+    found = [bitmap.new_empty(0, dtype=torch.int64)]
+    for begin in range(0, bitmap.numel(), _CHUNK):
+        bits = (bitmap[begin : begin + _CHUNK, None] >> shifts) & 1
+        found.append(bits.view(-1).nonzero().view(-1) + 8 * begin)
+    return torch.cat(found)

@@ -55,9 +55,7 @@ def only_parts(values: Tensor, group: Group, layout: Layout, units: Mapping[str,
     """Return the active values [nnz] of one dtype with 0 in place of those that are outside of some parts.
 
     Args:
-        values: [nnz], on any device.
         units: as in a mask message, by name, of the tensors in `parts`.
-        parts: see `destinations.Parts`.
     """
     out = values.clone()
     for start, i in zip(group.starts, group.members, strict=False):

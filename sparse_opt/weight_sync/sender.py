@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from .encoding import Encoding, GroupValues, Layout, Message, mask_tensors, send
 from .index import Backend, Index, choose, only_parts
 
 Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 class WeightSender:
@@ -41,6 +42,10 @@ class WeightSender:
         dtype: of the values that are sent and compared, as bfloat16 for an engine that has weights of fp32 in it; None
             for that of each weight.
 
+    Attributes:
+        mask: the active elements.
+        device: of the active values, and of the tensors of updates and states.
+
     Raises:
         ValueError: an argument does not fit the others, or a weight cannot be sent; names it.
         MaskError: the mask does not fit the weights.
@@ -59,9 +64,9 @@ class WeightSender:
             raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
         values = source if isinstance(source, ActiveValues) else WeightsOf(source, mask, backend, dtype)
         self._values, self._encoding = values, encoding
-        self._mask, self._layout, self._device = values.mask, values.layout, values.device
+        self.mask, self.device, self._layout = values.mask, values.device, values.layout
         self._backend = values.backend
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         sent, gathered = self._take()
         self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
 
@@ -70,32 +75,23 @@ class WeightSender:
         """This sender. A `DistributedWeightSender` has one on rank 0 only."""
         return self
 
-    def on_rank_0(self, function: Callable[[], object]) -> None:
-        """Call a function; for `DistributedWeightSender`, whose other ranks do not call it."""
-        function()
+    def on_rank_0(self, function: Callable[[], T]) -> T | None:
+        """Call a function and return its result, as `DistributedWeightSender` does on rank 0 only."""
+        return function()
 
     @property
     def version(self) -> int:
         """The version of the weights that the last update has sent."""
         return self._sent.version
 
-    @property
-    def mask(self) -> MaskSet:
-        return self._mask
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the active values, and of the tensors of updates and states."""
-        return self._device
-
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
         sent = self._sent
-        tensors, payload = mask_tensors(self._mask, self._layout)
+        tensors, payload = mask_tensors(self.mask, self._layout)
         return Message(
             kind="mask",
             version=sent.version,
-            mask_digest=self._mask.digest,
+            mask_digest=self.mask.digest,
             result_digest=sent.totals.digest,
             payload_digest=payload,
             tensors=tensors,
@@ -106,13 +102,13 @@ class WeightSender:
         """Return all active values of the current version, for receivers that join late or have lost an update."""
         sent = self._sent
         digest = sent.totals.digest  # the host has waited for the values then
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             for values in sent.values.values():
-                values.record_stream(torch.cuda.current_stream(self._device))
+                values.record_stream(torch.cuda.current_stream(self.device))
         tensors = {
             name: tensor for dtype, of in sent.values.items() for name, tensor in GroupValues(of).tensors(dtype).items()
         }
-        return Message("state", sent.version, self._mask.digest, digest, digest, tensors)
+        return Message("state", sent.version, self.mask.digest, digest, digest, tensors)
 
     @torch.no_grad()
     def update(self) -> PendingMessage:
@@ -139,7 +135,7 @@ class WeightSender:
                     bitmap, of_dtype, changed = self._backend.compare(old, values, group.first, capacity)
                     changes[group.dtype] = bitmap, changed
                     found.append(of_dtype)
-                totals = _Totals(HostCopy(found), new, per_dtype=3)
+                totals = _Totals(HostCopy(found), new)
         self._sent = sent = _Sent(base.version + 1, new, totals)
         base_totals = base.totals  # the message does not keep the values of its base
         return PendingMessage(sent.version, self._stream, lambda: self._message(sent, base_totals, changes))
@@ -168,7 +164,7 @@ class WeightSender:
         return Message(
             kind="update",
             version=sent.version,
-            mask_digest=self._mask.digest,
+            mask_digest=self.mask.digest,
             result_digest=sent.totals.digest,
             payload_digest=to_hex(payload),
             tensors=tensors,
@@ -196,7 +192,7 @@ class WeightSender:
             for part in ranges:
                 if len(part) != 4 or not all(type(n) is int for n in part):
                     raise ValueError(f"a part of {name!r} is {part}, expected the numbers r0, r1, c0, c1")
-        units = {name: units_of(self._mask, entries[name]) for name in parts}
+        units = {name: units_of(self.mask, entries[name]) for name in parts}
         total = 0
         for group in self._layout.groups:
             values = sent.values[group.dtype]
@@ -208,7 +204,7 @@ class WeightSender:
     def _take(self) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Gather the active values on the current stream; with an event that follows them on a GPU."""
         values = self._values.take()
-        return values, None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        return values, None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> HostCopy:
         """Begin to compute the digests of all active values."""
@@ -236,23 +232,20 @@ class _Totals:
     """Digests and counts of one version, on their way to the host.
 
     Args:
-        totals: for each dtype the digest, or with `per_dtype` 3 what `index.compare` returns.
+        totals: for each dtype the digest, or what `index.compare` returns.
         values: all active values by dtype.
     """
 
-    def __init__(self, totals: HostCopy, values: Mapping[str, Tensor], *, per_dtype: Literal[1, 3] = 1) -> None:
-        self._totals, self._per_dtype = totals, per_dtype
-        self._sizes = [v.numel() for v in values.values()]
+    def __init__(self, totals: HostCopy, values: Mapping[str, Tensor]) -> None:
+        self._totals, self._sizes = totals, [v.numel() for v in values.values()]
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        numbers = iter(self._totals.numbers)
-        found = []
-        for numel in self._sizes:
-            digest = next(numbers)
-            found.append((digest, digest, numel) if self._per_dtype == 1 else (digest, next(numbers), next(numbers)))
-        return found
+        numbers = self._totals.numbers
+        if len(numbers) == len(self._sizes):
+            return [(digest, digest, numel) for digest, numel in zip(numbers, self._sizes, strict=True)]
+        return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
 
     @cached_property
     def digest(self) -> str:

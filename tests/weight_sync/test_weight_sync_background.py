@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from unittest.mock import patch
 
 import pytest
@@ -30,8 +30,9 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         version: int | None = 0
-        while version is not None and self.gate.acquire(timeout=PATIENCE):
-            version = self.channel.receive(PATIENCE)
+        with suppress(WeightSyncError):  # the channel was closed while the engine did not receive
+            while version is not None and self.gate.acquire(timeout=PATIENCE):
+                version = self.channel.receive(PATIENCE)
 
 
 @pytest.fixture
@@ -96,17 +97,19 @@ def test_the_error_of_the_background_is_raised_by_finish_update(weights, mask, c
     assert channel.update(receivers=1) == 2 and same_bits(weights, engine.weights)
 
 
-def test_close_finishes_an_update_and_raises_its_error(weights, mask, channel, engine):
+def test_close_finishes_an_update(channel, engine):
     channel.begin_update()
     engine.gate.release(2)
     channel.close()
     engine.join(PATIENCE)
     assert not engine.is_alive() and engine.channel.weights.version == 1
-    lonely = ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", timeout=0.1)
-    lonely.begin_update(receivers=1)
-    with pytest.raises(WeightSyncError, match="^version 1: 0 receivers have joined"):
-        lonely.close()
-    assert lonely.address == ""
+
+
+def test_close_raises_the_error_of_an_update(channel, engine):
+    channel.begin_update()  # the engine does not receive
+    with pytest.raises(WeightSyncError, match="^version 1: engine has not replied within 1 s$"):
+        channel.close()
+    assert channel.address == ""
 
 
 def test_an_update_that_is_made_already_can_be_sent(weights, mask, channel, engine):

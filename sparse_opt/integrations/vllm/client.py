@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -41,24 +40,8 @@ class VLLMClient(UpdateSender):
                 them.
         """
         self._require_idle()
-        self.weights.on_rank_0(lambda: self._send(None))
+        self.weights.on_rank_0(lambda: self.send(None))
         return self.weights.version
-
-    def begin_update(self) -> None:
-        """Make the next version as `update` does, and send it in the background: `finish_update` waits for it.
-
-        Returns when the active values are copied in the order of the current stream (see `WeightSender.update`), so
-        that the next training step may follow directly. A thread sends the message, on streams of its own. An `LLM` of
-        this process must not be used until `finish_update`, and no CUDA graph may be captured.
-
-        Raises:
-            WeightSyncError: an update has begun and was not finished. Or as `WeightSender.update`.
-        """
-        self._begin(self._send)
-
-    @abstractmethod
-    def _send(self, update: PendingMessage | None) -> None:
-        """Bring all engines to the version of an update; None: of the sender, by the mask and all active values."""
 
 
 class VLLMWeightSync(VLLMClient):
@@ -102,10 +85,11 @@ class VLLMWeightSync(VLLMClient):
         """
         self._require_idle()
         update = self.weights.update()
-        self.weights.on_rank_0(lambda: self._send(update))
+        self.weights.on_rank_0(lambda: self.send(update))
         return self.weights.version
 
-    def _send(self, update: PendingMessage | None) -> None:
+    def send(self, update: PendingMessage | None) -> None:
+        """See `UpdateSender.send`; engines that are not at the version before it get the mask and all active values."""
         sender = self.weights.sender
         assert sender is not None  # on rank 0
         message = None if update is None else update.wait()
@@ -172,10 +156,10 @@ class VLLMChannelSync(VLLMClient):
         """
         self._require_idle()
         update = self.weights.update()
-        self.weights.on_rank_0(lambda: self._send(update, verify=verify))
+        self.weights.on_rank_0(lambda: self.send(update, verify=verify))
         return self.weights.version
 
-    def _send(self, update: PendingMessage | None, *, verify: bool = False) -> None:
+    def send(self, update: PendingMessage | None, *, verify: bool = False) -> None:
         """Run a round of the channel while the engines that can be reached are in an update."""
         if update is None:
             self._workers.clear()

@@ -43,7 +43,7 @@ class _Problems:
         return receiver in self.lost or receiver in self.refused
 
 
-class SenderChannel(UpdateSender, ABC):
+class SenderChannel(UpdateSender):
     """The trainer's end of a transport.
 
     With a `DistributedWeightSender`, construct it on all ranks and call its methods alike: rank 0 has the connections,
@@ -58,11 +58,14 @@ class SenderChannel(UpdateSender, ABC):
         device: of the tensors that are sent.
 
     Attributes:
+        transport: the name of the transport, which must be that of the receivers.
         devices: on whose current streams `send` copies tensors.
 
     Raises:
         WeightSyncError: the address cannot be used.
     """
+
+    transport: TransportName
 
     def __init__(
         self,
@@ -76,9 +79,8 @@ class SenderChannel(UpdateSender, ABC):
         self.timeout = timeout
         self._device = device
         self._sender = weights.sender
-        self._control: ControlServer | None = None
         self._differing: set[int] = set()  # receivers with other weights than the sender's
-        weights.on_rank_0(lambda: self._listen(address))
+        self._control = weights.on_rank_0(lambda: ControlServer(address, timeout))
 
     @property
     def address(self) -> str:
@@ -128,22 +130,6 @@ class SenderChannel(UpdateSender, ABC):
         self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
 
-    def begin_update(self, receivers: int = 0) -> None:
-        """Make the next version as `update` does, and send it in the background: `finish_update` waits for it.
-
-        Returns when the active values are copied in the order of the current stream (see `WeightSender.update`), so
-        that the next training step may follow directly. A thread of this channel sends the message, on streams of its
-        own, for which neither the host nor the training stream waits. Only `receivers` and `close` may be called until
-        `finish_update`; do not capture a CUDA graph in this time.
-
-        Args:
-            receivers: see `update`.
-
-        Raises:
-            WeightSyncError: an update has begun and was not finished. Or as `WeightSender.update`.
-        """
-        self._begin(lambda update: self.send(update, receivers))
-
     def close(self, timeout: float | None = None) -> None:
         """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
 
@@ -164,9 +150,6 @@ class SenderChannel(UpdateSender, ABC):
         asked = list(receivers)
         control.post(asked, {"do": "status", "transport": self.transport, "timeout": self.timeout})
         return asked
-
-    def _listen(self, address: str) -> None:
-        self._control = ControlServer(address, self.timeout)
 
     def _connected(self) -> tuple[ControlServer, WeightSender]:
         if self._control is None or self._sender is None:
@@ -213,11 +196,6 @@ class SenderChannel(UpdateSender, ABC):
                 )
         self._differing |= problems.differing.keys()
 
-    def _clauses(self, problems: _Problems) -> list[str]:
-        clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
-        clauses += [f"{problems.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
-        return clauses + [f"{problems.names[r]}: {reason}" for r, reason in problems.differing.items()]
-
     def send(
         self,
         update: PendingMessage | None,
@@ -254,7 +232,11 @@ class SenderChannel(UpdateSender, ABC):
         if joined := [r for r in control.names if r not in asked]:
             problems.names = {**problems.names, **control.names}
             self._bring(self._ask(control, joined), None, problems, verify=verify)
-        if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
+        clauses = [] if missing is None else [missing]
+        clauses += [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
+        clauses += [f"{problems.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
+        clauses += [f"{problems.names[r]}: {reason}" for r, reason in problems.differing.items()]
+        if clauses:
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
     def _bring(self, asked: list[int], update: PendingMessage | None, problems: _Problems, *, verify: bool) -> bool:
@@ -321,18 +303,13 @@ class SenderChannel(UpdateSender, ABC):
         problems.refused.update({r: reply["refused"] for r, reply in replies.items() if "refused" in reply})
         return {r: reply for r, reply in replies.items() if "refused" not in reply and r in control.names}
 
-    @property
-    @abstractmethod
-    def transport(self) -> TransportName:
-        """The name of the transport, which must be that of the receivers."""
-
     @abstractmethod
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         """Return what the receivers need besides the header, as JSON; before the command is posted."""
 
-    @abstractmethod
     def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
         """Move the tensors of a message, after the command was posted; return why it failed, or None."""
+        return None
 
     @abstractmethod
     def _drop(self) -> None:
@@ -351,6 +328,8 @@ class ReceiverChannel(ABC):
     Raises:
         WeightSyncError: no sender responds at the address within `timeout` seconds.
     """
+
+    transport: TransportName
 
     def __init__(
         self, weights: WeightReceiver, address: str, *, timeout: float = 60.0, name: str | None = None
@@ -425,11 +404,6 @@ class ReceiverChannel(ABC):
         # A mask and a version of another sender say nothing about this one's.
         mask = self.weights.mask_digest if self._has_mask else None
         return {"mask": mask, "version": self.weights.version, "state": self._needs_state}
-
-    @property
-    @abstractmethod
-    def transport(self) -> TransportName:
-        """The name of the transport, which must be that of the sender."""
 
     @abstractmethod
     def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:

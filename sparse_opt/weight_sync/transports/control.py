@@ -114,12 +114,14 @@ class ControlServer:
             if number not in self._sent:
                 continue
             key = f"reply/{number}/{self._sent[number] - 1}"
-            text = _read(self.store, key, min(deadline, time.monotonic() + _UNTIL_LEFT), self._taken)
-            while text is None and (now := time.monotonic()) < deadline:
-                self.discover()
-                if number not in self.names:
-                    break
+            text = None
+            while text is None and number in self.names:
+                now = time.monotonic()
                 text = _read(self.store, key, min(deadline, now + _UNTIL_LEFT), self._taken)
+                if now >= deadline:
+                    break
+                if text is None:
+                    self.discover()
             if text is not None:
                 replies[number] = json.loads(text)
                 self._taken.append(key)

@@ -15,7 +15,6 @@ from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message
 from ..sender import WeightSender
 from .channel import ReceiverChannel, SenderChannel, tensors_of
-from .control import TransportName
 
 
 class CudaIpcSender(SenderChannel):
@@ -28,6 +27,8 @@ class CudaIpcSender(SenderChannel):
         weights, address, timeout: see `SenderChannel`.
         device: GPU for the messages; default: the current one.
     """
+
+    transport = "cuda_ipc"
 
     def __init__(
         self,
@@ -43,10 +44,6 @@ class CudaIpcSender(SenderChannel):
         self._has_mask = False  # the buffer
         self._made = 0  # buffers
         self._holders: set[int] = set()  # receivers that have opened the buffer
-
-    @property
-    def transport(self) -> TransportName:
-        return "cuda_ipc"
 
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         data = [_bytes_of(tensor.to(self._device)) for tensor in message.tensors.values()]
@@ -64,9 +61,6 @@ class CudaIpcSender(SenderChannel):
         self._holders.update(receivers)
         return {"buffer": self._made, "memory": new}
 
-    def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
-        return None
-
     def _drop(self) -> None:
         if self._buffer is not None:
             self._buffer, self._holders = None, set()
@@ -81,10 +75,7 @@ class CudaIpcReceiver(ReceiverChannel):
             weights may be on another one.
     """
 
-    @property
-    def transport(self) -> TransportName:
-        return "cuda_ipc"
-
+    transport = "cuda_ipc"
     _buffer: Tensor | None = None  # the sender's memory
     _number = 0  # of the buffer
 
