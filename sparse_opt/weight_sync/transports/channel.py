@@ -197,12 +197,7 @@ class SenderChannel(UpdateSender):
         self._differing |= problems.differing.keys()
 
     def send(
-        self,
-        update: PendingMessage | None,
-        receivers: int = 0,
-        timeout: float | None = None,
-        *,
-        verify: bool = False,
+        self, update: PendingMessage | None, receivers: int = 0, timeout: float | None = None, *, verify: bool = False
     ) -> None:
         """Bring all receivers to the sender's version. On rank 0 only: the part of `update` that is no collective.
 
