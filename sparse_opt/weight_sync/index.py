@@ -1,25 +1,27 @@
-"""Reads, compares and writes the active weights of one dtype in plain torch, on any device.
+"""The active elements of one dtype, read, compared and written on a device: by plain torch, or by Triton kernels.
 
-This is the definition of what the Triton kernels do, and the implementation for CPUs. It holds the units of the mask
-message: 4 bytes for each element, run or tile, and 8 in tensors of 2**31 or more elements.
+Plain torch is backend "reference": the definition of what the Triton kernels do (triton_index.py), and the
+implementation for CPUs. It holds the units of the mask message: 4 bytes for each element, run or tile, and 8 in tensors
+of 2**31 or more elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import backends
+from ..errors import BackendUnavailable
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
 from .destinations import Parts, Placed, PlacedTensor
 from .digest import digest_sum, mix, zero_extended
-from .encoding import active_elements, bitmap_of, set_bits
-from .layout import Group, LayoutTensor
-
-__all__ = ["ReferenceIndex", "compare", "digest_sum", "select"]
+from .encoding import Group, Layout, active_elements, bitmap_of, set_bits
+from .triton_index import TritonChanges, TritonIndex
 
 _BLOCK = 2**20  # elements whose positions are computed at once; a row of tiles may have more
 
@@ -49,27 +51,19 @@ def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
     return new[set_bits(bitmap)[:count]]
 
 
-def only_parts(
-    values: Tensor,
-    group: Group,
-    entries: Sequence[LayoutTensor],
-    pattern: str,
-    units: Mapping[str, Tensor],
-    parts: Parts,
-) -> Tensor:
+def only_parts(values: Tensor, group: Group, layout: Layout, units: Mapping[str, Tensor], parts: Parts) -> Tensor:
     """Return the active values [nnz] of one dtype with 0 in place of those that are outside of some parts.
 
     Args:
-        values: [nnz], on any device.
-        entries: the tensors of the group, in order.
-        units: as in a mask message, by name.
-        parts: see `destinations.Parts`.
+        units: as in a mask message, by name, of the tensors in `parts`.
     """
     out = values.clone()
-    for start, entry in zip(group.starts, entries, strict=False):
+    for start, i in zip(group.starts, group.members, strict=False):
+        entry = layout.tensors[i]
         if entry.name not in parts:
             continue
-        for block in _blocks(PlacedTensor(entry, (), ()), units[entry.name].to(values.device), pattern, start):
+        of_tensor = units[entry.name].to(values.device)
+        for block in _blocks(PlacedTensor(entry, (), ()), of_tensor, layout.pattern, start):
             positions = block.positions()
             row, column = positions // entry.matrix[1], positions % entry.matrix[1]
             outside = torch.ones_like(positions, dtype=torch.bool)
@@ -83,8 +77,7 @@ class ReferenceIndex:
     """The active elements of one dtype in a receiver's or sender's tensors.
 
     Args:
-        group: their order.
-        pattern: of the mask.
+        group, layout: their order, and the pattern of the mask.
         units: as in a mask message, by name.
         placed: the tensors with their destinations, by name.
     """
@@ -92,16 +85,15 @@ class ReferenceIndex:
     def __init__(
         self,
         group: Group,
-        names: Sequence[str],
-        pattern: str,
+        layout: Layout,
         units: Mapping[str, Tensor],
         placed: Mapping[str, PlacedTensor],
         device: torch.device,
     ) -> None:
         self._group, self._device = group, device
         self._blocks: list[_Block] = []
-        for start, name in zip(group.starts, names, strict=False):
-            self._blocks += _blocks(placed[name], units[name].to(device), pattern, start)
+        for start, name in zip(group.starts, layout.names(group), strict=False):
+            self._blocks += _blocks(placed[name], units[name].to(device), layout.pattern, start)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes that the index holds, by purpose."""
@@ -239,3 +231,45 @@ def _memory(part: Placed) -> Tensor:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(BITS_DTYPE[tensor.element_size()])
+
+
+Index = ReferenceIndex | TritonIndex
+Changes = ReferenceChanges | TritonChanges
+
+
+class Backend(NamedTuple):
+    """The functions of a backend, as those of this file."""
+
+    digest_sum: Callable[[Tensor, int], Tensor]
+    compare: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
+    select: Callable[[Tensor, Tensor, int], Tensor]
+    index_type: type[Index]
+
+    def build_indices(
+        self, layout: Layout, units: Mapping[str, Tensor], placed: Mapping[str, PlacedTensor], device: torch.device
+    ) -> tuple[Index, ...]:
+        """Return for each group of a layout where its active elements are.
+
+        Args:
+            units: as in a mask message, by name.
+            placed: the tensors with their destinations, by name.
+        """
+        return tuple(self.index_type(group, layout, units, placed, device) for group in layout.groups)
+
+
+def choose(device: torch.device, name: str | None) -> Backend:
+    """Return the backend of this name, or for None the fastest one on the device.
+
+    Raises:
+        ValueError: there is no backend of this name.
+        BackendUnavailable: it cannot run on the device.
+    """
+    if name not in (None, "reference", "triton"):
+        raise ValueError(f"backend is {name!r}, expected 'reference', 'triton' or None")
+    if name == "reference" or (name is None and device.type != "cuda"):
+        return Backend(digest_sum, compare, select, ReferenceIndex)
+    if cause := backends.why_unavailable("triton", device):
+        raise BackendUnavailable(f"backend 'triton' of weight_sync cannot run: {cause}")
+    kernels: Any = backends.triton_module()[0]
+    triton = kernels.weight_sync
+    return Backend(triton.digest_sum, triton.compare, triton.select, TritonIndex)
