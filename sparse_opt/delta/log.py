@@ -20,7 +20,7 @@ from ..masks.mask_set import MaskSet
 from . import maintenance
 from .codec import Backend
 from .encoder import StepCoder, begin, resume, since_keyframe
-from .files import LogSettings, StepHeader
+from .files import LogSettings, StepHeader, require_steps
 from .lock import WriterLock, require_no_log
 from .lock import claim as claim
 from .maintenance import Problem as Problem
@@ -109,7 +109,7 @@ class DeltaLog(DeltaReader):
             directory: created if missing; must not contain a log.
             model_or_state: a module, or name -> tensor; the default of `append`.
             base: W0; None uses the current state.
-            level: of the patches (`delta.codec`): `fast`, `packed` or `tight`.
+            level: of the patches (`delta.codec`): `packed`, or `tight`, which is smaller and slower.
             against: code patches against the previous logged step, or against the base: larger patches, but any step
                 is rebuilt from two files.
             keyframe_every: write a keyframe at least every so many logged steps: a larger log, but shorter chains of
@@ -168,8 +168,7 @@ class DeltaLog(DeltaReader):
             DeltaLogError: there is no log in the directory.
         """
         log = cls(Path(directory), model_or_state, on_error, backend)
-        if not log._files.steps():
-            raise DeltaLogError(f"{log.directory}: holds no delta log (no step_*.safetensors file)")
+        require_steps(log.directory, log._files.steps())
         return log
 
     @property

@@ -86,16 +86,17 @@ class DeltaReader:
     def apply_(self, model_or_state: nn.Module | Mapping[str, Tensor], step: int) -> None:
         """Copy the state at a logged step into a model, or into the tensors of a state dict, bit for bit.
 
-        The state is rebuilt and verified on the CPU before the model is changed.
+        The state is rebuilt and verified on the CPU before the model is changed. If the log has no buffers, as one that
+        was converted from `.pt` files, those of the model do not change.
 
         Raises:
             DeltaLogError: as `load`; or names, shapes, dtypes or ties of the model are not the logged ones.
         """
         layout, tensors = read_state(model_or_state)
-        self.layout.require_same(layout, f"{self.directory}: step {step}")
+        self.layout.require_same(layout.within(self.layout), f"{self.directory}: step {step}")
         state = self.load(step)
         if isinstance(model_or_state, nn.Module):
-            model_or_state.load_state_dict(state)
+            model_or_state.load_state_dict(state, strict=False)  # the names have been compared
         else:
             for name, tensor in tensors.items():
                 tensor.copy_(state[name])

@@ -18,7 +18,7 @@ from ...analysis.shapes import weight_shapes
 from ...analysis.sparsity import measure_sparsity
 from ...analysis.states import Progress
 from ...analysis.tables import Table, write_csv
-from ...delta.open import open_log
+from ...delta.log import DeltaLog
 from ...delta.state_log import StateLog
 from ...errors import ConfigError
 from ...masks.parameters import tied_text
@@ -160,7 +160,7 @@ def _open(args: Namespace) -> StateLog:
     log, folder, base = args.delta_log_dir, args.checkpoints, args.base_model
     tuned = getattr(args, "model_name", None)  # coverage takes no pair
     if log is not None and (folder, base, tuned) == (None, None, None):
-        return open_log(log)
+        return DeltaLog.open(log)
     if folder is not None and (log, tuned) == (None, None):
         return CheckpointSeries.of_folder(folder, base)
     if (log, folder) == (None, None) and base is not None and tuned is not None:

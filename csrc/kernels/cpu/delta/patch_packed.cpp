@@ -1,4 +1,4 @@
-// `packed`: as `fast`, but with positions and differences as streams of bits.
+// `packed`. The comparison reads both tensors once; the rest accesses the cache lines that contain a change.
 #include "../common/blocks.h"
 #include "patch_tiles.h"
 
