@@ -251,7 +251,7 @@ class DeltaLog(DeltaReader):
                 damaged; or a write failed.
         """
         self.flush()
-        lock = WriterLock.acquire(self.directory) if self._writing is None else self._writing.lock
+        lock = WriterLock(self.directory) if self._writing is None else self._writing.lock
         try:
             info = StepInfo.of(maintenance.squash(self._log_files, a, b, on_step, lock))
             if self._writing is not None:
@@ -270,7 +270,7 @@ class DeltaLog(DeltaReader):
             DeltaLogError: the log begins after `after`; another writer holds the lock; or a write failed.
         """
         self.close()
-        lock = WriterLock.acquire(self.directory)
+        lock = WriterLock(self.directory)
         try:
             maintenance.truncate(self._log_files, after, lock)
         finally:
@@ -318,11 +318,11 @@ class DeltaLog(DeltaReader):
 
     def _resumed(self) -> _Writing:
         """Lock the directory, and rebuild the state that the next patch is coded against."""
-        lock = WriterLock.acquire(self.directory)
+        lock = WriterLock(self.directory)
         try:
             return self._begun(lock, *resume(self._log_files))
         except BaseException:
-            lock.release()
+            lock.undo()
             raise
 
     def _report(self, writing: _Writing) -> bool:
