@@ -191,9 +191,7 @@ def test_a_base_that_is_not_the_current_state(tmp_path: Path, same_bits: Compare
 def test_a_claimed_directory_is_locked(tmp_path: Path) -> None:
     state, directory = {"w": torch.zeros(4)}, tmp_path / "a" / "log"
     with claim(directory) as lock:
-        with pytest.raises(
-            DeltaLogError, match=rf"another writer has this delta log open: process {os.getpid()} on "
-        ):
+        with pytest.raises(DeltaLogError, match=rf"another writer has this delta log open: process {os.getpid()} on "):
             DeltaLog.create(directory, state)
         with pytest.raises(DeltaLogError, match="another writer"), claim(directory):
             pass

@@ -115,7 +115,7 @@ def test_a_masked_patch_stores_no_positions(tmp_path: Path, mask: MaskSet) -> No
             assert info.changed == mask.nnz == 10_000
             sizes[name] = info.bytes
     assert 2 * mask.nnz < sizes["masked"] < 2 * mask.nnz + 2500
-    assert sizes["plain"] - sizes["masked"] > 0.8 * mask.nnz
+    assert sizes["plain"] - sizes["masked"] > 0.65 * mask.nnz  # 5.25 bits a position
 
 
 def test_the_mask_is_stored_with_the_steps(tmp_path: Path, state: dict[str, Tensor], mask: MaskSet) -> None:
