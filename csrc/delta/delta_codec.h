@@ -9,7 +9,6 @@ namespace sparse_opt {
 // the running sum of the counts; a GPU samples blocks.
 constexpr int64_t kDeltaBlock = 8192;
 constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;
-constexpr int kDeltaBlockCapacity = kDeltaBlock / 8;  // changes of a block that a patch lists one by one
 
 struct DeltaArguments {
   int64_t count = 0;

@@ -2,22 +2,20 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/host_device.h"
 
 namespace sparse_opt {
 
-enum class PatchLevel : int { kFast, kPacked, kTight };
+enum class PatchLevel : int { kPacked, kTight };
 
-constexpr int kPatchTile = 8192;  // words of a tile at `fast` and `packed`
-constexpr int kPatchRun = 256;    // words that share a count of a list at `fast`
+constexpr int kPatchTile = 8192;  // words of a tile at `packed`
 constexpr int64_t kTightTile = int64_t{1} << 19;
 constexpr int kLaneRows = 16384;  // words of a lane of a tile at `tight`
 constexpr int kSpanRows = 64;     // rows whose changes are coded together
 constexpr int kMaxLanes = kTightTile / kLaneRows;
 
-constexpr int kModeList = 0, kModeEliasFano = 0, kModeBitmap = 1, kModeRaw = 2;
+constexpr int kModeEliasFano = 0, kModeBitmap = 1, kModeRaw = 2;
 constexpr int kModeShift = 14;
 constexpr uint32_t kCountMask = (1u << kModeShift) - 1;
 constexpr uint32_t kRawBit = 1u << 31;  // of a size at `tight`
@@ -117,25 +115,6 @@ SPARSE_OPT_HOST_DEVICE uint64_t magnitude_of(int symbol, uint64_t low) {
   return (uint64_t{2} << extra) + (static_cast<uint64_t>(bucket % 2) << extra) + low + 1;
 }
 
-// Record lengths in bytes, before padding to kRecordUnit.
-SPARSE_OPT_HOST_DEVICE int64_t fast_list_bytes(int n, int t, int size) {
-  return static_cast<int64_t>(n) * (size + 1) + (t + kPatchRun - 1) / kPatchRun;
-}
-SPARSE_OPT_HOST_DEVICE int64_t fast_bitmap_bytes(int n, int t, int size) {
-  return static_cast<int64_t>(t + 31) / 32 * 4 + static_cast<int64_t>(n) * size;
-}
-
-// The length in bytes of the record with this head at `fast`, padded; -1 if the head is invalid.
-SPARSE_OPT_HOST_DEVICE int64_t fast_record_bytes(uint32_t head, int t, int size) {
-  const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
-  if (n > t || mode > kModeRaw || (n == 0 && head != 0)) return -1;
-  if (n == 0) return 0;
-  const int64_t bytes = mode == kModeList     ? fast_list_bytes(n, t, size)
-                        : mode == kModeBitmap ? fast_bitmap_bytes(n, t, size)
-                                              : static_cast<int64_t>(t) * size;
-  return (bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit;
-}
-
 // The k of the Elias-Fano code, for 0 < n <= t, and the length in bits of its upper part, in which position number i
 // sets bit (position >> k) + i.
 SPARSE_OPT_HOST_DEVICE int elias_fano_k(int n, int t) {
@@ -154,7 +133,7 @@ struct PatchArguments {
   const int64_t* numels = nullptr;      // [count]
   const int64_t* first_tile = nullptr;  // [count + 1]: tensor i has tiles [first[i], first[i + 1])
   int element_size = 0;                 // 1, 2, 4 or 8
-  PatchLevel level = PatchLevel::kFast;
+  PatchLevel level = PatchLevel::kPacked;
   bool is_float = false;
   int class_shift = 0;
   int width = 0;         // b of `packed`

@@ -66,14 +66,8 @@ bool apply_tile(const PatchArguments& args, const TightCoder& tight, int64_t num
   const PatchTile tile = patch_tile_at(args, number);
   const std::optional<Record> record = record_of(args, number);
   if (!record) return false;
-  switch (args.level) {
-    case PatchLevel::kFast:
-      return apply_fast_tile(args, number, tile, *record);
-    case PatchLevel::kPacked:
-      return apply_packed_tile(args, number, tile, *record);
-    default:
-      return tight.apply_tile(number, tile, *record);
-  }
+  return args.level == PatchLevel::kPacked ? apply_packed_tile(args, number, tile, *record)
+                                           : tight.apply_tile(number, tile, *record);
 }
 
 void report(int64_t* bad_tile, int64_t number) {
@@ -125,18 +119,8 @@ std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, Paral
   for_each_tile(args, parallel_for, [&](int64_t number) {
     const PatchTile tile = patch_tile_at(args, number);
     std::vector<uint8_t>& out = pieces[number / piece];
-    int64_t changes = 0;
-    switch (args.level) {
-      case PatchLevel::kFast:
-        changes = encode_fast_tile(args, number, tile, out);
-        break;
-      case PatchLevel::kPacked:
-        changes = encode_packed_tile(args, number, tile, out);
-        break;
-      case PatchLevel::kTight:
-        changes = tight.encode_tile(number, tile, out);
-        break;
-    }
+    const int64_t changes = args.level == PatchLevel::kPacked ? encode_packed_tile(args, number, tile, out)
+                                                              : tight.encode_tile(number, tile, out);
     std::atomic_ref<int64_t>(args.changes[tile.tensor]) += changes;
   });
   return pieces;

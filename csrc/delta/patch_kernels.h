@@ -14,7 +14,7 @@ void count_changes(const PatchArguments& args, cudaStream_t stream);  // adds to
 // The encoder's three steps. encode_to_slots writes sizes, lengths, changes, overflowed, overflows, heads (not at
 // `tight`), and the slots of the records that fit. Given offsets, the running sums of lengths: compact_slots copies
 // those to records, if they end within record_bytes, and encode_overflow writes the `overflows` others, for which
-// records must be large enough. The functions with tight_ are for `tight`, the others for `fast` and `packed`.
+// records must be large enough. The functions with tight_ are for `tight`, the others for `packed`.
 void encode_to_slots(const PatchArguments& args, cudaStream_t stream);
 void compact_slots(const PatchArguments& args, cudaStream_t stream);
 void encode_overflow(const PatchArguments& args, int64_t overflows, cudaStream_t stream);

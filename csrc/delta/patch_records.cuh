@@ -1,4 +1,4 @@
-// Shared by the kernels of all three levels: the launch over tiles, and the check of a record's place.
+// Shared by the kernels of both levels: the launch over tiles, and the check of a record's place.
 #pragma once
 
 #include "patch.h"

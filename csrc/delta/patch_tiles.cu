@@ -1,4 +1,4 @@
-// Encoders of `fast` and `packed`. encode_to_slots reads both tensors once, 2 * element size bytes per element, which
+// Encoder of `packed`. encode_to_slots reads both tensors once, 2 * element size bytes per element, which
 // is the bandwidth bound, and writes each tile's record to a slot of its own. Once the sum of the lengths is known,
 // compact_slots copies the records together, which reads and writes their bytes once more. A record that is longer than
 // a slot is encoded again, to its final place.
@@ -55,65 +55,10 @@ struct TileChanges {
   int n, rank;    // the tile's changes, and those before this thread's
 };
 
-// Encodes a tile. `destination(length in units)` returns where to write the record, or null not to write it. Returns
-// the head, and in `units` the length in units of kRecordUnit bytes.
-struct FastTile {
-  uint16_t positions[kDeltaBlockCapacity];
-
-  template <typename Word, typename Destination>
-  __device__ __forceinline__ uint32_t encode(const TileChanges<Word>& tile, const PatchArguments&, int& units,
-                                             Destination destination) {
-    constexpr int kSize = sizeof(Word), kThreadsOfRun = kPatchRun / 32;
-    const int n = tile.n, t = tile.t;
-    int run = __popc(tile.bits);
-#pragma unroll
-    for (int other = 1; other < kThreadsOfRun; other *= 2) run += __shfl_xor_sync(0xffffffffu, run, other);
-    const bool full_run = __syncthreads_or(run == kPatchRun);
-    const auto units_of = [](int64_t length) { return static_cast<int>((length + kRecordUnit - 1) / kRecordUnit); };
-    const int64_t list = fast_list_bytes(n, t, kSize), bitmap = fast_bitmap_bytes(n, t, kSize);
-    int mode = kModeList;
-    units = full_run ? INT32_MAX : units_of(list);
-    if (units_of(bitmap) < units) mode = kModeBitmap, units = units_of(bitmap);
-    if (units_of(static_cast<int64_t>(t) * kSize) < units) mode = kModeRaw, units = units_of(int64_t{t} * kSize);
-    uint8_t* record = destination(units);
-    if (record == nullptr) return n | mode << kModeShift;
-
-    if (mode == kModeRaw) {
-      copy_raw(tile.new_words, t, record);
-    } else if (mode == kModeBitmap) {
-      // A list is only shorter up to one change in eight, so that its positions fit into `positions`.
-      uint32_t* words = reinterpret_cast<uint32_t*>(record);
-      if (static_cast<int>(threadIdx.x) * 32 < t) words[threadIdx.x] = tile.bits;
-      uint8_t* values = record + (t + 31) / 32 * 4;
-      int rank = tile.rank;
-      for (uint32_t bits = tile.bits; bits != 0; bits &= bits - 1) {
-        const int k = static_cast<int>(threadIdx.x) * 32 + __ffs(static_cast<int>(bits)) - 1;
-        store_word(values + rank++ * kSize, tile.new_words[k]);
-      }
-      fill_to_unit(record, bitmap);
-    } else {
-      const int run_count = (t + kPatchRun - 1) / kPatchRun;
-      uint8_t* runs = record + n * kSize;
-      if (threadIdx.x % kThreadsOfRun == 0 && static_cast<int>(threadIdx.x) / kThreadsOfRun < run_count) {
-        runs[threadIdx.x / kThreadsOfRun] = static_cast<uint8_t>(run);
-      }
-      int rank = tile.rank;
-      for (uint32_t bits = tile.bits; bits != 0; bits &= bits - 1) {
-        positions[rank++] = static_cast<uint16_t>(threadIdx.x * 32 + __ffs(static_cast<int>(bits)) - 1);
-      }
-      __syncthreads();
-      for (int k = threadIdx.x; k < n; k += kThreads) {
-        store_word(record + k * kSize, tile.new_words[positions[k]]);
-        runs[run_count + k] = static_cast<uint8_t>(positions[k] % kPatchRun);
-      }
-      fill_to_unit(record, list);
-    }
-    return n | mode << kModeShift;
-  }
-};
-
-// Bits are collected in shared memory if the record fits a slot, else at the record's place. A thread encodes every
-// kThreads-th change, because most groups of 32 words have few changes or none.
+// Encodes a tile. `destination(length in units)` returns where to collect the bits of the record: shared memory if it
+// fits a slot, else its place in the records, or null not to write it. Returns the head, and in `units` the length in
+// units of kRecordUnit bytes. A thread encodes every kThreads-th change, because most groups of 32 words have few
+// changes or none.
 struct PackedTile {
   uint16_t positions[kPatchTile];
 
@@ -214,13 +159,13 @@ __device__ __forceinline__ void advance_tile(const TileChanges<Word>& tile) {
 }
 
 // One block for each tile.
-template <typename Word, typename Tile, int Capacity>
+template <typename Word, int Capacity>
 __global__ void __launch_bounds__(kThreads, 6)
     encode_to_slots_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                            const __grid_constant__ PatchArguments args) {
   __shared__ ChangedBits changed;
-  __shared__ Tile coder;
-  __shared__ __align__(16) uint32_t staged[std::is_same_v<Tile, PackedTile> ? kPatchTile * sizeof(Word) / 8 / 4 : 1];
+  __shared__ PackedTile coder;
+  __shared__ __align__(16) uint32_t staged[kPatchTile * sizeof(Word) / 8 / 4];
   const BlockRange range = block_range(table, kPatchTile);
   const int64_t number = table.block_offset + blockIdx.x;
   const TileChanges<Word> tile = compare_tile(
@@ -228,15 +173,14 @@ __global__ void __launch_bounds__(kThreads, 6)
       static_cast<const Word*>(table.dense[range.segment]) + range.begin, static_cast<int>(range.end - range.begin));
   uint32_t head = 0;
   int units = 0;
-  uint8_t* slot = args.slots + number * args.slot_bytes;
+  auto* slot = reinterpret_cast<uint32_t*>(args.slots + number * args.slot_bytes);
   if (tile.n != 0) {
     head = coder.encode(tile, args, units, [&](int length) -> uint8_t* {
-      if (length * kRecordUnit > args.slot_bytes) return nullptr;
-      return std::is_same_v<Tile, PackedTile> ? reinterpret_cast<uint8_t*>(staged) : slot;
+      return length * kRecordUnit <= args.slot_bytes ? reinterpret_cast<uint8_t*>(staged) : nullptr;
     });
-    if (std::is_same_v<Tile, PackedTile> && units * kRecordUnit <= args.slot_bytes) {
+    if (units * kRecordUnit <= args.slot_bytes) {
       __syncthreads();
-      for (int i = threadIdx.x; i < units; i += kThreads) __stcs(reinterpret_cast<uint32_t*>(slot) + i, staged[i]);
+      for (int i = threadIdx.x; i < units; i += kThreads) __stcs(slot + i, staged[i]);
     }
     if (args.advance && units * kRecordUnit <= args.slot_bytes) advance_tile(tile);
   }
@@ -266,11 +210,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block for each tile whose record does not fit a slot.
-template <typename Word, typename Tile, int Capacity>
+template <typename Word, int Capacity>
 __global__ void __launch_bounds__(kThreads) encode_overflow_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                                                                    const __grid_constant__ PatchArguments args) {
   __shared__ ChangedBits changed;
-  __shared__ Tile coder;
+  __shared__ PackedTile coder;
   const int64_t number = args.overflowed[blockIdx.x];
   const int64_t local = number - table.block_offset;
   if (local < 0 || local >= table.first_block[table.count]) return;  // another table's
@@ -303,11 +247,7 @@ __global__ void __launch_bounds__(kThreads) count_changes_kernel(const __grid_co
 void encode_to_slots(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-      if (args.level == PatchLevel::kFast) {
-        encode_to_slots_kernel<Word, FastTile><<<blocks, kThreads, 0, stream>>>(table, args);
-      } else {
-        encode_to_slots_kernel<Word, PackedTile><<<blocks, kThreads, 0, stream>>>(table, args);
-      }
+      encode_to_slots_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
     });
   });
 }
@@ -331,11 +271,7 @@ void encode_overflow(const PatchArguments& args, int64_t overflows, cudaStream_t
   const auto blocks = static_cast<unsigned>(overflows);
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
-      if (args.level == PatchLevel::kFast) {
-        encode_overflow_kernel<Word, FastTile><<<blocks, kThreads, 0, stream>>>(table, args);
-      } else {
-        encode_overflow_kernel<Word, PackedTile><<<blocks, kThreads, 0, stream>>>(table, args);
-      }
+      encode_overflow_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
     });
   });
 }

@@ -1,4 +1,4 @@
-// Shared by the three levels: tiles, the comparison of their words, and the functions that code one tile.
+// Shared by both levels: tiles, the comparison of their words, and the functions that code one tile.
 #pragma once
 
 #include <algorithm>
@@ -69,8 +69,6 @@ int64_t mark_changes(int element_size, const void* old_words, const void* new_wo
 
 // encode writes the tile's head and size, appends the record to `out`, and returns the number of changes. apply returns
 // whether the record is undamaged.
-int64_t encode_fast_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, std::vector<uint8_t>& out);
-bool apply_fast_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, Record record);
 int64_t encode_packed_tile(const PatchArguments& args, int64_t number, const PatchTile& tile,
                            std::vector<uint8_t>& out);
 bool apply_packed_tile(const PatchArguments& args, int64_t number, const PatchTile& tile, Record record);

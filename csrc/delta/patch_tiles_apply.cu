@@ -1,4 +1,4 @@
-// Decoders of `fast` and `packed`. patch_apply reads the records once and accesses the cache lines of the tensor that
+// Decoder of `packed`. patch_apply reads the records once and accesses the cache lines of the tensor that
 // change. One warp decodes a tile; whatever a record contains, it reads within the record and writes within the tile.
 #include "common/dispatch.cuh"
 #include "compare.cuh"
@@ -23,65 +23,6 @@ __device__ __forceinline__ Word load_word(const uint8_t* at) {
 template <typename Word>
 __device__ __forceinline__ void apply_raw(Word* words, int t, const uint8_t* record) {
   for (int k = threadIdx.x % 32; k < t; k += 32) words[k] = load_word<Word>(record + k * sizeof(Word));
-}
-
-// Returns in each lane whether the lane found damage, as apply_packed does.
-template <typename Word>
-__device__ __forceinline__ bool apply_fast(Word* words, int t, uint32_t head, const uint8_t* record, int64_t length) {
-  constexpr int kSize = sizeof(Word);
-  const int n = static_cast<int>(head & kCountMask), mode = static_cast<int>(head >> kModeShift);
-  const int lane = threadIdx.x % 32;
-  if (length != fast_record_bytes(head, t, kSize)) return true;
-  if (n == 0) return false;
-  if (mode == kModeRaw) {
-    apply_raw(words, t, record);
-    return false;
-  }
-  if (mode == kModeBitmap) {
-    const uint32_t* bitmap = reinterpret_cast<const uint32_t*>(record);
-    const int word_count = (t + 31) / 32;
-    const uint8_t* values = record + word_count * 4;
-    int found = 0;
-    bool bad = false;
-    for (int first = 0; first < word_count; first += 32) {
-      const int i = first + lane;
-      uint32_t bits = i < word_count ? bitmap[i] : 0;
-      if (i == word_count - 1 && t % 32 != 0 && (bits >> (t % 32)) != 0) bad = true, bits &= low_bits(t % 32);
-      int total;
-      int rank = found + warp_sum_before(__popc(bits), total);
-      for (; bits != 0; bits &= bits - 1, ++rank) {
-        if (rank < n) words[i * 32 + __ffs(static_cast<int>(bits)) - 1] = load_word<Word>(values + rank * kSize);
-      }
-      found += total;
-    }
-    return bad || found != n;
-  }
-  const int run_count = (t + kPatchRun - 1) / kPatchRun;
-  const uint8_t* runs = record + n * kSize;
-  const uint8_t* offsets = runs + run_count;
-  int total;
-  const int run = lane < run_count ? runs[lane] : 0;
-  const int run_start = warp_sum_before(run, total);
-  if (total != n) return true;
-  bool bad = false;
-  for (int first = 0; first < n; first += 32) {
-    const int k = first + lane;
-    int low = 0;  // the last run that starts at or before k
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      const int start = __shfl_sync(0xffffffffu, run_start, low + step);
-      if (start <= k) low += step;
-    }
-    const int start = __shfl_sync(0xffffffffu, run_start, low);
-    if (k >= n) continue;
-    const int position = low * kPatchRun + offsets[k];
-    if (position >= t || (k > start && offsets[k] <= offsets[k - 1])) {
-      bad = true;
-    } else {
-      words[position] = load_word<Word>(record + k * kSize);
-    }
-  }
-  return bad;
 }
 
 // A stream of `bits` bits. A read beyond its end returns 0 and sets `bad`.
@@ -206,10 +147,10 @@ __device__ __forceinline__ bool apply_packed(Word* words, int t, uint32_t head, 
   return bad || stream.bad || found != n;
 }
 
-template <typename Word, bool Packed, int Capacity>
+template <typename Word, int Capacity>
 __global__ void __launch_bounds__(kThreads) patch_apply_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                                                                const __grid_constant__ PatchArguments args) {
-  __shared__ PackedRanks ranks[Packed ? kWarps : 1];
+  __shared__ PackedRanks ranks[kWarps];
   const int warp = threadIdx.x / 32;
   const auto local = static_cast<int>(blockIdx.x) * kWarps + warp;
   if (local >= table.first_block[table.count]) return;
@@ -220,14 +161,7 @@ __global__ void __launch_bounds__(kThreads) patch_apply_kernel(const __grid_cons
   const int64_t length = int64_t{kRecordUnit} * static_cast<const uint16_t*>(args.sizes)[number];
   const uint32_t head = args.heads[number];
   bool bad = !has_record(args, number, length, kRecordUnit);
-  if (!bad) {
-    const uint8_t* record = args.records + args.offsets[number];
-    if constexpr (Packed) {
-      bad = apply_packed(words, t, head, record, length, args, ranks[warp]);
-    } else {
-      bad = apply_fast(words, t, head, record, length);
-    }
-  }
+  if (!bad) bad = apply_packed(words, t, head, args.records + args.offsets[number], length, args, ranks[warp]);
   if (bad) report_damage(args, number);
 }
 
@@ -237,11 +171,7 @@ void patch_apply(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned tiles) {
       const unsigned blocks = (tiles + kWarps - 1) / kWarps;
-      if (args.level == PatchLevel::kFast) {
-        patch_apply_kernel<Word, false><<<blocks, kThreads, 0, stream>>>(table, args);
-      } else {
-        patch_apply_kernel<Word, true><<<blocks, kThreads, 0, stream>>>(table, args);
-      }
+      patch_apply_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
     });
   });
 }

@@ -318,7 +318,7 @@ def _require_output(args: Namespace) -> None:
 def _open(args: Namespace) -> tuple[StateLog, dict[str, Any]]:
     """The log, and the arguments `names` and `device` of the analyses."""
     from ..analysis import CheckpointSeries, chosen_names
-    from ..delta.open import open_log
+    from ..delta import DeltaLog
     from ..tensors import resolve_device
 
     device = resolve_device(args.device)
@@ -326,7 +326,7 @@ def _open(args: Namespace) -> tuple[StateLog, dict[str, Any]]:
     given = args.delta_log_dir, args.checkpoints, args.base_model, getattr(args, "model_name", None)
     match [value is not None for value in given]:
         case [True, False, False, False]:
-            log = open_log(args.delta_log_dir)
+            log = DeltaLog.open(args.delta_log_dir)
         case [False, True, _, False]:
             log = CheckpointSeries.of_folder(args.checkpoints, args.base_model)
         case [False, False, True, True]:

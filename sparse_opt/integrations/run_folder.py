@@ -48,7 +48,7 @@ class RunFolder:
             return ""
         path = self._folder / LOCK
         try:
-            self._lock = FileLock.acquire(path, make=True)
+            self._lock = FileLock(path)
             last = path.read_text(encoding="utf-8")
             for file in (*self._folder.glob(".*"), *self._folder.glob("checkpoint-*/.*")):
                 if _UNFINISHED.fullmatch(file.name):

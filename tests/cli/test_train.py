@@ -221,7 +221,7 @@ def test_a_new_run_replaces_what_an_earlier_one_wrote_about_its_steps(train, tmp
 def test_a_run_that_is_refused_changes_nothing_in_the_folder_of_another(train, tmp_path, words):
     train("dpo", *words, "--save_steps", 1).done()
     before = (tmp_path / "out" / "options.yaml").read_bytes()
-    lock = FileLock.acquire(tmp_path / "out" / "_run.lock")
+    lock = FileLock(tmp_path / "out" / "_run.lock")
     try:
         refused = train("dpo", *words, "--save_steps", 1, "--seed", 7)
     finally:

@@ -253,7 +253,7 @@ def doubled(model):
         ({"delta_log_dir": "log", "delta_log_steps": "every:0"}, "step schedule 'every:0': cannot read 'every:0'"),
         (
             {"delta_log_dir": "log", "delta_log_level": "low"},
-            "delta_log_level is 'low', expected one of fast, packed, tight",
+            "delta_log_level is 'low', expected packed or tight",
         ),
         ({"delta_log_dir": "log", "delta_log_on_error": "go"}, "delta_log_on_error is 'go', expected raise or warn"),
         ({"delta_log_dir": "log", "delta_log_keyframe_every": 0}, "delta_log_keyframe_every is 0, expected 1 or more"),

@@ -128,11 +128,11 @@ def run(args: Namespace) -> None:
         return
     sparsity = _sparsity(args)
     _settle_options(args)
-    from ...delta.open import open_log
+    from ...delta.log import DeltaLog
     from ...tensors import resolve_device
 
     device = resolve_device(args.device)
-    log = None if args.delta_log_dir is None else open_log(args.delta_log_dir)
+    log = None if args.delta_log_dir is None else DeltaLog.open(args.delta_log_dir)
     if args.method in LOG_METHODS:
         assert log is not None  # _settle_options
         label, step, find = _in_log(args, log, sparsity, device)
@@ -154,11 +154,11 @@ def run(args: Namespace) -> None:
 
 
 def _print_steps(args: Namespace) -> None:
-    from ...delta.open import open_log
+    from ...delta.log import DeltaLog
 
     if args.delta_log_dir is None:
         raise ConfigError("option 'list_steps' needs --delta_log_dir")
-    steps = open_log(args.delta_log_dir).steps
+    steps = DeltaLog.open(args.delta_log_dir).steps
     if args.json:
         print_json({"steps": list(steps)})
     else:

@@ -199,7 +199,7 @@ def test_of_another_run_is_refused_and_of_two_at_once_one(tiny, run):
         assert message in line and "choose another --output_dir, or remove the file" in line
     Path("out/results.jsonl").write_text("[\n")
     assert "out/report.json cannot be read" in run("test", *where, "--max_completion_length", 2, code=1)
-    lock = FileLock.acquire(Path("out/_run.lock"))
+    lock = FileLock(Path("out/_run.lock"))
     try:
         assert "another run" in run("test", *where, "--max_completion_length", 2, code=2)
     finally:

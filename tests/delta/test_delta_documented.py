@@ -14,7 +14,7 @@ from sparse_opt import DeltaLog
 from sparse_opt.cli import delta
 from sparse_opt.tensors import as_bits
 
-PAGE = (Path(__file__).parents[3] / "docs" / "delta_logs.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "delta_logs.md").read_text(encoding="utf-8")
 
 
 class Model(nn.Module):
