@@ -1,10 +1,5 @@
-<<<<<<< HEAD:csrc/delta/patch_packed_cpu.cpp
-// `packed`: as `fast`, but with positions and differences as streams of bits.
-#include "common/blocks.h"
-=======
 // `packed`. The comparison reads both tensors once; the rest accesses the cache lines that contain a change.
-#include "../common/blocks.h"
->>>>>>> wt-delta:csrc/kernels/cpu/delta/patch_packed.cpp
+#include "common/blocks.h"
 #include "patch_tiles.h"
 
 namespace sparse_opt::cpu {
