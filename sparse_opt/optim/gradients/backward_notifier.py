@@ -28,7 +28,7 @@ class BackwardNotifier(Protocol):
 
 
 class PythonBackwardNotifier:
-    """The same as csrc/optim/backward_notifier.h, for installations without the extension."""
+    """The same as csrc/autograd/backward_notifier.h, for installations without the extension."""
 
     def __init__(
         self,

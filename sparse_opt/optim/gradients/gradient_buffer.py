@@ -270,7 +270,7 @@ class PythonGradientBuffer(GradientBuffer):
 class NativeGradientBuffer(GradientBuffer):
     """Receives gradients in C++, without the interpreter's lock, and on a GPU adds many of them in one launch.
 
-    See csrc/optim/gradient_buffer.h.
+    See csrc/autograd/gradient_buffer.h.
     """
 
     bound: Any  # the result of `backends.bind`

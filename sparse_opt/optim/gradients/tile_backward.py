@@ -1,7 +1,7 @@
 """Layers whose backward pass computes only the active tiles of the weight gradient; embeddings: tile_embedding.py.
 
 Such a layer has an instance attribute `forward`: the same output as its class's, with another backward pass. That of a
-linear layer is C++ (csrc/optim/tile_linear.h) if the optimizer's backend is; otherwise, and under `torch.compile`, it
+linear layer is C++ (csrc/autograd/tile_linear.h) if the optimizer's backend is; otherwise, and under `torch.compile`, it
 is the two ops of this module. They identify the layer by a number in a tensor that the second op declares as mutated,
 because a compiler would otherwise drop or merge its calls.
 """
@@ -172,7 +172,7 @@ class OpRoute(Route):
 
 
 class NativeRoute(Route):
-    """A route of a linear layer that computes in C++ (csrc/optim/tile_linear.h), except under `torch.compile`.
+    """A route of a linear layer that computes in C++ (csrc/autograd/tile_linear.h), except under `torch.compile`.
 
     Args:
         buffer: the native gradient buffer. It receives gradients directly, except those that the sink has to accept.
