@@ -1,5 +1,5 @@
-// The extension module _autograd: parameters converted to C++ objects once, native hooks, the gather stream and tile
-// layers. It is compiled against one version of torch, and is optional: sparse_opt has Python code for the same.
+// The extension module _autograd: parameters converted to C++ objects once, native gradient collection and tile layers.
+// It is compiled against one version of torch, and is optional: sparse_opt has Python code for the same.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -14,9 +14,9 @@
 
 #include "backward_notifier.h"
 #include "bound_params.h"
-#include "direct_ops.h"
 #include "gradient_buffer.h"
 #include "gradient_hook.h"
+#include "native_calls.h"
 #include "tile_linear.h"
 
 namespace py = pybind11;
@@ -116,7 +116,7 @@ void load_kernels() {
       table->sizes != sparse_opt::KernelTable::argument_sizes()) {
     throw py::import_error("sparse_opt._autograd was built from other sources than sparse_opt._kernels");
   }
-  sparse_opt::direct::set_table(*table);
+  sparse_opt::kernels = table;
 }
 
 }  // namespace
@@ -141,10 +141,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("step", &step, "op"_a);
 
   py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")
-      .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, "found_inf"_a, Unlocked())
-      .def("add_tiles_", &GradientBuffer::add_tiles_, "which"_a, "lefts"_a, "rights"_a, "found_inf"_a, Unlocked())
-      .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, "found_inf"_a, Unlocked())
-      .def("set_direct", &GradientBuffer::set_direct, "direct"_a, "found_inf"_a, Unlocked())
+      .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, Unlocked())
+      .def("add_tiles_", &GradientBuffer::add_tiles_, "which"_a, "lefts"_a, "rights"_a, Unlocked())
+      .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, Unlocked())
+      .def("set_found_inf", &GradientBuffer::set_found_inf, "found_inf"_a, Unlocked())
+      .def("set_direct", &GradientBuffer::set_direct, "direct"_a, Unlocked())
       .def(
           "register_hook",
           [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, const py::dict& functions) {
@@ -163,7 +164,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("finish", &GradientBuffer::finish, Unlocked())
       .def("sum_squares_", &GradientBuffer::sum_squares_, Unlocked())
       .def("clip", &GradientBuffer::clip, "max_norm"_a, Unlocked())
-      .def("can_clip", &GradientBuffer::can_clip)
       .def("drop", &GradientBuffer::drop, Unlocked())
       .def("received", &GradientBuffer::received, Unlocked())
       .def("received_tiles", &GradientBuffer::received_tiles, "i"_a, Unlocked())

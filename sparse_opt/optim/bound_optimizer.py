@@ -289,7 +289,6 @@ class BoundOptimizer(torch.optim.Optimizer):
                 self.process_group,
                 self._collector.lock,
                 {param: i for i, param in enumerate(order)},
-                binding.backward_notifier,
                 lambda: cast(Callable[[], agreement.Progress], progress())(),
                 self._collector.before_reduction,
                 self._collector.after_reduction,
