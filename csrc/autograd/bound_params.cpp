@@ -177,28 +177,28 @@ void BoundParams::replace(const at::Tensor& before, const at::Tensor& after) con
 
 void BoundParams::gather(const at::Tensor& out, const std::optional<std::vector<at::Tensor>>& dense,
                          const std::optional<at::Tensor>& scale, bool accumulate,
-                         const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf) const {
+                         const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf,
+                         std::optional<size_t> only) const {
   const std::vector<at::Tensor>& list = dense.has_value() ? *dense : params;
-  SPARSE_OPT_CHECK(list.size() == numels.size(), "dense holds ", list.size(), " tensors, expected ", numels.size());
-  for (size_t i = 0; i < list.size(); ++i) {
-    SPARSE_OPT_CHECK(list[i].numel() == numels[i], "dense[", i, "] has ", list[i].numel(), " elements, expected ",
-                     numels[i]);
+  const size_t first = only.value_or(0), n = only.has_value() ? 1 : params.size();
+  SPARSE_OPT_CHECK(list.size() == n, "dense holds ", list.size(), " tensors, expected ", n);
+  for (size_t i = 0; i < n; ++i) {
+    SPARSE_OPT_CHECK(list[i].numel() == numels[first + i], "dense[", i, "] has ", list[i].numel(),
+                     " elements, expected ", numels[first + i]);
   }
-  sparse_opt::gather(out, list, indices, starts, ends, scale, accumulate, sum_sq, found_inf, run_length, index_bases);
-}
-
-void gather(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
-            at::IntArrayRef ends, const std::optional<at::Tensor>& scale, bool accumulate,
-            const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf, int64_t run_length,
-            const std::optional<at::Tensor>& index_bases) {
+  const at::IntArrayRef its_starts = at::IntArrayRef(starts).slice(first, n);
+  const at::IntArrayRef its_ends = at::IntArrayRef(ends).slice(first, n);
+  std::optional<at::Tensor> bases = index_bases;
+  if (only.has_value() && bases.has_value())
+    bases = bases->narrow(0, static_cast<int64_t>(first), indices.numel() / kIndexFrame + 1);
   const auto direct = [&] {
-    const std::vector<TensorView> list = views_of(dense);
-    const GatherCall call(view_of(out), list, view_of(indices), starts, ends, view_of(scale), accumulate,
-                          view_of(sum_sq), view_of(found_inf), run_length, view_of(index_bases));
+    const std::vector<TensorView> views = views_of(list);
+    const GatherCall call(view_of(out), views, view_of(indices), its_starts, its_ends, view_of(scale), accumulate,
+                          view_of(sum_sq), view_of(found_inf), run_length, view_of(bases));
     kernels_for(view_of(indices).device).gather(call.args, indices.device().index());
   };
-  call_native("sparse_opt_native::masked_grad_gather_", direct, out, dense, indices, starts, ends, scale, accumulate,
-              sum_sq, found_inf, run_length, index_bases);
+  call_native("sparse_opt_native::masked_grad_gather_", direct, out, list, indices, its_starts, its_ends, scale,
+              accumulate, sum_sq, found_inf, run_length, bases);
 }
 
 }  // namespace sparse_opt

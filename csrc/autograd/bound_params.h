@@ -39,10 +39,11 @@ class BoundParams {
   // indexed_replace_, likewise.
   void replace(const at::Tensor& before, const at::Tensor& after) const;
 
-  // masked_grad_gather_ of `dense`, tensors of the sizes of the list; of the list itself without them.
+  // masked_grad_gather_ of `dense`, tensors of the sizes of the list, or one of the size of parameter `only`; of the
+  // list itself without them.
   void gather(const at::Tensor& out, const std::optional<std::vector<at::Tensor>>& dense,
               const std::optional<at::Tensor>& scale, bool accumulate, const std::optional<at::Tensor>& sum_sq,
-              const std::optional<at::Tensor>& found_inf) const;
+              const std::optional<at::Tensor>& found_inf, std::optional<size_t> only = std::nullopt) const;
 
   const std::vector<at::Tensor> params;
   const at::Tensor indices;                 // [nnz / run_length]
@@ -61,11 +62,5 @@ class BoundParams {
   std::mutex mutex_;   // for grads_; no thread may wait for it while it holds the interpreter's lock
   c10::IValue grads_;  // of all parameters, or None
 };
-
-// masked_grad_gather_ of the list `dense`, directly in _kernels.
-void gather(const at::Tensor& out, at::TensorList dense, const at::Tensor& indices, at::IntArrayRef starts,
-            at::IntArrayRef ends, const std::optional<at::Tensor>& scale, bool accumulate,
-            const std::optional<at::Tensor>& sum_sq, const std::optional<at::Tensor>& found_inf, int64_t run_length,
-            const std::optional<at::Tensor>& index_bases);
 
 }  // namespace sparse_opt

@@ -164,15 +164,12 @@ bool GradientBuffer::is_queued(size_t i) const {
   return in(gradients_) || in(tile_products_);
 }
 
-void GradientBuffer::enqueue(Queue& queue, Gradient gradient, int64_t bytes, void (GradientBuffer::*flush)()) {
-  if (is_queued(gradient.i)) {
-    flush_tiles();
-    flush_gradients();
-  }
+void GradientBuffer::enqueue(Queue& queue, Gradient gradient, int64_t bytes) {
+  if (is_queued(gradient.i)) flush_all();
   const c10::Stream stream = current_stream(values_.device());
   const at::ScalarType dtype = gradient.left.scalar_type();
   const bool accumulate = received_[gradient.i];
-  if (queue.accumulate != accumulate || queue.dtype != dtype || queue.stream != stream) (this->*flush)();
+  if (queue.accumulate != accumulate || queue.dtype != dtype || queue.stream != stream) flush(queue);
   received_[gradient.i] = true;
   queue.list.push_back(std::move(gradient));
   queue.accumulate = accumulate;
@@ -181,18 +178,25 @@ void GradientBuffer::enqueue(Queue& queue, Gradient gradient, int64_t bytes, voi
   queue.bytes += bytes;
 }
 
-// Adds a queue that has been taken.
-template <typename Add>
-void GradientBuffer::add_all(const Queue& queue, const Add& add) {
-  used_.insert(used_.end(), queue.list.begin(), queue.list.end());
-  const c10::StreamGuard guard(queue.stream);
+void GradientBuffer::flush(Queue& queue) {
+  if (queue.list.empty()) return;
+  const bool tiles = &queue == &tile_products_;
+  if (!tiles) total_queued_bytes -= queue.bytes;
+  const Queue taken = std::exchange(queue, Queue{queue.stream});
+  used_.insert(used_.end(), taken.list.begin(), taken.list.end());
+  const c10::StreamGuard guard(taken.stream);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   try {
-    add();
+    tiles ? multiply_tiles_(taken) : gather_(taken);
   } catch (...) {  // the slots still have the values of before
-    for (const Gradient& gradient : queue.list) received_[gradient.i] = queue.accumulate;
+    for (const Gradient& gradient : taken.list) received_[gradient.i] = taken.accumulate;
     throw;
   }
+}
+
+void GradientBuffer::flush_all() {
+  flush(tile_products_);
+  flush(gradients_);
 }
 
 // A backward pass that raised never ended, so the next one has its own callback.
@@ -238,31 +242,33 @@ void GradientBuffer::add_dense(size_t i, const at::Tensor& grad) {
   const int64_t bytes = storage_bytes(grad);
   // Another owner of the memory could write to it while the gradient is queued.
   const bool can_queue = max_gradient_bytes_ > 0 && bytes <= kMaxGradientBytes && grad.storage().use_count() == 1;
-  if (!can_queue || gradients_.bytes + bytes > max_gradient_bytes_) flush_gradients();
-  enqueue(gradients_, {i, grad.requires_grad() ? grad.detach() : grad}, bytes, &GradientBuffer::flush_gradients);
+  if (!can_queue || gradients_.bytes + bytes > max_gradient_bytes_) flush(gradients_);
+  enqueue(gradients_, {i, grad.requires_grad() ? grad.detach() : grad}, bytes);
   total_queued_bytes += bytes;
   if (!can_queue || gradients_.bytes >= max_gradient_bytes_ || total_queued_bytes >= kMaxGradientBytes) {
-    flush_gradients();
+    flush(gradients_);
   } else {
     finish_after_backward();
   }
 }
 
-void GradientBuffer::flush_gradients() {
-  if (gradients_.list.empty()) return;
-  total_queued_bytes -= gradients_.bytes;
-  const Queue queue = gradients_.take();
-  add_all(queue, [&] {
-    if (!values_.is_cuda() || queue.bytes < kMinSideStreamBytes || is_captured(queue.stream)) return gather_(queue);
-    std::vector<at::Tensor> held;
-    for (const Gradient& gradient : queue.list) held.push_back(gradient.left);
-    GatherStream::run(std::move(held), queue.stream, [&] { gather_(queue); });
-    finish_after_backward();
-  });
+void GradientBuffer::gather_(const Queue& queue) {
+  if (!values_.is_cuda() || queue.bytes < kMinSideStreamBytes || is_captured(queue.stream)) return gather_now_(queue);
+  std::vector<at::Tensor> held;
+  for (const Gradient& gradient : queue.list) held.push_back(gradient.left);
+  GatherStream::run(std::move(held), queue.stream, [&] { gather_now_(queue); });
+  finish_after_backward();
 }
 
-void GradientBuffer::gather_(const Queue& queue) {
+void GradientBuffer::gather_now_(const Queue& queue) {
   wait_for_last_stream();
+  if (!partial_sums_.defined()) {
+    for (const Gradient& gradient : queue.list) {
+      bound_->gather(values_, {{gradient.left.contiguous()}}, std::nullopt, queue.accumulate,
+                     sum_sq_.narrow(0, static_cast<int64_t>(gradient.i), 1), found_inf_, gradient.i);
+    }
+    return;
+  }
   std::vector<at::Tensor> grads;
   std::vector<int64_t> starts, ends, numbers, first_partials;
   for (const Gradient& gradient : queue.list) {
@@ -270,31 +276,22 @@ void GradientBuffer::gather_(const Queue& queue) {
     starts.push_back(bound_->starts[gradient.i]);
     ends.push_back(bound_->ends[gradient.i]);
     numbers.push_back(static_cast<int64_t>(gradient.i));
+    first_partials.push_back(first_partial_[gradient.i]);
   }
-  const std::optional<at::Tensor>& bases = bound_->index_bases;
-  if (!partial_sums_.defined()) {
-    for (size_t k = 0; k < grads.size(); ++k) {
-      std::optional<at::Tensor> own_bases;
-      if (bases.has_value()) own_bases = bases->narrow(0, numbers[k], bound_->indices.numel() / kIndexFrame + 1);
-      gather(values_, grads[k], bound_->indices, starts[k], ends[k], std::nullopt, queue.accumulate,
-             sum_sq_.narrow(0, numbers[k], 1), found_inf_, bound_->run_length, own_bases);
-    }
-    return;
-  }
-  for (const int64_t i : numbers) first_partials.push_back(first_partial_[i]);
   begin_pass(queue.list, Pass::kGather);
   const auto n = static_cast<int64_t>(last_pass_.size());
   const auto direct = [&] {
     const std::vector<TensorView> list = views_of(grads);
     const TensorView sums = view_of(partial_sums_);
     const GatherCall call(view_of(values_), list, view_of(bound_->indices), starts, ends, std::nullopt,
-                          queue.accumulate, std::nullopt, view_of(found_inf_), bound_->run_length, view_of(bases), n);
+                          queue.accumulate, std::nullopt, view_of(found_inf_), bound_->run_length,
+                          view_of(bound_->index_bases), n);
     check_partly(starts, ends, numbers, n, sums, first_partials);
     kernels->gather_partly(call.args, sums.as<float>(), first_partials.data(), numbers.data(),
                            values_.device().index());
   };
   call_native("sparse_opt_native::gather_partly_", direct, values_, grads, bound_->indices, starts, ends, numbers, n,
-              queue.accumulate, partial_sums_, first_partials, found_inf_, bound_->run_length, bases);
+              queue.accumulate, partial_sums_, first_partials, found_inf_, bound_->run_length, bound_->index_bases);
 }
 
 // Active tiles of products
@@ -313,7 +310,7 @@ void GradientBuffer::add_tiles_(const std::vector<int64_t>& which, const std::ve
   const Lock lock(*this);
   for (size_t k = 0; k < which.size(); ++k) check_tile_operands(which[k], lefts.at(k), rights.at(k));
   for (size_t k = 0; k < which.size(); ++k) queue_tiles(which[k], lefts[k], rights[k]);
-  flush_tiles();
+  flush(tile_products_);
 }
 
 void GradientBuffer::check_tile_operands(size_t i, const at::Tensor& left, const at::Tensor& right) const {
@@ -331,16 +328,10 @@ void GradientBuffer::queue_tiles(size_t i, const at::Tensor& left, const at::Ten
     return counted ? 0 : storage_bytes(tensor);
   };
   const int64_t bytes = new_bytes(left) + new_bytes(right);
-  enqueue(tile_products_, {i, left, right, version_of(left), version_of(right)}, bytes, &GradientBuffer::flush_tiles);
+  enqueue(tile_products_, {i, left, right, version_of(left), version_of(right)}, bytes);
   tile_products_.tiles += tiles_->ends[i] - tiles_->starts[i];
   received_tiles_[i] = true;
-  if (tile_products_.tiles >= max_tiles_ || tile_products_.bytes > max_tile_bytes_) flush_tiles();
-}
-
-void GradientBuffer::flush_tiles() {
-  if (tile_products_.list.empty()) return;
-  const Queue queue = tile_products_.take();
-  add_all(queue, [&] { multiply_tiles_(queue); });
+  if (tile_products_.tiles >= max_tiles_ || tile_products_.bytes > max_tile_bytes_) flush(tile_products_);
 }
 
 void GradientBuffer::multiply_tiles_(const Queue& queue) {
@@ -392,10 +383,7 @@ void GradientBuffer::multiply_tiles_(const Queue& queue) {
 void GradientBuffer::add_values_(int64_t i, const at::Tensor& values) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const Lock lock(*this);
-  if (is_queued(i)) {
-    flush_tiles();
-    flush_gradients();
-  }
+  if (is_queued(i)) flush_all();
   wait_for_last_stream();
   const at::Tensor slots = values_.narrow(0, bound_->starts.at(i), bound_->ends[i] - bound_->starts[i]);
   if (received_[i]) {
@@ -427,8 +415,7 @@ void GradientBuffer::set_direct(bool direct) {
 
 void GradientBuffer::finish() {
   const Lock lock(*this);
-  flush_tiles();
-  flush_gradients();
+  flush_all();
   wait_for_gathers();
 }
 
@@ -463,8 +450,8 @@ void GradientBuffer::drop() {
   wait_for_gathers();
   total_queued_bytes -= gradients_.bytes;
   for (Queue* queue : {&gradients_, &tile_products_}) {
-    std::vector<Gradient> list = queue->take().list;
-    used_.insert(used_.end(), list.begin(), list.end());
+    used_.insert(used_.end(), queue->list.begin(), queue->list.end());
+    *queue = Queue{queue->stream};
   }
   received_tiles_.assign(received_tiles_.size(), false);
   received_.assign(received_.size(), false);

@@ -90,8 +90,6 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
     bool accumulate = false;
     at::ScalarType dtype = at::kFloat;
     int64_t tiles = 0, bytes = 0;
-
-    Queue take() { return std::exchange(*this, Queue{stream}); }
   };
   enum class Pass : uint8_t { kNone, kGather, kTiles, kValues };
   class Lock;
@@ -101,15 +99,14 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   void wait_for_last_stream();
   void wait_for_gathers();
   bool is_queued(size_t i) const;
-  void enqueue(Queue& queue, Gradient gradient, int64_t bytes, void (GradientBuffer::*flush)());
+  void enqueue(Queue& queue, Gradient gradient, int64_t bytes);
+  void flush(Queue& queue);
+  void flush_all();
   void add_dense(size_t i, const at::Tensor& grad);
   void check_tile_operands(size_t i, const at::Tensor& left, const at::Tensor& right) const;
   void queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
-  template <typename Add>
-  void add_all(const Queue& queue, const Add& add);
-  void flush_gradients();
   void gather_(const Queue& queue);
-  void flush_tiles();
+  void gather_now_(const Queue& queue);
   void multiply_tiles_(const Queue& queue);
   void finish_after_backward();
 

@@ -84,8 +84,10 @@ std::function<Result(Arguments...)> without_lock(py::function function) {
 std::shared_ptr<BackwardNotifier> backward_notifier(const std::vector<at::Tensor>& params,
                                                     std::vector<int64_t> group_of, py::function ready,
                                                     py::function ended) {
-  return BackwardNotifier::create(params, std::move(group_of), without_lock<void, int64_t>(std::move(ready)),
-                                  without_lock<void>(std::move(ended)));
+  auto notifier = std::make_shared<BackwardNotifier>(std::move(group_of), without_lock<void, int64_t>(std::move(ready)),
+                                                     without_lock<void>(std::move(ended)));
+  notifier->attach(params);
+  return notifier;
 }
 
 // `arguments` are those of the schema of the native op `name`, except the ones that BoundParams::step sets.
@@ -137,7 +139,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("swap", &BoundParams::swap, "compact"_a, Unlocked())
       .def("replace", &BoundParams::replace, "before"_a, "after"_a, Unlocked())
       .def("gather", &BoundParams::gather, "out"_a, "dense"_a, "scale"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a,
-           Unlocked())
+           "only"_a = std::nullopt, Unlocked())
       .def("step", &step, "op"_a);
 
   py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")

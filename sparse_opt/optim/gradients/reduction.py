@@ -227,7 +227,7 @@ class GradientReducer:
             for i in piece.params:
                 if not received[i]:
                     slots = buffer.ends[i] - buffer.starts[i]
-                    buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device), None)
+                    buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device))
             buffer.finish()
             if self._launched == self._last:
                 self._agreement.send()
