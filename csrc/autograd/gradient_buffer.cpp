@@ -301,7 +301,11 @@ bool GradientBuffer::receive_tiles(size_t i, const at::Tensor& left, const at::T
   if (!direct_) return false;
   check_tile_operands(i, left, right);
   queue_tiles(i, left, right);
-  if (!tile_products_.list.empty()) finish_after_backward();
+  if (tile_products_.tiles >= max_tiles_ || tile_products_.bytes > max_tile_bytes_) {
+    flush(tile_products_);
+  } else {
+    finish_after_backward();
+  }
   return true;
 }
 
@@ -309,6 +313,7 @@ void GradientBuffer::add_tiles_(const std::vector<int64_t>& which, const std::ve
                                 const std::vector<at::Tensor>& rights) {
   const Lock lock(*this);
   for (size_t k = 0; k < which.size(); ++k) check_tile_operands(which[k], lefts.at(k), rights.at(k));
+  flush(tile_products_);  // the order of a product's additions may depend on the others of its launch
   for (size_t k = 0; k < which.size(); ++k) queue_tiles(which[k], lefts[k], rights[k]);
   flush(tile_products_);
 }
@@ -331,7 +336,6 @@ void GradientBuffer::queue_tiles(size_t i, const at::Tensor& left, const at::Ten
   enqueue(tile_products_, {i, left, right, version_of(left), version_of(right)}, bytes);
   tile_products_.tiles += tiles_->ends[i] - tiles_->starts[i];
   received_tiles_[i] = true;
-  if (tile_products_.tiles >= max_tiles_ || tile_products_.bytes > max_tile_bytes_) flush(tile_products_);
 }
 
 void GradientBuffer::multiply_tiles_(const Queue& queue) {

@@ -36,8 +36,8 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // queued, and gathered together on a stream of their own next to the backward pass. They are held until the next ones
   // are gathered, the pass ends, or finish() is called.
   void add_dense_(int64_t i, const at::Tensor& grad);
-  // Add the active tiles of left^T @ right, of [tokens, rows] and [tokens, columns], of each of these parameters. The
-  // operands are not held.
+  // Add the active tiles of left^T @ right, of [tokens, rows] and [tokens, columns], of each of these parameters. One
+  // launch computes all that have one dtype, and are all the first ones of their parameters or none of them.
   void add_tiles_(const std::vector<int64_t>& which, const std::vector<at::Tensor>& lefts,
                   const std::vector<at::Tensor>& rights);
   // Add the gradient's active elements: fp32, [the parameter's slots].
