@@ -6,13 +6,10 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
-#include <atomic>
-#include <exception>
 #include <limits>
 
 #include "calls.h"
 #include "error_text.h"
-#include "gather_stream.h"
 #include "native_calls.h"
 
 namespace sparse_opt {
@@ -25,14 +22,8 @@ int64_t max_queued_tiles(int64_t tile_size) {
 constexpr int64_t kMaxTileBytes = int64_t{512} << 20;
 
 // On a GPU the gradients of one buffer are queued up to this memory, or up to this part of the memory of all of its
-// gradients; longer lists are worth a launch. The queues of all buffers together have the same limit in bytes:
-// otherwise parameter groups whose gradients come one after the other would all leave their last ones queued.
+// gradients; longer lists are worth a launch.
 constexpr int64_t kMaxGradientBytes = int64_t{128} << 20, kGradientParts = 16;
-std::atomic<int64_t> total_queued_bytes{0};
-
-// The gather of a matrix is too short to fill a GPU, so it costs less next to the matrix products of the backward pass.
-// Below this size the second stream costs the host more time than it saves on the GPU.
-constexpr int64_t kMinSideStreamBytes = int64_t{1} << 20;
 
 int64_t max_queued_gradient_bytes(const BoundParams& bound) {
   if (!bound.indices.is_cuda()) return 0;
@@ -98,15 +89,6 @@ GradientBuffer::GradientBuffer(std::shared_ptr<const BoundParams> bound, at::Ten
   if (values_.is_cuda()) allocate_partial_sums();
 }
 
-// A backward pass that raised may have left a gather running, and its buffers belong to other streams.
-GradientBuffer::~GradientBuffer() {
-  total_queued_bytes -= gradients_.bytes;
-  try {
-    wait_for_gathers();
-  } catch (const std::exception&) {  // of an earlier kernel; the next synchronization reports it
-  }
-}
-
 void GradientBuffer::allocate_partial_sums() {
   int64_t partials = 0;
   for (size_t i = 0; i < last_pass_.size(); ++i) {
@@ -148,13 +130,6 @@ void GradientBuffer::wait_for_last_stream() {
   last_stream_ = current;
 }
 
-// The current stream waits for the gathers, and so does the stream that their gradients belong to.
-void GradientBuffer::wait_for_gathers() {
-  if (!values_.is_cuda()) return;
-  GatherStream::release(values_.device());
-  wait_for_last_stream();
-}
-
 // Queues
 
 bool GradientBuffer::is_queued(size_t i) const {
@@ -181,7 +156,6 @@ void GradientBuffer::enqueue(Queue& queue, Gradient gradient, int64_t bytes) {
 void GradientBuffer::flush(Queue& queue) {
   if (queue.list.empty()) return;
   const bool tiles = &queue == &tile_products_;
-  if (!tiles) total_queued_bytes -= queue.bytes;
   const Queue taken = std::exchange(queue, Queue{queue.stream});
   used_.insert(used_.end(), taken.list.begin(), taken.list.end());
   const c10::StreamGuard guard(taken.stream);
@@ -244,8 +218,7 @@ void GradientBuffer::add_dense(size_t i, const at::Tensor& grad) {
   const bool can_queue = max_gradient_bytes_ > 0 && bytes <= kMaxGradientBytes && grad.storage().use_count() == 1;
   if (!can_queue || gradients_.bytes + bytes > max_gradient_bytes_) flush(gradients_);
   enqueue(gradients_, {i, grad.requires_grad() ? grad.detach() : grad}, bytes);
-  total_queued_bytes += bytes;
-  if (!can_queue || gradients_.bytes >= max_gradient_bytes_ || total_queued_bytes >= kMaxGradientBytes) {
+  if (!can_queue || gradients_.bytes >= max_gradient_bytes_) {
     flush(gradients_);
   } else {
     finish_after_backward();
@@ -253,14 +226,6 @@ void GradientBuffer::add_dense(size_t i, const at::Tensor& grad) {
 }
 
 void GradientBuffer::gather_(const Queue& queue) {
-  if (!values_.is_cuda() || queue.bytes < kMinSideStreamBytes || is_captured(queue.stream)) return gather_now_(queue);
-  std::vector<at::Tensor> held;
-  for (const Gradient& gradient : queue.list) held.push_back(gradient.left);
-  GatherStream::run(std::move(held), queue.stream, [&] { gather_now_(queue); });
-  finish_after_backward();
-}
-
-void GradientBuffer::gather_now_(const Queue& queue) {
   wait_for_last_stream();
   if (!partial_sums_.defined()) {
     for (const Gradient& gradient : queue.list) {
@@ -420,7 +385,7 @@ void GradientBuffer::set_direct(bool direct) {
 void GradientBuffer::finish() {
   const Lock lock(*this);
   flush_all();
-  wait_for_gathers();
+  wait_for_last_stream();
 }
 
 void GradientBuffer::sum_squares_() {
@@ -451,8 +416,7 @@ std::optional<at::Tensor> GradientBuffer::clip(double max_norm) {
 
 void GradientBuffer::drop() {
   const Lock lock(*this);
-  wait_for_gathers();
-  total_queued_bytes -= gradients_.bytes;
+  wait_for_last_stream();
   for (Queue* queue : {&gradients_, &tile_products_}) {
     used_.insert(used_.end(), queue->list.begin(), queue->list.end());
     *queue = Queue{queue->stream};

@@ -30,11 +30,10 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // have a gradient; it is valid after sum_squares_().
   GradientBuffer(std::shared_ptr<const BoundParams> bound, at::Tensor values, at::Tensor sum_sq,
                  std::optional<Tiles> tiles);
-  ~GradientBuffer();
 
   // Add a gradient of parameter i. The first one after drop() overwrites the parameter's slots. On a GPU gradients are
-  // queued, and gathered together on a stream of their own next to the backward pass. They are held until the next ones
-  // are gathered, the pass ends, or finish() is called.
+  // queued until there are enough of them, until one has another dtype or stream, until the backward pass ends, or
+  // until finish(); then one launch gathers them.
   void add_dense_(int64_t i, const at::Tensor& grad);
   // Add the active tiles of left^T @ right, of [tokens, rows] and [tokens, columns], of each of these parameters. One
   // launch computes all that have one dtype, and are all the first ones of their parameters or none of them.
@@ -97,7 +96,6 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   void allocate_partial_sums();
   void begin_pass(const std::vector<Gradient>& list, Pass pass);
   void wait_for_last_stream();
-  void wait_for_gathers();
   bool is_queued(size_t i) const;
   void enqueue(Queue& queue, Gradient gradient, int64_t bytes);
   void flush(Queue& queue);
@@ -106,7 +104,6 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   void check_tile_operands(size_t i, const at::Tensor& left, const at::Tensor& right) const;
   void queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
   void gather_(const Queue& queue);
-  void gather_now_(const Queue& queue);
   void multiply_tiles_(const Queue& queue);
   void finish_after_backward();
 

@@ -32,32 +32,13 @@ using sparse_opt::BoundParams;
 using sparse_opt::GradientBuffer;
 using sparse_opt::TileRoute;
 
-// Construct and destroy an object without the interpreter's lock: both may wait for a device or a mutex.
-template <typename T, typename... Arguments>
-std::shared_ptr<T> make_unlocked(Arguments&&... arguments) {
-  const auto destroy = [](T* object) {
-    std::optional<py::gil_scoped_release> no_lock;  // a backward pass without the lock may have the last reference
-    if (PyGILState_Check() == 1) no_lock.emplace();
-    delete object;
-  };
-  const py::gil_scoped_release no_lock;
-  return {new T(std::forward<Arguments>(arguments)...), destroy};
-}
-
-std::shared_ptr<BoundParams> bind(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-                                  std::vector<int64_t> ends, int64_t run_length,
-                                  std::optional<at::Tensor> index_bases) {
-  return make_unlocked<BoundParams>(std::move(params), std::move(indices), std::move(starts), std::move(ends),
-                                    run_length, std::move(index_bases));
-}
-
 std::shared_ptr<GradientBuffer> gradient_buffer(const std::shared_ptr<BoundParams>& bound, at::Tensor values,
                                                 at::Tensor sum_sq, std::optional<at::Tensor> tiles,
                                                 std::vector<int64_t> tile_starts, std::vector<int64_t> tile_ends,
                                                 int64_t tile_size) {
   std::optional<sparse_opt::Tiles> active;
   if (tiles.has_value()) active = {std::move(*tiles), std::move(tile_starts), std::move(tile_ends), tile_size};
-  return make_unlocked<GradientBuffer>(bound, std::move(values), std::move(sum_sq), std::move(active));
+  return std::make_shared<GradientBuffer>(bound, std::move(values), std::move(sum_sq), std::move(active));
 }
 
 // A Python function for threads that may not hold the interpreter's lock. Its exceptions keep their Python type.
@@ -129,10 +110,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<BoundParams, std::shared_ptr<BoundParams>>(
       m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
-      .def(py::init(&bind), "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
-           "index_bases"_a = std::nullopt)
+      .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t,
+                    std::optional<at::Tensor>>(),
+           "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1, "index_bases"_a = std::nullopt)
       .def("gradient_buffer", &gradient_buffer, "values"_a, "sum_sq"_a, "tiles"_a = std::nullopt,
-           "tile_starts"_a = std::vector<int64_t>{}, "tile_ends"_a = std::vector<int64_t>{}, "tile_size"_a = 0)
+           "tile_starts"_a = std::vector<int64_t>{}, "tile_ends"_a = std::vector<int64_t>{}, "tile_size"_a = 0,
+           Unlocked())
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads, Unlocked())
       .def("release_grads", &BoundParams::release_grads, Unlocked())
