@@ -149,6 +149,7 @@ class GradientBuffer(Segments, ABC):
         for i, param in enumerate(self.params):
             if param.grad is not None:
                 self.add_dense(i, param.grad)
+        self.finish()
 
     def has_dense_grads(self) -> bool:
         return any(p.grad is not None for p in self.params)

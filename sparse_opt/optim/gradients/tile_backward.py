@@ -149,7 +149,7 @@ class LinearRoute(Route):
 
     def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
         bias = layer._parameters["bias"]
-        if self._native is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._native is None:
             return _by_op(self, input, weight, bias)
         output: Tensor = self._native.linear(input, weight, bias)
         return output
