@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .gradient_buffer import GradientBuffer, Product, to_device
 
@@ -104,7 +103,7 @@ class PythonBackwardNotifier:
 
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[Tensor],
         group_of: Sequence[int],
         ready: Callable[[int], None],
         ended: Callable[[], None],

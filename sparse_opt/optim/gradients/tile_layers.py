@@ -172,7 +172,7 @@ def install(model: nn.Module, bucket: Bucket, receiver: Receiver, *, everywhere:
     if tiles is None:
         return []
     layers, _ = find(model, _unsharded([bucket]))
-    changed = []
+    changed: list[tuple[nn.Module, Route]] = []
     for i, shard in enumerate(bucket.shards):
         if not tiles.has(i):
             continue
