@@ -1,7 +1,7 @@
 """How setup.py builds the native libraries from the sources in this folder.
 
 `sparse_opt._kernels` has the ops, on torch's stable ABI and Python's limited API: one binary for torch 2.10 and newer,
-and for Python 3.11 and newer. `sparse_opt._autograd`, from optim/, belongs to one version of both, and is optional.
+and for Python 3.11 and newer. `sparse_opt._autograd`, from autograd/, belongs to one version of both, and is optional.
 
 torch's BuildExtension runs ninja in build/temp.*. It compiles a source again after a change of the source, of a header
 that it includes, or of the command. The build also writes sources: those that follow from the optimizers' headers
@@ -169,7 +169,7 @@ def include_dirs():
 
 
 def is_of_autograd(path):
-    return path.parts[1] == "optim"
+    return path.parts[1] == "autograd"
 
 
 def kernels_extension(torch, missing, archs, notes):

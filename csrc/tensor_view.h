@@ -1,5 +1,5 @@
 // What kernels need to know of a tensor. Both libraries fill it from their own kind of tensor, so that the checks and
-// calls are written once: stable_abi.h from torch's C interface, optim/tensor_views.h from an at::Tensor.
+// calls are written once: stable_abi.h from torch's C interface, autograd/native_calls.h from an at::Tensor.
 #pragma once
 
 #include <torch/headeronly/core/DeviceType.h>

@@ -21,13 +21,6 @@ from .parser import CommandParser, add_json_flag
 # Environment variables that affect which code runs.
 ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
-# Two cores of a busy CPU, torch 2.13, by hand with bench/kernels/host_time.py; docs/notebook.md, Host time.
-WITHOUT_AUTOGRAD = (
-    "gradients are collected in Python, to the same bits. For 197 tensors a step took 0.7 ms of host time in place of "
-    "0.1 ms with compact gradients, 1.2 ms in place of 0.1 ms with dense ones, and a backward pass with gradient hooks "
-    "13 ms in place of 3 ms. A build from source has it: pip install --no-build-isolation ."
-)
-
 _EPILOG = """A backend is an implementation of the ops: reference (plain torch), cpu and cuda (the extension), triton.
 For each op, 'auto' selects the first backend of the op's order that can run; SPARSE_OPT_BACKEND=name, or an argument
 backend=name, selects that backend for every op, or fails.
@@ -169,8 +162,12 @@ def _text(report: dict[str, Any]) -> str:
     facts.append(("triton", packages["triton"] or "not installed"))
     facts.append(("extension", _one_line(extension["build_info"]) if extension["built"] else extension["cause"]))
     if extension["built"]:
+        from .. import backends
+
         autograd = report["autograd"]
-        facts.append(("autograd", "native" if autograd["built"] else f"{autograd['cause']}: {WITHOUT_AUTOGRAD}"))
+        facts.append(
+            ("autograd", "native" if autograd["built"] else f"{autograd['cause']}: {backends.WITHOUT_AUTOGRAD}")
+        )
     facts += [("device", _one_line(device)) for device in report["devices"]]
     facts += [(name, packages[name] or "not installed") for name in OPTIONAL_PACKAGES]
     facts += [("environment", f"{name}={value}") for name, value in report["environment"].items() if value is not None]

@@ -16,8 +16,8 @@ from ..masks.mask_set import MaskSet, require_own_memory
 from ..masks.positions import index_dtype
 from ..ops.checks import FLOAT_DTYPES
 from .buckets import Bucket
-from .gradients.backward_notifier import BackwardNotifier, PythonBackwardNotifier
-from .gradients.gradient_buffer import NativeGradientBuffer, PythonGradientBuffer
+from .gradients.gradient_buffer import NativeGradientBuffer
+from .gradients.python_collection import PythonGradientBuffer
 from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
 from .segments import Segments, fits_uint16, packed, run_length_of
@@ -250,18 +250,3 @@ def _bound(segments: Segments, op: str, backend: str | None) -> Any:
         index_bases=segments.index_bases,
         backend=backend,
     )
-
-
-def backward_notifier(
-    params: Sequence[Parameter], group_of: Sequence[int], ready: Callable[[int], None], ended: Callable[[], None]
-) -> BackwardNotifier:
-    """Return a notifier of backward passes through the parameters; native if the extension is installed.
-
-    Args:
-        group_of: the number of each parameter's group.
-    """
-    native, _ = backends.autograd_module()
-    notifier: BackwardNotifier = (PythonBackwardNotifier if native is None else native.BackwardNotifier)(
-        params, group_of, ready, ended
-    )
-    return notifier

@@ -254,7 +254,6 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self.process_group,
                 self.collector.lock,
                 {param: i for i, param in enumerate(order)},
-                binding.backward_notifier,
                 self.history.progress,
                 self.collector.before_reduction,
                 self.collector.after_reduction,

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
-from sparse_opt.optim import OPTIMIZERS, binding
+from sparse_opt.optim import OPTIMIZERS
 from sparse_opt.optim.gradients import reduction
-from sparse_opt.optim.gradients.backward_notifier import PythonBackwardNotifier
+from sparse_opt.optim.gradients.python_collection import PythonBackwardNotifier
 
 STEPS, MICRO_BATCHES, ROWS, WIDTH = 20, 2, 4, 64
 
@@ -415,7 +415,7 @@ def test_the_notifier(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
     model = make_model()
     params = [p for p in model.parameters() if p.dim() == 2]
     events: list[Any] = []
-    make = PythonBackwardNotifier if python else binding.backward_notifier
+    make = PythonBackwardNotifier if python else reduction.backward_notifier
     notifier = make(params, [0, 0, 1], events.append, lambda: events.append("end"))
     for _ in range(2):
         events.clear()
@@ -432,10 +432,10 @@ def test_the_notifier(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
 
 ENDS_IN_ITS_HOOK = """
 import sys, torch
-from sparse_opt.optim import binding
+from sparse_opt.optim.gradients.reduction import backward_notifier
 layer = torch.nn.Linear(8, 8)
 def make(ready=lambda group: None):
-    return binding.backward_notifier([layer.weight, layer.bias], [0, 1], ready, lambda: None)
+    return backward_notifier([layer.weight, layer.bias], [0, 1], ready, lambda: None)
 def end(group):
     notifier = held.pop(1, None)
     if notifier is not None and sys.argv[1] == "remove":

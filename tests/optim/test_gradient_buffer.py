@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet, SparseSGD, backends
-from sparse_opt.optim.gradients.tile_backward import Product
+from sparse_opt.optim.gradients.gradient_buffer import Product
 
 SHAPE, TOKENS = (128, 192), 40
 
@@ -30,15 +30,15 @@ def operands(device, seed):
     return [torch.randint(-2, 3, (TOKENS, n), generator=generator).float().to(device) for n in SHAPE]
 
 
-def add(buffer, kind, i, seed, found_inf=None):
+def add(buffer, kind, i, seed):
     left, right = operands(buffer.device, seed)
     if kind == "dense":
-        buffer.add_dense(i, left.t() @ right, found_inf)
+        buffer.add_dense(i, left.t() @ right)
     elif kind == "tiles":
-        buffer.add_tiles([Product(i, left, right)], found_inf)
+        buffer.add_tiles([Product(i, left, right)])
     else:
         halves = ((begin, left[:, begin : begin + 64]) for begin in (0, 64))
-        buffer.add_values(i, buffer.tile_rows(i, halves, right), found_inf)
+        buffer.add_values(i, buffer.tile_rows(i, halves, right))
     return (left.t() @ right).view(-1)[buffer.positions(i).long()]
 
 
@@ -75,12 +75,13 @@ def test_gradients_of_all_kinds_add_up(backend, grad_dtype, device):
 def test_a_gradient_that_is_not_finite_sets_found_inf(backend, kind, device):
     _optimizer, buffer = build(backend, device, torch.float16)
     found_inf = torch.zeros(1, device=device)
-    add(buffer, kind, 0, 0, found_inf)
+    buffer.set_found_inf(found_inf)
+    add(buffer, kind, 0, 0)
     buffer.finish()
     assert found_inf.item() == 0.0
     for _ in range(12):  # beyond 65504
         buffer.values[buffer.segment(0)] *= 4
-        add(buffer, kind, 0, 0, found_inf)
+        add(buffer, kind, 0, 0)
     buffer.finish()
     assert found_inf.item() == float("inf")
 
@@ -95,7 +96,7 @@ def test_sums_of_squares_after_a_replay_that_computed_tiles(grad_dtype):
 
     def add_tiles():
         buffer.drop()
-        buffer.add_tiles([product], None)
+        buffer.add_tiles([product])
 
     add_tiles()
     graph = torch.cuda.CUDAGraph()
@@ -120,7 +121,7 @@ def test_sums_of_squares_of_tiles_after_a_capture(fails):
 
     def add_tiles():
         buffer.drop()
-        buffer.add_tiles([product], None)
+        buffer.add_tiles([product])
 
     def add_dense():  # leaves more partial sums
         buffer.drop()

@@ -86,7 +86,7 @@ def test_ops(call):
     where = buffer.indices, buffer.starts, buffer.ends
     calls = {
         "swap": lambda: ops.indexed_swap_([dense], torch.zeros(buffer.nnz), *where, **buffer.layout()),
-        "gather": lambda: buffer.add_dense(0, dense, None),
+        "gather": lambda: buffer.add_dense(0, dense),
         "digest": lambda: ops.chunk_digests([dense]),
         "compare": lambda: ops.count_changes([param.detach()], [dense]),
     }

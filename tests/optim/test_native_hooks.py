@@ -63,6 +63,8 @@ def assert_gathered(model, optimizer, mask, times=1):
 def queue_gradients(optimizer, gradient_bytes=10**12):
     """Queue gradients of up to so many bytes, also on a CPU, where each is gathered at once by default."""
     for buffer in optimizer.gradient_buffers:
+        if not hasattr(buffer, "set_queue_limits"):
+            pytest.skip("needs sparse_opt._autograd: Python code queues nothing")
         buffer.set_queue_limits(gradient_bytes=gradient_bytes)
 
 
@@ -312,7 +314,7 @@ def test_gradients_that_cannot_be_gathered_are_not_received(device):
 
 @pytest.fixture
 def deep(device):
-    """Makes equal models, with gradients so large that a GPU still computes the next ones during a gather."""
+    """Makes equal models, with gradients large enough to be queued on a GPU."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
 
@@ -333,7 +335,7 @@ def run_deep(model, seed=0):
 @pytest.mark.gpu
 @pytest.mark.parametrize("queued", [False, True], ids=["", "queued"])
 @pytest.mark.parametrize("other_stream", [False, True])
-def test_gradients_gathered_on_a_stream_of_their_own(deep, other_stream, queued):
+def test_gradients_gathered_on_the_stream_of_the_backward_pass(deep, other_stream, queued):
     model, twin = deep(), deep()
     mask = MaskSet.random(model, density=0.025)
     optimizer = SparseAdamW(model, mask, lr=1e-3)
@@ -352,46 +354,6 @@ def test_gradients_gathered_on_a_stream_of_their_own(deep, other_stream, queued)
             expected = p.grad.view(-1)[mask[name].long().cuda()].float()
             assert torch.equal(optimizer.compact_grad(model.get_parameter(name)).float(), expected), (seed, name)
         optimizer.zero_grad()
-
-
-@pytest.mark.gpu
-def test_a_pass_that_raises_while_a_gradient_is_gathered(deep):
-    model, twin = deep(), deep()
-    mask = MaskSet.random(model, density=0.025)
-    optimizer = SparseAdamW(model, mask)
-
-    def fail(grad):
-        raise RuntimeError("stop here")
-
-    handle = model[4].weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="stop here"):
-        run_deep(model)
-    handle.remove()
-    optimizer.zero_grad()
-    run_deep(model, 1)
-    run_deep(twin, 1)
-    for name, p in twin.named_parameters():
-        expected = p.grad.view(-1)[mask[name].long().cuda()].float()
-        assert torch.equal(optimizer.compact_grad(model.get_parameter(name)).float(), expected), name
-
-
-@pytest.mark.gpu
-def test_an_optimizer_that_goes_while_a_gradient_is_gathered(deep):
-    for _ in range(3):
-        model = deep()
-        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.025))
-
-        def fail(grad):
-            raise RuntimeError("stop here")
-
-        model[4].weight.register_hook(fail)
-        with pytest.raises(RuntimeError, match="stop here"):
-            run_deep(model)
-        del optimizer
-        gc.collect()  # other tensors get the memory of its buffers
-        taken = [torch.full((2**20,), float(k), device="cuda") for k in range(64)]
-        torch.cuda.synchronize()
-        assert all((tensor == k).all() for k, tensor in enumerate(taken))
 
 
 def peak_of_a_pass(model, optimizer):

@@ -125,11 +125,11 @@ def test_a_late_notification_does_not_open_the_base_weights(monkeypatch):
     buffer_type = type(optimizer.gradient_buffers[0])
     set_direct = buffer_type.set_direct
 
-    def set_direct_late(buffer, direct, found_inf):
+    def set_direct_late(buffer, direct):
         if direct and not others:
             others.append(in_thread(stay_inside)[0])
             entered.wait(PAUSE)
-        set_direct(buffer, direct, found_inf)
+        set_direct(buffer, direct)
 
     monkeypatch.setattr(buffer_type, "set_direct", set_direct_late)
     optimizer.zero_grad()

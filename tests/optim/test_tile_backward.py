@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
-from sparse_opt.optim import binding
+from sparse_opt.optim.gradients.reduction import backward_notifier
 
 pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
 
@@ -448,7 +448,7 @@ def test_with_tiles_no_dense_weight_gradient_is_computed(extension, device, monk
         monkeypatch.setattr(backends, "autograd_module", lambda: (None, "for a test"))
     model, _tiles, twin, _ = pair(device)
     params = list(model.parameters())  # hooks of a reduction across ranks do not use the gradients
-    _notifier = binding.backward_notifier(params, [0] * len(params), lambda group: None, lambda: None)
+    _notifier = backward_notifier(params, [0] * len(params), lambda group: None, lambda: None)
     products = {}
     for name, m in (("tiles", model), ("dense", twin)):
         loss = loss_of(m, batch(device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,19 @@ def trained(pattern: str, grads: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("pattern", "grads"), [("element", "compact"), ("element", "dense"), ("tile64", "compact")])
-def test_the_bits_are_the_same(monkeypatch, pattern, grads):
-    if backends.autograd_module()[0] is None:
-        pytest.skip("needs sparse_opt._autograd to compare with: " + backends.autograd_module()[1])
+def test_the_bits_are_the_same(monkeypatch, pattern, grads, autograd_library):
     native = trained(pattern, grads)
     monkeypatch.setattr(backends, "autograd_module", lambda: (None, "a wheel does not have it"))
     assert all(tensor.equal(native[name]) for name, tensor in trained(pattern, grads).items())
+
+
+def test_one_warning_names_the_cause_and_the_cost(monkeypatch):
+    if why := backends.why_unavailable("cpu", "cpu"):
+        pytest.skip(f"needs the extension: {why}")
+    monkeypatch.setattr(backends, "autograd_module", lambda: (None, "the cause in this test"))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trained("element", "compact")
+        trained("element", "dense")
+    (message,) = (str(warning.message) for warning in seen if "_autograd" in str(warning.message))
+    assert "the cause in this test: gradients are collected in Python" in message and "in place of" in message

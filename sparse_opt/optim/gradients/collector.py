@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from .gradient_buffer import GradientBuffer
+from .gradient_buffer import GradientBuffer, Product
 from .reduction import GradientReducer
-from .scaler_proxy import ScalerProxy
-from .tile_backward import Product
 
 
 def inside_base_error(name: str) -> str:
@@ -98,6 +97,8 @@ class GradientCollector:
         self.receivers = [Receiver(self, buffer) for buffer in buffers]
         if self.compact and self.amp_scaling:
             self.scaler_proxies = {buffer.device: ScalerProxy(buffer.device) for buffer in buffers}
+            for buffer in buffers:
+                buffer.set_found_inf(self.scaler_proxies[buffer.device].factor)
 
     def attach(self) -> None:
         """Register the hooks, with `compact`."""
@@ -132,13 +133,10 @@ class GradientCollector:
         refusing = self._inside_base or self.stepped or self._clip_coef is not None
         if self.reducer is not None and self.reducer.reduced:
             refusing = True
-        direct = bool(self._handles) and not refusing
         for receiver in self.receivers:
             proxy = self.scaler_proxies.get(receiver.buffer.device)
-            if proxy is None:
-                receiver.buffer.set_direct(direct, None)
-            else:  # the first gradient of a step shows the proxy to the scaler
-                receiver.buffer.set_direct(direct and proxy.shown, proxy.factor)
+            shown = proxy is None or proxy.shown  # the first gradient of a step shows the proxy to the scaler
+            receiver.buffer.set_direct(bool(self._handles) and not refusing and shown)
 
     # Acceptance of a gradient: call these methods with the lock held
 
@@ -155,23 +153,17 @@ class GradientCollector:
                 f"a gradient of {name!r} arrived after clip_grad_norm_(); call step() or zero_grad() first"
             )
 
-    def begin(self, buffer: GradientBuffer) -> Tensor | None:
-        """Prepare for an accepted gradient; return the element to set to inf if it is not finite, or None.
-
-        Hold the lock until the gradient has been added.
-        """
+    def begin(self, buffer: GradientBuffer) -> None:
+        """Prepare for an accepted gradient. Hold the lock until it has been added."""
         if self.stepped:
             self.forget()
         if self.reducer is not None and self.reducer.reduced:
             self.reducer.reopen()
             self._notify_buffers()
-        scaler_proxy = self.scaler_proxies.get(buffer.device) if self.scaler_proxies else None
-        if scaler_proxy is None:
-            return None
-        if not scaler_proxy.shown:
-            scaler_proxy.show(self._first_group())
+        proxy = self.scaler_proxies.get(buffer.device)
+        if proxy is not None and not proxy.shown:
+            proxy.show(self._first_group())
             self._notify_buffers()
-        return scaler_proxy.factor
 
     # From step to step
 
@@ -316,11 +308,11 @@ class Receiver:
                 )
             if grad.layout != torch.strided:
                 raise RuntimeError(f"the gradient of {name!r} is {grad.layout}, expected a strided tensor")
-            found_inf = collector.begin(buffer)
-            buffer.add_dense(i, grad.detach(), found_inf)
+            collector.begin(buffer)
+            buffer.add_dense(i, grad.detach())
 
     def receive_tiles(self, products: Sequence[Product]) -> bool:
-        """See `TileSink`."""
+        """Add the active tiles of each product to the gradient of its parameter; False if none is collected now."""
         collector, buffer = self._collector(), self.buffer
         if collector is None:
             return False
@@ -329,16 +321,15 @@ class Receiver:
                 return False
             for product in products:
                 collector.require_accepting(buffer.names[product.i])
-            found_inf = collector.begin(buffer)
-            buffer.add_tiles([Product(i, left.detach(), right.detach()) for i, left, right in products], found_inf)
+            collector.begin(buffer)
+            buffer.add_tiles([Product(i, left.detach(), right.detach()) for i, left, right in products])
         return True
 
-    def receive_tile_rows(self, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """See `TileSink`."""
-        return self.receive_values(i, lambda: self.buffer.tile_rows(i, parts, right.detach()))
-
     def receive_values(self, i: int, compute: Callable[[], Tensor]) -> bool:
-        """See `TileSink`."""
+        """Add the result of `compute`, the active elements of the gradient of parameter i: fp32 [its slots].
+
+        False, without calling it, if no gradient is collected now.
+        """
         collector, buffer = self._collector(), self.buffer
         if collector is None:
             return False
@@ -349,6 +340,35 @@ class Receiver:
         values = compute()  # unlocked: it may be any code
         with collector.lock:
             collector.require_accepting(buffer.names[i])
-            found_inf = collector.begin(buffer)
-            buffer.add_values(i, values, found_inf)
+            collector.begin(buffer)
+            buffer.add_values(i, values)
         return True
+
+
+class ScalerProxy:
+    """Makes compact gradients, which are not in any `.grad`, visible to `torch.amp.GradScaler`.
+
+    The scaler multiplies each `.grad` in the parameter groups by 1/scale and checks it for inf and NaN. While there are
+    unused gradients, the first group has this parameter of one element at its end. Its `.grad` starts at 1, the gather
+    sets it to inf if a gradient is not finite, and after the scaler has run it is the factor by which the compact
+    gradients still have to be multiplied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.param = Parameter(torch.zeros(1, dtype=torch.float32, device=device))
+        self.factor = torch.ones(1, dtype=torch.float32, device=device)
+
+    @property
+    def shown(self) -> bool:
+        return self.param.grad is not None
+
+    def show(self, group: dict[str, Any]) -> None:
+        if not self.shown:
+            self.factor.fill_(1.0)
+            self.param.grad = self.factor
+            group["params"].append(self.param)
+
+    def hide(self, group: dict[str, Any]) -> None:
+        if self.shown:
+            self.param.grad = None
+            group["params"][:] = [p for p in group["params"] if p is not self.param]

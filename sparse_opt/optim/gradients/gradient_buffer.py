@@ -1,14 +1,11 @@
-"""GradientBuffer: the compact gradient of some parameters, with a Python and a native implementation.
-
-`bind` chooses the implementation; no other code depends on the choice.
-"""
+"""GradientBuffer: the compact gradient of some parameters between two steps, and its native implementation."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +13,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ...ops.checks import FLOAT_DTYPES
 from ..segments import Segments
-from .tile_backward import NativeRoute, OpRoute, Product, Route, TileSink
 from .tiles import Tiles
+
+
+class Product(NamedTuple):
+    """The gradient of parameter i of a buffer, as left^T @ right."""
+
+    i: int
+    left: Tensor  # [tokens, rows]
+    right: Tensor  # [tokens, columns]
 
 
 @dataclass(eq=False)
@@ -28,8 +32,9 @@ class GradientBuffer(Segments, ABC):
     in fp32 and rounded to the dtype of `values`. An implementation may queue gradients: call `finish` before reading
     `values`, or writing to them, as a reduction across ranks does.
 
-    A buffer does not decide whether a gradient is accepted; `GradientCollector` does. Methods may be called from
-    several threads at the same time if the collector's lock is held.
+    There are two implementations: `NativeGradientBuffer`, and its reference in python_collection.py. `binding.bind`
+    chooses one; no other code depends on the choice. A buffer does not decide whether a gradient is accepted;
+    `GradientCollector` does. Methods may be called from several threads at the same time if its lock is held.
     """
 
     names: list[str]
@@ -37,19 +42,24 @@ class GradientBuffer(Segments, ABC):
     sum_sq: Tensor  # [n] fp32; see `sums_of_squares`
     tiles: Tiles | None
     ops: Any  # one attribute per op, on the chosen backend
+    found_inf: Tensor | None = field(default=None, init=False)
 
-    # Receiving gradients. If a result is not finite, `found_inf`, a tensor of one element, is set to inf.
+    # Receiving gradients
+
+    def set_found_inf(self, found_inf: Tensor | None) -> None:
+        """Set the tensor of one element that becomes inf when a gradient that is added is not finite."""
+        self.found_inf = found_inf
 
     @abstractmethod
-    def add_dense(self, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
+    def add_dense(self, i: int, grad: Tensor) -> None:
         """Add the active elements of `grad`, the dense gradient of parameter i."""
 
     @abstractmethod
-    def add_tiles(self, products: Sequence[Product], found_inf: Tensor | None) -> None:
+    def add_tiles(self, products: Sequence[Product]) -> None:
         """Add the active tiles of each product to the gradient of its parameter."""
 
     @abstractmethod
-    def add_values(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
+    def add_values(self, i: int, values: Tensor) -> None:
         """Add `values`, fp32 [slots of parameter i], such as the result of `tile_rows`."""
 
     def tile_rows(self, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> Tensor:
@@ -90,27 +100,17 @@ class GradientBuffer(Segments, ABC):
         """Register a post-accumulate-grad hook on parameter i. It is not called for gradients received directly."""
         return self.params[i].register_post_accumulate_grad_hook(hook)
 
-    @abstractmethod
-    def route(self, i: int, sink: TileSink, *, transposed: bool) -> Route:
-        """Return a route for the layer whose weight is parameter i; `sink` does not get gradients received directly."""
+    def set_direct(self, direct: bool) -> None:
+        """Allow or forbid to receive gradients directly; after `direct=False` none is being received."""
 
-    def set_direct(self, direct: bool, found_inf: Tensor | None) -> None:
-        """Allow or forbid to receive gradients directly; after `direct=False` none is being received.
+    def linear_route(
+        self, i: int, transposed: bool, add_product: Callable[[Tensor, Tensor], bool], is_hooked: Callable[[], bool]
+    ) -> Any:
+        """Return the native route of a linear layer whose weight is parameter i; None if there is none.
 
-        Args:
-            found_inf: set to inf if one of them is not finite; None: not recorded.
+        See csrc/autograd/tile_linear.h. `add_product` gets the operands that are not received directly.
         """
-
-    def set_queue_limits(
-        self, *, tiles: int | None = None, tile_bytes: int | None = None, gradient_bytes: int | None = None
-    ) -> None:
-        """Change how much may be queued before it is added to the compact gradient; 0 means nothing.
-
-        Args:
-            tiles: the number of active tiles to compute.
-            tile_bytes: the memory of the operands of these products.
-            gradient_bytes: the memory of the dense gradients to gather.
-        """
+        return None
 
     # Reading the compact gradient
 
@@ -148,7 +148,8 @@ class GradientBuffer(Segments, ABC):
         self.drop()
         for i, param in enumerate(self.params):
             if param.grad is not None:
-                self.add_dense(i, param.grad, None)
+                self.add_dense(i, param.grad)
+        self.finish()
 
     def has_dense_grads(self) -> bool:
         return any(p.grad is not None for p in self.params)
@@ -177,100 +178,11 @@ class GradientBuffer(Segments, ABC):
                 raise ValueError(f"{what} is {grad.dtype}, but that of {first[0]!r} is {first[1]}; expected one dtype")
 
 
-class PythonGradientBuffer(GradientBuffer):
-    """Adds each gradient with an op call when it arrives, on any backend."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.drop()
-
-    def add_dense(self, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
-        if grad.numel() != self.numels[i]:
-            raise ValueError(
-                f"the gradient of {self.names[i]!r} has {grad.numel()} elements, but the parameter had "
-                f"{self.numels[i]} when its mask was bound"
-            )
-        self._gather([i], [grad], self.sum_sq[i : i + 1], accumulate=self._received[i], found_inf=found_inf)
-        self._received[i] = True
-
-    def _gather(
-        self, which: list[int], grads: list[Tensor], sum_sq: Tensor, *, accumulate: bool, found_inf: Tensor | None
-    ) -> None:
-        self.ops.masked_grad_gather_(
-            self.values,
-            [grad.contiguous() for grad in grads],
-            self.indices,
-            [self.starts[i] for i in which],
-            [self.ends[i] for i in which],
-            scale=None,
-            accumulate=accumulate,
-            sum_sq=sum_sq,
-            found_inf=found_inf,
-            **self.layout(which),
-        )
-
-    def add_tiles(self, products: Sequence[Product], found_inf: Tensor | None) -> None:
-        assert self.tiles is not None
-        for i, left, right in products:
-            self.ops.tile_weight_grad_(
-                self.values,
-                [left.contiguous()],
-                [right.contiguous()],
-                self.tiles.table,
-                self.tiles.starts[i : i + 1],
-                self.tiles.ends[i : i + 1],
-                tile_size=self.tiles.tile_size,
-                scale=None,
-                accumulate=self._received[i],
-                sum_sq=self.sum_sq[i : i + 1],
-                found_inf=found_inf,
-            )
-            self._received[i] = self._received_tiles[i] = True
-
-    def add_values(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
-        slots = self.values[self.segment(i)]
-        if self._received[i]:
-            slots.add_(values)  # the sum is rounded once
-        else:
-            slots.copy_(values)
-        stored = slots.float()
-        self.sum_sq[i] = stored.square().sum()
-        if found_inf is not None:
-            found_inf.masked_fill_(~stored.isfinite().all(), torch.inf)
-        self._received[i] = self._received_tiles[i] = True
-
-    def gather_dense_grads(self) -> None:
-        if self.values.numel() != self.nnz:
-            self.values = self.values.new_zeros(self.nnz)
-        which = [i for i, p in enumerate(self.params) if p.grad is not None]
-        grads = [p.grad for p in self.params if p.grad is not None]
-        sum_sq = self.sum_sq if len(which) == len(self.params) else torch.zeros_like(self.sum_sq[: len(which)])
-        if which:
-            self._gather(which, grads, sum_sq, accumulate=False, found_inf=None)
-        if len(which) < len(self.params):
-            self.sum_sq[to_device(which, torch.int64, self.device)] = sum_sq
-        self._received = [p.grad is not None for p in self.params]
-
-    def route(self, i: int, sink: TileSink, *, transposed: bool) -> Route:
-        return OpRoute(sink, i, self.params[i], transposed=transposed)
-
-    @property
-    def received(self) -> list[bool]:
-        return self._received
-
-    def received_tiles(self, i: int) -> bool:
-        return self._received_tiles[i]
-
-    def drop(self) -> None:
-        self._received = [False] * len(self.params)
-        self._received_tiles = [False] * len(self.params)
-
-
 @dataclass(eq=False)
 class NativeGradientBuffer(GradientBuffer):
     """Receives gradients in C++, without the interpreter's lock, and on a GPU adds many of them in one launch.
 
-    See csrc/optim/gradient_buffer.h.
+    See csrc/autograd/gradient_buffer.h.
     """
 
     bound: Any  # the result of `backends.bind`
@@ -281,32 +193,35 @@ class NativeGradientBuffer(GradientBuffer):
         if self.tiles is not None:
             table = self.tiles.table, self.tiles.starts, self.tiles.ends, self.tiles.tile_size
         self._native = self.bound.gradient_buffer(self.values, self.sum_sq, *table)
+        # How much may be queued, by keyword: the active tiles of products (`tiles`), the memory of their operands
+        # (`tile_bytes`) and that of dense gradients (`gradient_bytes`).
+        self.set_queue_limits = self._native.set_queue_limits
 
-    def add_dense(self, i: int, grad: Tensor, found_inf: Tensor | None) -> None:
-        self._native.add_dense_(i, grad, found_inf)
+    def add_dense(self, i: int, grad: Tensor) -> None:
+        self._native.add_dense_(i, grad)
 
-    def add_tiles(self, products: Sequence[Product], found_inf: Tensor | None) -> None:
+    def add_tiles(self, products: Sequence[Product]) -> None:
         which, lefts, rights = (list(column) for column in zip(*products, strict=True))
-        self._native.add_tiles_(which, lefts, rights, found_inf)
+        self._native.add_tiles_(which, lefts, rights)
 
-    def add_values(self, i: int, values: Tensor, found_inf: Tensor | None) -> None:
-        self._native.add_values_(i, values, found_inf)
+    def add_values(self, i: int, values: Tensor) -> None:
+        self._native.add_values_(i, values)
+
+    def set_found_inf(self, found_inf: Tensor | None) -> None:
+        self._native.set_found_inf(found_inf)
 
     def register_hook(self, i: int, hook: Callable[[Tensor], None]) -> RemovableHandle:
         handle = super().register_hook(i, hook)
         self._native.register_hook(i, self.params[i]._post_accumulate_grad_hooks)
         return handle
 
-    def route(self, i: int, sink: TileSink, *, transposed: bool) -> Route:
-        return NativeRoute(sink, i, self.params[i], transposed=transposed, buffer=self._native)
+    def set_direct(self, direct: bool) -> None:
+        self._native.set_direct(direct)
 
-    def set_direct(self, direct: bool, found_inf: Tensor | None) -> None:
-        self._native.set_direct(direct, found_inf)
-
-    def set_queue_limits(
-        self, *, tiles: int | None = None, tile_bytes: int | None = None, gradient_bytes: int | None = None
-    ) -> None:
-        self._native.set_queue_limits(tiles, tile_bytes, gradient_bytes)
+    def linear_route(
+        self, i: int, transposed: bool, add_product: Callable[[Tensor, Tensor], bool], is_hooked: Callable[[], bool]
+    ) -> Any:
+        return self._native.route(i, transposed, add_product, is_hooked)
 
     @property
     def received(self) -> list[bool]:
@@ -324,10 +239,8 @@ class NativeGradientBuffer(GradientBuffer):
         return super().sums_of_squares(received)
 
     def clip(self, max_norm: float) -> tuple[Tensor, Tensor] | None:
-        if not self._native.can_clip():
-            return None
-        norm, coefficient = self._native.clip(max_norm).unbind()
-        return norm, coefficient
+        clipped = self._native.clip(max_norm)
+        return None if clipped is None else clipped.unbind()
 
     def drop(self) -> None:
         self._native.drop()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
+from ... import backends
 from ..ranks.agreement import Agreement, Progress, n_elements
 from ..ranks.group import LostRankReporter, all_reduce_mean, wait
-from .backward_notifier import BackwardNotifier, in_nested_pass
 from .gradient_buffer import GradientBuffer
+from .python_collection import PythonBackwardNotifier
 
 # Smaller pieces start earlier, but each costs the host about 0.25 ms: see "Reductions of compact gradients" in
 # docs/notebook.md.
@@ -52,6 +57,25 @@ def split(buffers: Sequence[GradientBuffer], position: Mapping[Tensor, int], max
     return sorted(pieces, key=lambda piece: -min(position[piece.buffer.params[i]] for i in piece.params))
 
 
+def backward_notifier(
+    params: Sequence[Tensor], group_of: Sequence[int], ready: Callable[[int], None], ended: Callable[[], None]
+) -> Any:
+    """Call `ready(g)` when a backward pass has accumulated the gradients of all parameters of group g, and `ended()`.
+
+    The latter is called at the end of each pass that has reached any parameter. As in DistributedDataParallel, the
+    hooks are on the nodes that accumulate the gradients: they run once in a pass, also for undefined gradients, and
+    after the parameter's post-accumulate-grad hooks.
+
+    Args:
+        group_of: the number of each parameter's group.
+
+    Returns:
+        An object whose `remove()` removes the hooks.
+    """
+    native, _ = backends.autograd_module()
+    return (PythonBackwardNotifier if native is None else native.BackwardNotifier)(params, group_of, ready, ended)
+
+
 def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: int) -> None:
     bound = method()
     if bound is not None:
@@ -60,11 +84,14 @@ def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: int) -> N
 
 def _require_outermost_pass() -> None:
     """Raise a RuntimeError in a nested backward pass, from which the end of the outermost one cannot be observed."""
-    if in_nested_pass():
-        raise RuntimeError(
-            "gradients arrived in a backward pass inside another one, as of torch.utils.checkpoint with "
-            "use_reentrant=True, where they cannot be reduced across ranks; use use_reentrant=False"
-        )
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:  # the backward pass of a node, on this thread
+            raise RuntimeError(
+                "gradients arrived in a backward pass inside another one, as of torch.utils.checkpoint with "
+                "use_reentrant=True, where they cannot be reduced across ranks; use use_reentrant=False"
+            )
+        frame = frame.f_back
 
 
 class GradientReducer:
@@ -82,7 +109,6 @@ class GradientReducer:
     Args:
         lock: of the collector; held while the buffers change.
         position: of each parameter in the model; the same on all ranks.
-        make_notifier: creates a `BackwardNotifier`.
         progress: returns what this rank must have in common with the others; see `Agreement`.
         overlap: launch a reduction as soon as its gradients are complete, while the backward pass goes on. False for
             sharded parameters: `fully_shard` gathers them in the same process group, and if a rank has no gradient of
@@ -97,7 +123,6 @@ class GradientReducer:
         group: dist.ProcessGroup,
         lock: threading.RLock,
         position: Mapping[Tensor, int],
-        make_notifier: Callable[..., BackwardNotifier],
         progress: Callable[[], Progress],
         on_launch: Callable[[], None],
         on_reduced: Callable[[], None],
@@ -114,8 +139,7 @@ class GradientReducer:
         whole = piece.values.as_strided((piece.values.numel() + extra,), (1,))
         self._pieces[self._last] = replace(piece, values=whole)
         self._agreement = Agreement(whole[-extra:], group, progress)
-        self._make_notifier = make_notifier
-        self._notifier: BackwardNotifier | None = None
+        self._notifier: Any = None
         self._enabled = True
         # Of the running pass:
         self._pass = -1
@@ -141,7 +165,7 @@ class GradientReducer:
         piece_of = [n for n, piece in enumerate(self._pieces) for _ in piece.params]
         # Weak: a native notifier keeps its functions alive where Python's garbage collector cannot see it.
         ready, end = weakref.WeakMethod(self._on_ready), weakref.WeakMethod(self._on_end)
-        self._notifier = self._make_notifier(params, piece_of, lambda piece: _call(ready, piece), lambda: _call(end))
+        self._notifier = backward_notifier(params, piece_of, lambda piece: _call(ready, piece), lambda: _call(end))
 
     def detach(self) -> None:
         """Remove the hooks, and wait for reductions in flight."""
@@ -195,14 +219,14 @@ class GradientReducer:
         piece = self._pieces[self._launched]
         buffer = piece.buffer
         stream = self._streams.get(buffer.device)
-        if stream is not None:  # the Python buffer adds gradients on the stream of the backward pass
+        if stream is not None:  # gradients are added on that of the backward pass
             stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(stream):
             received = buffer.received
             for i in piece.params:
                 if not received[i]:
                     slots = buffer.ends[i] - buffer.starts[i]
-                    buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device), None)
+                    buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device))
             buffer.finish()
             if self._launched == self._last:
                 self._agreement.send()

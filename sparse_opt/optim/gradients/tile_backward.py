@@ -1,9 +1,9 @@
 """Layers whose backward pass computes only the active tiles of the weight gradient; embeddings: tile_embedding.py.
 
 Such a layer has an instance attribute `forward`: the same output as its class's, with another backward pass. That of a
-linear layer is C++ (csrc/optim/tile_linear.h) if the optimizer's backend is; otherwise, and under `torch.compile`, it
-is the two ops of this module. They identify the layer by a number in a tensor that the second op declares as mutated,
-because a compiler would otherwise drop or merge its calls.
+linear layer is C++ (csrc/autograd/tile_linear.h), or the two ops of this module: under `torch.compile`, and without a
+native buffer. They identify the layer by a number in a tensor that the second op declares as mutated, because a
+compiler would otherwise drop or merge its calls.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .backward_notifier import NotifierHook
+from .gradient_buffer import Product
+from .python_collection import NotifierHook
+
+if TYPE_CHECKING:
+    from .collector import Receiver
 
 _numbers = itertools.count()
 # How a backward pass uses a weight's gradient: "hooked": other code's hooks get it dense before it is accumulated;
@@ -27,41 +31,17 @@ _numbers = itertools.count()
 GradientUse = Literal["accumulated", "hooked", "returned", "unused"]
 
 
-class Product(NamedTuple):
-    """The gradient of parameter i of a sink, as left^T @ right."""
-
-    i: int
-    left: Tensor  # [tokens, rows]
-    right: Tensor  # [tokens, columns]
-
-
-class TileSink(Protocol):
-    """Receives the weight gradients that routed layers compute."""
-
-    def receive_tiles(self, products: Sequence[Product]) -> bool:
-        """Keep the active tiles of each left^T @ right, the gradient of parameter i; False if they are not kept."""
-
-    def receive_tile_rows(self, i: int, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """`receive_tiles` with `left` in parts: (first row, its columns). No part is computed if it returns False."""
-
-    def receive_values(self, i: int, compute: Callable[[], Tensor]) -> bool:
-        """Keep the result of `compute`, the active elements of the gradient of parameter i: fp32 [its slots].
-
-        False, without calling it, if they are not kept.
-        """
-
-
 class Route(ABC):
-    """Connects a layer's weight gradient to parameter i of a sink, which it does not keep alive.
+    """Connects a layer's weight gradient to parameter i of a receiver, which it does not keep alive.
 
     In copies of a module, and in modules loaded from a file, it is None; they are ordinary modules.
     """
 
-    def __init__(self, sink: TileSink, i: int, weight: Tensor, *, transposed: bool) -> None:
-        self.weight = weight
+    def __init__(self, receiver: Receiver, i: int, *, transposed: bool = False) -> None:
+        self.weight = receiver.buffer.params[i]
         self.transposed = transposed
         self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
-        self._sink, self._i = weakref.ref(sink), i
+        self.i, self._receiver = i, weakref.ref(receiver)
         _routes[int(self.number)] = self
 
     @abstractmethod
@@ -104,58 +84,44 @@ class Route(ABC):
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
             return torch.autograd.graph.get_gradient_edge(self.weight).node
 
-    def is_connected(self) -> bool:
-        """Whether the sink still exists."""
-        return self._sink() is not None
+    def receiver(self) -> Receiver | None:
+        """Return what receives the gradient; None if it no longer exists."""
+        return self._receiver()
 
     def add_product(self, left: Tensor, right: Tensor) -> bool:
         """Add left^T @ right to the compact gradient; False if the optimizer no longer collects it."""
-        sink = self.sink()
-        return sink is not None and sink.receive_tiles([self.product(left, right)])
+        receiver = self._receiver()
+        return receiver is not None and receiver.receive_tiles([Product(self.i, left, right)])
 
-    def sink(self) -> TileSink | None:
-        """Return what receives the gradient; None if it no longer exists."""
-        return self._sink()
-
-    def product(self, left: Tensor, right: Tensor) -> Product:
-        """Return left^T @ right, the gradient of this route's parameter."""
-        return Product(self._i, left, right)
+    # For code that computes the weight's gradient in a backward pass of its own. These return False, without computing
+    # anything, if a dense gradient is needed: the optimizer no longer collects it, or another hook or
+    # `torch.autograd.grad` uses it; or if none is: the weight was frozen after the forward pass.
 
     def add_whole_product(self, left: Tensor, right: Tensor) -> bool:
-        """`add_product_rows` for a left operand that is one tensor, [tokens, rows], and is computed already."""
-        sink = self._sink_of_accumulated()
-        return sink is not None and sink.receive_tiles([self.product(left, right)])
+        """Add left^T @ right, the gradient of the weight: [tokens, rows] and [tokens, columns]."""
+        return self.gradient_use() == "accumulated" and self.add_product(left, right)
 
     def add_product_rows(self, parts: Iterable[tuple[int, Tensor]], right: Tensor) -> bool:
-        """`add_product` for a left operand, [tokens, rows], that is never materialized whole, such as the gradient of
-        the logits of a large vocabulary.
-
-        Call it in a backward pass, with the operands of the layer's own backward pass.
+        """`add_whole_product` for a left operand that is never materialized whole, such as the gradient of the logits
+        of a large vocabulary.
 
         Args:
             parts: (first row, [tokens, rows from it on]), together all rows. First rows are multiples of the mask's
                 tile size. A part may be freed when the next one is requested.
             right: [tokens, columns].
-
-        Returns:
-            False, without computing any part, if a dense gradient is needed: the optimizer no longer collects it, or
-            another hook or `torch.autograd.grad` uses it; or if none is: the weight was frozen after the forward pass.
         """
-        sink = self._sink_of_accumulated()
-        return sink is not None and sink.receive_tile_rows(self._i, parts, right)
+        receiver = self._receiver()
+        if receiver is None:
+            return False
+        buffer = receiver.buffer
+        return self.add_values(lambda: buffer.tile_rows(self.i, parts, right.detach()))
 
     def add_values(self, compute: Callable[[], Tensor]) -> bool:
-        """Add the result of `compute`, the gradient's active elements, fp32, to the compact gradient.
-
-        Returns:
-            False, without calling it, if a dense gradient is needed, as `add_product_rows`.
-        """
-        sink = self._sink_of_accumulated()
-        return sink is not None and sink.receive_values(self._i, compute)
-
-    def _sink_of_accumulated(self) -> TileSink | None:
-        sink = self._sink()
-        return sink if sink is not None and self.gradient_use() == "accumulated" else None
+        """Add the result of `compute`, the gradient's active elements, fp32, to the compact gradient."""
+        receiver = self._receiver()
+        if receiver is None or self.gradient_use() != "accumulated":
+            return False
+        return receiver.receive_values(self.i, compute)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -164,22 +130,11 @@ class Route(ABC):
         return None
 
 
-class OpRoute(Route):
-    """A route of a linear layer that computes with the two ops of this module."""
+class LinearRoute(Route):
+    """A route of a linear layer."""
 
-    def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
-        return _by_op(self, input, weight, layer._parameters["bias"])
-
-
-class NativeRoute(Route):
-    """A route of a linear layer that computes in C++ (csrc/optim/tile_linear.h), except under `torch.compile`.
-
-    Args:
-        buffer: the native gradient buffer. It receives gradients directly, except those that the sink has to accept.
-    """
-
-    def __init__(self, sink: TileSink, i: int, weight: Tensor, *, transposed: bool, buffer: Any) -> None:
-        super().__init__(sink, i, weight, transposed=transposed)
+    def __init__(self, receiver: Receiver, i: int, *, transposed: bool) -> None:
+        super().__init__(receiver, i, transposed=transposed)
         this = weakref.ref(self)
 
         def add_product(left: Tensor, right: Tensor) -> bool:
@@ -190,17 +145,17 @@ class NativeRoute(Route):
             route = this()
             return route is not None and route.is_hooked()
 
-        self._native = buffer.route(i, transposed, add_product, is_hooked)
+        self._native = receiver.buffer.linear_route(i, transposed, add_product, is_hooked)
 
     def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
         bias = layer._parameters["bias"]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._native is None:
             return _by_op(self, input, weight, bias)
         output: Tensor = self._native.linear(input, weight, bias)
         return output
 
     def gradient_use(self) -> GradientUse:
-        use: GradientUse = self._native.gradient_use()
+        use: GradientUse = super().gradient_use() if self._native is None else self._native.gradient_use()
         return use
 
 
@@ -220,7 +175,7 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
         or type(input) is not Tensor
     ):
         return type(self).forward(self, input)
-    if not torch.compiler.is_compiling() and (_has_others_hooks(weight) or not route.is_connected()):
+    if not torch.compiler.is_compiling() and (_has_others_hooks(weight) or route.receiver() is None):
         return type(self).forward(self, input)
     return route.output(self, input, weight)
 
@@ -343,7 +298,7 @@ def _input_gradient(grad_output: Tensor, input: Tensor, weight: Tensor, transpos
 def _add_products(
     grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor], routes: Sequence[Tensor], transposed: Sequence[bool]
 ) -> None:
-    products: dict[int, tuple[TileSink | None, list[Product]]] = {}
+    products: dict[int, tuple[Receiver | None, list[Product]]] = {}
     for grad_output, input, number, swapped in zip(grad_outputs, inputs, routes, transposed, strict=True):
         route = _routes.get(int(number))
         use = "accumulated" if route is None else route.gradient_use()
@@ -353,13 +308,13 @@ def _add_products(
                 f"{needs} needs a dense weight gradient, but this compiled layer computes only the active tiles, for "
                 "its optimizer; build the optimizer with tile_backward=False"
             )
-        sink = None if route is None else route.sink()
-        _, its = products.setdefault(id(sink), (sink, []))
+        receiver = None if route is None else route.receiver()
+        _, its = products.setdefault(id(receiver), (receiver, []))
         if route is not None and use == "accumulated":
             operands = _rows(grad_output), _rows(input)
-            its.append(route.product(*operands[::-1] if swapped else operands))
-    for sink, its in products.values():
-        if sink is None or (its and not sink.receive_tiles(its)):
+            its.append(Product(route.i, *(operands[::-1] if swapped else operands)))
+    for receiver, its in products.values():
+        if receiver is None or (its and not receiver.receive_tiles(its)):
             raise RuntimeError(
                 "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
             )

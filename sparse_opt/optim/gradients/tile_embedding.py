@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..segments import Segments
-from .tile_backward import Route, TileSink
+from .collector import Receiver
+from .tile_backward import Route
 from .tiles import Tiles
 
 # Of the fp32 sums that `gradient` computes at once. One call suffices for 1024 tokens of width 3072.
@@ -95,9 +96,10 @@ def unsupported_option(embedding: nn.Embedding) -> str:
 class EmbeddingRoute(Route):
     """A route of an embedding. Under `torch.compile` and in torch.func's transforms its gradient is dense."""
 
-    def __init__(self, sink: TileSink, i: int, weight: Tensor, slots: TileSlots) -> None:
-        super().__init__(sink, i, weight, transposed=False)
-        self.slots = slots
+    def __init__(self, receiver: Receiver, i: int) -> None:
+        super().__init__(receiver, i)
+        assert receiver.buffer.tiles is not None
+        self.slots = TileSlots.of(receiver.buffer, receiver.buffer.tiles, i)
 
     def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
         assert isinstance(layer, nn.Embedding)

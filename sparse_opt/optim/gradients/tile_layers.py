@@ -13,8 +13,9 @@ from ...masks.patterns import PATTERNS
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
 from . import tile_backward, tile_embedding
-from .tile_backward import Route, TileSink
-from .tile_embedding import EmbeddingRoute, TileSlots
+from .collector import Receiver
+from .tile_backward import LinearRoute, Route
+from .tile_embedding import EmbeddingRoute
 from .tiles import Tiles
 
 # Layers of weights of a higher density have a dense gradient unless tile_backward=True.
@@ -161,27 +162,26 @@ def _tiled(layers: list[Layer], bucket: Bucket, i: int, tile_size: int, *, every
     return [layer for layer in layers if everywhere or layer.is_worthwhile(density, tile_size)]
 
 
-def install(model: nn.Module, bucket: Bucket, sink: TileSink, *, everywhere: bool) -> list[tuple[nn.Module, Route]]:
-    """Route the gradients of the bucket's tiled parameters to `sink`; return the changed layers.
+def install(model: nn.Module, bucket: Bucket, receiver: Receiver, *, everywhere: bool) -> list[tuple[nn.Module, Route]]:
+    """Route the gradients of the bucket's tiled parameters to its receiver; return the changed layers.
 
     Args:
         everywhere: `tile_backward` of `choose` is True.
     """
-    buffer = bucket.gradient
-    tiles = buffer.tiles
+    tiles = bucket.gradient.tiles
     if tiles is None:
         return []
     layers, _ = find(model, _unsharded([bucket]))
-    changed = []
+    changed: list[tuple[nn.Module, Route]] = []
     for i, shard in enumerate(bucket.shards):
         if not tiles.has(i):
             continue
         for layer in _tiled(layers.get(shard.unsharded, []), bucket, i, tiles.tile_size, everywhere=everywhere):
             route: Route
             if layer.is_embedding:
-                route = EmbeddingRoute(sink, i, buffer.params[i], TileSlots.of(buffer, tiles, i))
+                route = EmbeddingRoute(receiver, i)
             else:
-                route = buffer.route(i, sink, transposed=layer.transposed)
+                route = LinearRoute(receiver, i, transposed=layer.transposed)
             tile_backward.install(layer.module, route)
             changed.append((layer.module, route))
     return changed

@@ -20,6 +20,8 @@ struct Tiles {
   at::Tensor table;                   // [tiles, 4], as tile_weight_grad_ takes it
   std::vector<int64_t> starts, ends;  // of each parameter's rows in the table
   int64_t tile_size;
+
+  bool has(size_t i) const { return starts.at(i) < ends.at(i); }
 };
 
 class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
@@ -28,25 +30,24 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // have a gradient; it is valid after sum_squares_().
   GradientBuffer(std::shared_ptr<const BoundParams> bound, at::Tensor values, at::Tensor sum_sq,
                  std::optional<Tiles> tiles);
-  ~GradientBuffer();
 
-  // Add a gradient of parameter i at once. The first one after drop() overwrites the parameter's slots. If a result is
-  // not finite, `found_inf` is set to inf.
-  void add_dense_(int64_t i, const at::Tensor& grad, const std::optional<at::Tensor>& found_inf);
-  // The gradients are left^T @ right, of [tokens, rows] and [tokens, columns], of each of these parameters. One launch
-  // computes all that have one dtype, and are all the first ones of their parameters or none of them.
+  // Add a gradient of parameter i. The first one after drop() overwrites the parameter's slots. On a GPU gradients are
+  // queued until there are enough of them, until one has another dtype or stream, until the backward pass ends, or
+  // until finish(); then one launch gathers them.
+  void add_dense_(int64_t i, const at::Tensor& grad);
+  // Add the active tiles of left^T @ right, of [tokens, rows] and [tokens, columns], of each of these parameters. One
+  // launch computes all that have one dtype, and are all the first ones of their parameters or none of them.
   void add_tiles_(const std::vector<int64_t>& which, const std::vector<at::Tensor>& lefts,
-                  const std::vector<at::Tensor>& rights, const std::optional<at::Tensor>& found_inf);
-  // The gradient's active elements: fp32, [the parameter's slots].
-  void add_values_(int64_t i, const at::Tensor& values, const std::optional<at::Tensor>& found_inf);
+                  const std::vector<at::Tensor>& rights);
+  // Add the gradient's active elements: fp32, [the parameter's slots].
+  void add_values_(int64_t i, const at::Tensor& values);
+  // Set to inf when a gradient that is added is not finite.
+  void set_found_inf(std::optional<at::Tensor> found_inf);
 
   // Whether receive and receive_tiles accept gradients. Once set_direct(false) has returned, none is being received.
-  // `found_inf` is set to inf if one of those that are received from now on is not finite, also if it was queued.
-  void set_direct(bool direct, const std::optional<at::Tensor>& found_inf);
+  void set_direct(bool direct);
   // Take the gradient from parameter i and add it. Returns false, and does nothing, if gradients are not accepted or
-  // the parameter has none that is strided. On a GPU gradients are queued, and gathered together on a stream of their
-  // own next to the backward pass. They are held until the next ones are gathered, the pass ends, or finish() is
-  // called.
+  // the parameter has none that is strided.
   bool receive(size_t i);
   // Add the active tiles of left^T @ right. Few tiles leave a GPU idle, so products are queued until there are enough
   // of them, until they hold too much memory, until one has another dtype or stream, until the backward pass ends, or
@@ -56,10 +57,9 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // Add all queued gradients. Afterwards `values` may be read on the current stream.
   void finish();
   void sum_squares_();
-  // [2]: the norm of all gradients and the factor that clips them to max_norm. Only on a GPU, with a gradient of every
-  // parameter; sum_squares_() is included.
-  at::Tensor clip(double max_norm);
-  bool can_clip() const { return partial_sums_.defined(); }
+  // [2]: the norm of all gradients and the factor that clips them to max_norm; sum_squares_() is included. Only on a
+  // GPU, where every parameter must have a gradient.
+  std::optional<at::Tensor> clip(double max_norm);
   // Discard all gradients, queued ones included. Nothing is written: the next gradients overwrite the slots.
   void drop();
 
@@ -75,64 +75,42 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   const BoundParams& bound() const { return *bound_; }
 
  private:
+  // A gradient of parameter i: the dense one, or the operands of the product whose active tiles it is.
   struct Gradient {
     size_t i;
-    at::Tensor grad;
-  };
-  struct TileOperands {
-    size_t i;
-    at::Tensor left, right;
-    uint32_t left_version, right_version;  // to notice changes in place
+    at::Tensor left;  // or the dense gradient
+    at::Tensor right = {};
+    uint32_t left_version = 0, right_version = 0;  // to notice changes in place
   };
   // Gradients that one launch can add: all of one dtype, from one stream, and all the first ones or none of them.
-  template <typename T>
   struct Queue {
     c10::Stream stream;
-    std::vector<T> list = {};
+    std::vector<Gradient> list = {};
     bool accumulate = false;
     at::ScalarType dtype = at::kFloat;
     int64_t tiles = 0, bytes = 0;
-
-    bool accepts(bool accumulates, at::ScalarType its_dtype, c10::Stream its_stream) const {
-      return list.empty() || (accumulate == accumulates && dtype == its_dtype && stream == its_stream);
-    }
-    void add(T gradient, bool accumulates, at::ScalarType its_dtype, c10::Stream its_stream) {
-      list.push_back(std::move(gradient));
-      accumulate = accumulates;
-      dtype = its_dtype;
-      stream = its_stream;
-    }
-    Queue take() { return std::exchange(*this, Queue{stream}); }
   };
   enum class Pass : uint8_t { kNone, kGather, kTiles, kValues };
   class Lock;
 
-  static c10::Stream current_stream(at::Device device);
-  void check_tiles();
   void allocate_partial_sums();
-  template <typename T>
-  void begin_pass(const std::vector<T>& list, Pass pass);
+  void begin_pass(const std::vector<Gradient>& list, Pass pass);
   void wait_for_last_stream();
-  void wait_for_gathers();
-  void check_gradient(int64_t i, const at::Tensor& grad) const;
-  void check_tile_operands(int64_t i, const at::Tensor& left, const at::Tensor& right) const;
-  void gather_(const std::vector<Gradient>& list, bool accumulate, const std::optional<at::Tensor>& found_inf);
-  void multiply_tiles_(const std::vector<TileOperands>& list, bool accumulate,
-                       const std::optional<at::Tensor>& found_inf);
   bool is_queued(size_t i) const;
-  Queue<Gradient> take_queued_gradients();
-  template <typename T, typename Add>
-  void add_all(const Queue<T>& queue, Add add);
-  void flush_tiles();
-  void flush_gradients();
-  void flush();
+  void enqueue(Queue& queue, Gradient gradient, int64_t bytes);
+  void flush(Queue& queue);
+  void flush_all();
+  void add_dense(size_t i, const at::Tensor& grad);
+  void check_tile_operands(size_t i, const at::Tensor& left, const at::Tensor& right) const;
+  void queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
+  void gather_(const Queue& queue);
+  void multiply_tiles_(const Queue& queue);
   void finish_after_backward();
 
   const std::shared_ptr<const BoundParams> bound_;
   const at::Tensor values_, sum_sq_;
   const std::optional<Tiles> tiles_;
   std::vector<std::pair<int64_t, int64_t>> matrices_;  // rows and columns of the parameters that have tiles
-  std::vector<std::optional<at::Tensor>> own_bases_;   // of each parameter, for a call with it alone
   // On a GPU: fp32 sums of squares of the blocks of each pass, which sum_squares_ adds up. A parameter has space for
   // the pass with the most blocks; the elements that its last pass has not written are 0.
   at::Tensor partial_sums_;
@@ -146,11 +124,10 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   mutable std::mutex mutex_;
   std::vector<bool> received_, received_tiles_;
   bool direct_ = false;
-  std::optional<at::Tensor> found_inf_;  // of gradients that are received directly; stays while some are queued
-  Queue<TileOperands> tile_queue_;
-  std::vector<TileOperands> used_operands_;  // see Lock
-  Queue<Gradient> gradient_queue_;
-  int64_t max_tiles_ = 0, max_tile_bytes_ = 0, max_gradient_bytes_ = 0;
+  std::optional<at::Tensor> found_inf_;
+  Queue gradients_, tile_products_;
+  std::vector<Gradient> used_;  // see Lock
+  int64_t max_gradient_bytes_ = 0, max_tiles_ = 0, max_tile_bytes_ = 0;
   c10::Stream last_stream_;   // of the last pass over the buffers
   int finishing_graph_ = -1;  // the backward pass at whose end finish() will be called
 };

@@ -1,14 +1,27 @@
-// Views of torch's C++ tensors, which this library, compiled against one version of torch, may use directly.
+// Calls of the functions of _kernels without torch's boxing: this library is compiled against one version of torch, and
+// reads its C++ tensors directly.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <optional>
 #include <vector>
 
+#include "kernel_table.h"
 #include "tensor_view.h"
 
 namespace sparse_opt {
+
+// The functions of the loaded _kernels; set when the module is imported.
+inline const KernelTable* kernels = nullptr;
+
+inline const KernelTable::OfDevice& kernels_for(Device device) {
+  return device.type == DeviceType::CUDA ? kernels->cuda : kernels->cpu;
+}
 
 inline TensorView view_of(const at::Tensor& tensor) {
   TensorView view;
@@ -37,8 +50,18 @@ inline std::vector<TensorView> views_of(at::TensorList tensors) {
   return views;
 }
 
-inline Ints view_of(at::IntArrayRef numbers) {
-  return {numbers.data(), numbers.size()};
+// Run `direct()`, which does what the op `name` does with `arguments`. If a dispatch mode is active on this thread,
+// call the op instead, so that the mode sees it. Profilers see both.
+template <typename Direct, typename... Arguments>
+void call_native(const char* name, const Direct& direct, const Arguments&... arguments) {
+  if (c10::impl::dispatch_mode_enabled()) {
+    torch::jit::Stack stack;
+    torch::jit::push(stack, arguments...);
+    c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
+    return;
+  }
+  RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>());
+  direct();
 }
 
 }  // namespace sparse_opt

@@ -3,14 +3,18 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <cstdint>
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
+
+#include "error_text.h"
 
 namespace sparse_opt {
 
@@ -31,29 +35,62 @@ class BackwardNotifier : public std::enable_shared_from_this<BackwardNotifier> {
     size_t i_;
   };
 
-  using Ready = std::function<void(int64_t)>;
-  using Ended = std::function<void()>;
-
   // `ready(g)` is called when a backward pass has accumulated the gradients of all parameters of group g, and `ended()`
   // at the end of each pass that has reached any parameter, on the pass's thread. `group_of`: of each parameter. As in
   // DDP's reducer, the hooks are on the nodes that accumulate the gradients, which run once in a pass, also for
   // undefined gradients, and after the hooks of `register_post_accumulate_grad_hook`.
-  static std::shared_ptr<BackwardNotifier> create(const std::vector<at::Tensor>& params, std::vector<int64_t> group_of,
-                                                  Ready ready, Ended ended);
+  BackwardNotifier(std::vector<int64_t> group_of, std::function<void(int64_t)> ready, std::function<void()> ended)
+      : group_of_(std::move(group_of)), ready_(std::move(ready)), ended_(std::move(ended)) {
+    for (const int64_t group : group_of_) {
+      sizes_.resize(std::max(sizes_.size(), static_cast<size_t>(group) + 1));
+      ++sizes_[group];
+    }
+  }
+
+  void attach(const std::vector<at::Tensor>& params) {
+    SPARSE_OPT_CHECK(group_of_.size() == params.size(), "group_of has ", group_of_.size(), " elements, expected ",
+                     params.size());
+    for (size_t i = 0; i < params.size(); ++i) {
+      NodePointer node = torch::autograd::impl::grad_accumulator(params[i]);
+      SPARSE_OPT_CHECK(static_cast<bool>(node), "params[", i, "] does not require grad");
+      node->add_post_hook(std::make_unique<Hook>(weak_from_this(), i));
+      nodes_.push_back(std::move(node));
+    }
+  }
+
   // Afterwards the hooks do nothing. They stay on their nodes, because the engine may be calling them now.
-  void remove();
+  void remove() {
+    std::vector<NodePointer> nodes;  // released after the lock: other hooks on them may be any code
+    const std::lock_guard lock(mutex_);
+    nodes.swap(nodes_);
+  }
 
  private:
   // A std::shared_ptr or an intrusive one, by the version of torch.
   using NodePointer = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-  BackwardNotifier(std::vector<int64_t> group_of, Ready ready, Ended ended);
-  void reached(size_t i);
+  void reached(size_t i) {
+    bool complete = false;
+    {
+      const std::lock_guard lock(mutex_);
+      if (nodes_.empty()) return;
+      const int pass = torch::autograd::get_current_graph_task_id();
+      if (pass != pass_) {  // a pass that raised never ended
+        pass_ = pass;
+        remaining_ = sizes_;
+        torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+          if (const std::shared_ptr<BackwardNotifier> self = weak.lock()) self->ended_();
+        });
+      }
+      complete = --remaining_[group_of_[i]] == 0;
+    }
+    if (complete) ready_(group_of_[i]);
+  }
 
   const std::vector<int64_t> group_of_;
   std::vector<int64_t> sizes_;  // of each group
-  const Ready ready_;
-  const Ended ended_;
+  const std::function<void(int64_t)> ready_;
+  const std::function<void()> ended_;
 
   std::mutex mutex_;                // protects the following; not held during calls
   std::vector<NodePointer> nodes_;  // a parameter does not keep its node alive; empty after remove()

@@ -18,16 +18,6 @@ class BoundParams {
   BoundParams(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
               std::vector<int64_t> ends, int64_t run_length, std::optional<at::Tensor> index_bases);
 
-  const std::vector<at::Tensor>& params() const { return params_; }
-  const at::Tensor& indices() const { return indices_; }
-  const std::optional<at::Tensor>& index_bases() const { return index_bases_; }
-  int64_t run_length() const { return run_length_; }
-  // The slots of parameter i in every [nnz] tensor.
-  int64_t start(size_t i) const { return starts_.at(i); }
-  int64_t end(size_t i) const { return ends_.at(i); }
-  // The number of elements that parameter i had when it was bound.
-  int64_t numel(size_t i) const { return numels_.at(i); }
-
   // Whether any parameter has a gradient.
   bool has_grads() const;
 
@@ -36,7 +26,7 @@ class BoundParams {
   bool take_grads();
 
   // Free the gradients that take_grads() keeps.
-  void release_grads();
+  void release_grads() { held_grads(false); }
 
   // Call the step op on the list. `arguments` are those of its schema; set here are the bound ones, and without `grad`
   // and `dense_grads` the gradients kept by take_grads(), which are released. The parameters' versions are incremented,
@@ -49,21 +39,24 @@ class BoundParams {
   // indexed_replace_, likewise.
   void replace(const at::Tensor& before, const at::Tensor& after) const;
 
-  // masked_grad_gather_ of `dense`, tensors of the sizes of the list; of the list itself without them.
+  // masked_grad_gather_ of `dense`, tensors of the sizes of the list, or one of the size of parameter `only`; of the
+  // list itself without them.
   void gather(const at::Tensor& out, const std::optional<std::vector<at::Tensor>>& dense,
               const std::optional<at::Tensor>& scale, bool accumulate, const std::optional<at::Tensor>& sum_sq,
-              const std::optional<at::Tensor>& found_inf) const;
+              const std::optional<at::Tensor>& found_inf, std::optional<size_t> only = std::nullopt) const;
+
+  const std::vector<at::Tensor> params;
+  const at::Tensor indices;                 // [nnz / run_length]
+  const std::vector<int64_t> starts, ends;  // the slots of each parameter in every [nnz] tensor
+  const int64_t run_length;
+  const std::optional<at::Tensor> index_bases;
+  const std::vector<int64_t> numels;  // of each parameter when it was bound
 
  private:
   c10::IValue held_grads(bool keep);
   void check_numels() const;
   void bump_versions() const;
 
-  std::vector<at::Tensor> params_;
-  at::Tensor indices_;  // [nnz / run_length]
-  std::vector<int64_t> starts_, ends_, numels_;
-  int64_t run_length_;
-  std::optional<at::Tensor> index_bases_;
   const std::vector<std::pair<const char*, c10::IValue>> bound_;  // the arguments of step() that do not change
 
   std::mutex mutex_;   // for grads_; no thread may wait for it while it holds the interpreter's lock

@@ -117,7 +117,7 @@ bool TileRoute::receive(const at::Tensor& left, const at::Tensor& right) const {
 const char* TileRoute::gradient_use() const {
   const std::shared_ptr<GradientBuffer> owner = buffer.lock();
   if (owner == nullptr) return "accumulated";
-  const at::Tensor& weight = owner->bound().params()[i];
+  const at::Tensor& weight = owner->bound().params[i];
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
   const auto* executed = torch::autograd::get_current_graph_task_exec_info();
   if (executed != nullptr && !executed->empty()) {

@@ -1,5 +1,5 @@
-// The extension module _autograd: parameters converted to C++ objects once, native hooks, the gather stream and tile
-// layers. It is compiled against one version of torch, and is optional: sparse_opt has Python code for the same.
+// The extension module _autograd: parameters converted to C++ objects once, native gradient collection and tile layers.
+// It is compiled against one version of torch, and is optional: sparse_opt has Python code for the same.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -14,9 +14,9 @@
 
 #include "backward_notifier.h"
 #include "bound_params.h"
-#include "direct_ops.h"
 #include "gradient_buffer.h"
 #include "gradient_hook.h"
+#include "native_calls.h"
 #include "tile_linear.h"
 
 namespace py = pybind11;
@@ -32,32 +32,13 @@ using sparse_opt::BoundParams;
 using sparse_opt::GradientBuffer;
 using sparse_opt::TileRoute;
 
-// Construct and destroy an object without the interpreter's lock: both may wait for a device or a mutex.
-template <typename T, typename... Arguments>
-std::shared_ptr<T> make_unlocked(Arguments&&... arguments) {
-  const auto destroy = [](T* object) {
-    std::optional<py::gil_scoped_release> no_lock;  // a backward pass without the lock may have the last reference
-    if (PyGILState_Check() == 1) no_lock.emplace();
-    delete object;
-  };
-  const py::gil_scoped_release no_lock;
-  return {new T(std::forward<Arguments>(arguments)...), destroy};
-}
-
-std::shared_ptr<BoundParams> bind(std::vector<at::Tensor> params, at::Tensor indices, std::vector<int64_t> starts,
-                                  std::vector<int64_t> ends, int64_t run_length,
-                                  std::optional<at::Tensor> index_bases) {
-  return make_unlocked<BoundParams>(std::move(params), std::move(indices), std::move(starts), std::move(ends),
-                                    run_length, std::move(index_bases));
-}
-
 std::shared_ptr<GradientBuffer> gradient_buffer(const std::shared_ptr<BoundParams>& bound, at::Tensor values,
                                                 at::Tensor sum_sq, std::optional<at::Tensor> tiles,
                                                 std::vector<int64_t> tile_starts, std::vector<int64_t> tile_ends,
                                                 int64_t tile_size) {
   std::optional<sparse_opt::Tiles> active;
   if (tiles.has_value()) active = {std::move(*tiles), std::move(tile_starts), std::move(tile_ends), tile_size};
-  return make_unlocked<GradientBuffer>(bound, std::move(values), std::move(sum_sq), std::move(active));
+  return std::make_shared<GradientBuffer>(bound, std::move(values), std::move(sum_sq), std::move(active));
 }
 
 // A Python function for threads that may not hold the interpreter's lock. Its exceptions keep their Python type.
@@ -84,8 +65,10 @@ std::function<Result(Arguments...)> without_lock(py::function function) {
 std::shared_ptr<BackwardNotifier> backward_notifier(const std::vector<at::Tensor>& params,
                                                     std::vector<int64_t> group_of, py::function ready,
                                                     py::function ended) {
-  return BackwardNotifier::create(params, std::move(group_of), without_lock<void, int64_t>(std::move(ready)),
-                                  without_lock<void>(std::move(ended)));
+  auto notifier = std::make_shared<BackwardNotifier>(std::move(group_of), without_lock<void, int64_t>(std::move(ready)),
+                                                     without_lock<void>(std::move(ended)));
+  notifier->attach(params);
+  return notifier;
 }
 
 // `arguments` are those of the schema of the native op `name`, except the ones that BoundParams::step sets.
@@ -116,7 +99,7 @@ void load_kernels() {
       table->sizes != sparse_opt::KernelTable::argument_sizes()) {
     throw py::import_error("sparse_opt._autograd was built from other sources than sparse_opt._kernels");
   }
-  sparse_opt::direct::set_table(*table);
+  sparse_opt::kernels = table;
 }
 
 }  // namespace
@@ -127,24 +110,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<BoundParams, std::shared_ptr<BoundParams>>(
       m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")
-      .def(py::init(&bind), "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1,
-           "index_bases"_a = std::nullopt)
+      .def(py::init<std::vector<at::Tensor>, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, int64_t,
+                    std::optional<at::Tensor>>(),
+           "params"_a, "indices"_a, "starts"_a, "ends"_a, "run_length"_a = 1, "index_bases"_a = std::nullopt)
       .def("gradient_buffer", &gradient_buffer, "values"_a, "sum_sq"_a, "tiles"_a = std::nullopt,
-           "tile_starts"_a = std::vector<int64_t>{}, "tile_ends"_a = std::vector<int64_t>{}, "tile_size"_a = 0)
+           "tile_starts"_a = std::vector<int64_t>{}, "tile_ends"_a = std::vector<int64_t>{}, "tile_size"_a = 0,
+           Unlocked())
       .def("has_grads", &BoundParams::has_grads)
       .def("take_grads", &BoundParams::take_grads, Unlocked())
       .def("release_grads", &BoundParams::release_grads, Unlocked())
       .def("swap", &BoundParams::swap, "compact"_a, Unlocked())
       .def("replace", &BoundParams::replace, "before"_a, "after"_a, Unlocked())
       .def("gather", &BoundParams::gather, "out"_a, "dense"_a, "scale"_a, "accumulate"_a, "sum_sq"_a, "found_inf"_a,
-           Unlocked())
+           "only"_a = std::nullopt, Unlocked())
       .def("step", &step, "op"_a);
 
   py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")
-      .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, "found_inf"_a, Unlocked())
-      .def("add_tiles_", &GradientBuffer::add_tiles_, "which"_a, "lefts"_a, "rights"_a, "found_inf"_a, Unlocked())
-      .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, "found_inf"_a, Unlocked())
-      .def("set_direct", &GradientBuffer::set_direct, "direct"_a, "found_inf"_a, Unlocked())
+      .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, Unlocked())
+      .def("add_tiles_", &GradientBuffer::add_tiles_, "which"_a, "lefts"_a, "rights"_a, Unlocked())
+      .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, Unlocked())
+      .def("set_found_inf", &GradientBuffer::set_found_inf, "found_inf"_a, Unlocked())
+      .def("set_direct", &GradientBuffer::set_direct, "direct"_a, Unlocked())
       .def(
           "register_hook",
           [](const std::shared_ptr<GradientBuffer>& buffer, size_t i, const py::dict& functions) {
@@ -163,7 +149,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("finish", &GradientBuffer::finish, Unlocked())
       .def("sum_squares_", &GradientBuffer::sum_squares_, Unlocked())
       .def("clip", &GradientBuffer::clip, "max_norm"_a, Unlocked())
-      .def("can_clip", &GradientBuffer::can_clip)
       .def("drop", &GradientBuffer::drop, Unlocked())
       .def("received", &GradientBuffer::received, Unlocked())
       .def("received_tiles", &GradientBuffer::received_tiles, "i"_a, Unlocked())

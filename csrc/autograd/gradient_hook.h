@@ -40,7 +40,7 @@ class GradientHook : public torch::autograd::PostAccumulateGradHook {
   // alive.
   static void install(const std::shared_ptr<GradientBuffer>& buffer, size_t i, PyObject* functions) {
     std::unique_ptr<PostAccumulateGradHook>& slot =
-        torch::autograd::impl::post_acc_grad_hooks(buffer->bound().params().at(i));
+        torch::autograd::impl::post_acc_grad_hooks(buffer->bound().params.at(i));
     SPARSE_OPT_CHECK(slot != nullptr, "params[", i, "] has no Python post-accumulate hook");
     std::unique_ptr<PostAccumulateGradHook> python = std::move(slot);
     if (auto* earlier = dynamic_cast<GradientHook*>(python.get())) {  // of an earlier mask or optimizer
