@@ -26,10 +26,9 @@ FACES = (
     "sparse_opt.integrations.trl",
     "sparse_opt.integrations.vllm",
     "sparse_opt.integrations.verl",
-    "sparse_opt.trainers",
 )
-# A recipe is one file; benchmarks are not part of the library.
-MODULES = ("sparse_opt.trainers.recipes.", "sparse_opt.bench.")
+# A loop or a recipe is one file, to be read; benchmarks are not part of the library.
+MODULES = ("sparse_opt.trainers.", "sparse_opt.bench.")
 SOURCES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
 
 
