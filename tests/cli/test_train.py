@@ -278,6 +278,7 @@ def test_margins_of_all_micro_batches(train, tmp_path):
         assert values.dtype == np.float32 and values.mean() == pytest.approx(row["mean"], rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.dist
 def test_two_processes(files, rows, tmp_path):
     words = f"--model_name_or_path {files.model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_steps 2"
     words += " --per_device_train_batch_size 2 --report_to none --mask_density 0.1 --log_margins --statistics_steps 1"

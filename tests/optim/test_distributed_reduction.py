@@ -24,6 +24,8 @@ from sparse_opt.optim import OPTIMIZERS
 from sparse_opt.optim.gradients import reduction
 from sparse_opt.optim.gradients.python_collection import PythonBackwardNotifier
 
+pytestmark = pytest.mark.dist
+
 STEPS, MICRO_BATCHES, ROWS, WIDTH = 20, 2, 4, 64
 
 

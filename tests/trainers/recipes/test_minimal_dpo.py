@@ -176,6 +176,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.dist
 @pytest.mark.slow
 def test_fsdp_in_two_processes(run, world, tmp_path):
     model = world / "policy" / "model"

@@ -279,6 +279,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(run, words, tmp_path, m
     assert {part["step"] for part in parts} == {1, 2, 3, 4}
 
 
+@pytest.mark.dist
 def test_two_processes_score_their_own_completions(words, tmp_path):
     command = words(train_batch_size=8, activate_debugging_logs="true", mask_density=0.2, use_cpu="true")
     environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "datasets"), "OMP_NUM_THREADS": "1"}
