@@ -62,11 +62,16 @@ def choose(key: Key) -> Chosen:
     return Chosen(*builtin(key.device, key.compute_capability), warning)
 
 
-def folder() -> Path:
-    """Return the folder of the tables, which need not exist."""
+def cache_folder() -> Path:
+    """Return the folder of what this package keeps between runs, which need not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # A relative path is invalid and to be ignored: https://specifications.freedesktop.org/basedir-spec/latest/
-    return (cache if cache.is_absolute() else Path.home() / ".cache") / "sparse-opt" / "tuning"
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "sparse-opt"
+
+
+def folder() -> Path:
+    """Return the folder of the tables, which need not exist."""
+    return cache_folder() / "tuning"
 
 
 def path_of(key: Key) -> Path:
