@@ -66,6 +66,7 @@ WITHOUT_AUTOGRAD = (
 # In an installed package: what `sparse-opt build` compiles.
 AUTOGRAD_SOURCE = Path(__file__).parent / "_autograd_source"
 _CSRC = Path(__file__).parents[1] / "csrc"
+BUILD_CHECKOUT = "run `make build`, or in another environment `pip install --no-build-isolation -e .`"
 
 
 def is_checkout() -> bool:
@@ -92,7 +93,7 @@ def autograd_module() -> tuple[ModuleType | None, str]:
     if kernels is None:
         return None, cause
     if is_checkout():
-        return _extension("_autograd", "run `make build`")
+        return _extension("_autograd", BUILD_CHECKOUT)
     module, cause = _extension("_autograd", "`sparse-opt build` compiles it, in about a minute")
     path = compiled_autograd()
     if module is not None or not path.exists():
@@ -142,7 +143,7 @@ def _why_outdated(extension: Path) -> str:
     It must not be loaded then: its kernels might read other arguments than the schemas in ops/registry.py have.
     """
     if not is_checkout():
-        return ""
+        return ""  # an installed package
     sources = (path for path in _CSRC.rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
     newest = max(sources, key=lambda path: path.stat().st_mtime)
     if newest.stat().st_mtime <= extension.stat().st_mtime:

@@ -40,7 +40,9 @@ def run(argv: Sequence[str]) -> int:
     from .. import backends
 
     if backends.is_checkout():
-        raise BuildError(f"sparse_opt is imported from a checkout, {Path(__file__).parents[2]}: run `make build` there")
+        raise BuildError(
+            f"sparse_opt is imported from the checkout {Path(__file__).parents[2]}: {backends.BUILD_CHECKOUT}"
+        )
     kernels, cause = backends.native_module()
     if kernels is None:
         raise BuildError(f"sparse_opt._autograd needs the library of the ops, which is absent: {cause}")

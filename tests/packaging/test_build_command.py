@@ -117,4 +117,4 @@ def test_what_is_missing_is_named_with_how_to_install_it(wheel):
 def test_a_checkout_has_its_own_build(clean_copy, forked_python):
     refused = forked_python("-c", COMMAND, "build", cwd=clean_copy)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert f"a checkout, {clean_copy}: run `make build` there" in refused.stderr
+    assert f"the checkout {clean_copy}: run `make build`" in refused.stderr
