@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `make gpu-check`: --resume continues an interrupted run.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl test-browser lint format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl lint docs docs-serve format bench bench-compare bench-baseline performance-tables gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -194,9 +194,6 @@ $(VERL)/.installed: pyproject.toml setup.py
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing sparse-opt" \
 	  $(VERL)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --editable . xxhash hypothesis pytest
 
-test-browser: $(VENV)/.browser build ## the report's page in a browser's engine, which this installs (Qt's, 250 MB)
-	$(PYTEST) tests/analysis -k browser
-
 # mypy finds packages by folder, so the package is copied as it is installed. mypy's cache is deleted with the copy, because
 # it lost modules when it was kept.
 lint: $(VENV)/.lint ## ruff, mypy and clang-format
@@ -205,6 +202,12 @@ lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	rm -rf build/types && SPARSE_OPT_NO_NATIVE=1 $(BIN)/python setup.py --quiet build_py --build-lib build/types
 	cd build/types && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir .mypy_cache -p sparse_opt
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+docs: $(VENV)/.docs ## build the site in build/site; fails if a link leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: $(VENV)/.docs ## show the site while its pages are edited
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(VENV)/.lint ## rewrite the sources as `make lint` expects them
 	$(BIN)/ruff check --fix .
@@ -243,9 +246,6 @@ $(VENV)/.python: constraints.txt
 
 # `build` alone builds the extension; new Python code needs no new installation.
 $(VENV)/.lint: EXTRAS = train,lint
-$(VENV)/.train $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py
+$(VENV)/.train $(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.python pyproject.toml setup.py
 	@SPARSE_OPT_NO_NATIVE=1 $(STEP) --stamp $@ "installing the packages for $*" \
 	  $(INSTALL) --no-build-isolation --editable '.[$(or $(EXTRAS),$*)]'
-
-$(VENV)/.browser: $(VENV)/.test
-	@$(STEP) --stamp $@ "installing a browser engine" $(INSTALL) PySide6-WebEngine

@@ -4,7 +4,7 @@
     kernels_hub.py write LIBRARY OUT  write OUT/build/VARIANT from a library that was built with SPARSE_OPT_BUILD_HASH
     kernels_hub.py label LIBRARY      print what the library was built for: cpu, or cu130 for CUDA 13.0; also for wheels
 
-The package is the folder kernels_hub, and the modules of `sparse_opt` that define the ops and their launch sizes. The
+The package is the folder kernels_hub, and the modules of `sparse_opt` that define the ops. The
 hash ends the names of the ops and of the package, so that several builds, and sparse_opt itself, can be loaded in one
 process. Package and layout: https://huggingface.co/docs/kernels/kernel-requirements
 """
@@ -24,10 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "kernels_hub"
 MODULES = (
     "errors.py",
-    "tuning/__init__.py",
     *(
         f"ops/{name}.py"
-        for name in ("__init__", "bound", "checks", "narrow", "registry", "step_functions", "step_ops", "tiles")
+        for name in ("__init__", "bound", "checks", "narrow", "registry", "schemas", "step_ops", "tiles")
     ),
 )
 VERSION = 1  # of the interface: users of `kernels` name it

@@ -6,7 +6,7 @@ The package has its source too, which `sparse-opt build` compiles where a wheel 
 
 torch's BuildExtension runs ninja in build/temp.*. It compiles a source again after a change of the source, of a header
 that it includes, or of the command. The build also writes sources: those that follow from the optimizers' headers
-(kernels/rules/generate.py). The docstring of setup.py lists the environment variables.
+(step/rules/generate.py). The docstring of setup.py lists the environment variables.
 """
 
 import contextlib
@@ -175,9 +175,9 @@ def with_torch(torch):
 
 def generate_rule_sources():
     """Write the list of rules that the sources include, and return the paths of the rules' CUDA sources."""
-    generate = runpy.run_path("csrc/kernels/rules/generate.py")["generate"]
+    generate = runpy.run_path("csrc/step/rules/generate.py")["generate"]
     try:
-        return [str(path) for path in generate(Path("csrc/kernels/rules"), GENERATED)]
+        return [str(path) for path in generate(Path("csrc/step/rules"), GENERATED)]
     except ValueError as error:
         sys.exit(f"sparse-opt: {error}")
 

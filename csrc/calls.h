@@ -5,6 +5,9 @@
 #include <vector>
 
 #include "checks.h"
+#include "gather/gather.h"
+#include "swap/swap.h"
+#include "tiles/tiles.h"
 
 namespace sparse_opt {
 

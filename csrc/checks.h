@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
+#include "common/arguments.h"
 #include "error_text.h"
-#include "kernels/arguments.h"
 
 namespace sparse_opt {
 

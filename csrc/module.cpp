@@ -9,7 +9,6 @@
 
 #ifdef SPARSE_OPT_WITH_CUDA
 #include "cuda_stream.h"
-#include "kernels/cuda/tuning.h"
 #endif
 
 // The name of the module is the last part of its import path, as torch.utils.cpp_extension defines it.
@@ -132,21 +131,6 @@ PyObject* set_l2_fetch_granularity(PyObject*, PyObject* arguments) {
   if (!on_device(device, set)) return nullptr;
   Py_RETURN_NONE;
 }
-
-// See sparse_opt/tuning.
-PyObject* set_tuning(PyObject*, PyObject* arguments, PyObject* entries) {
-  int device = 0, encode_blocks = 0, scattered_step_bytes = 0, scattered_swap_bytes = 0;
-  const char* names[] = {"device", "encode_blocks", "scattered_step_bytes", "scattered_swap_bytes", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(arguments, entries, "iiii", const_cast<char**>(names), &device, &encode_blocks,
-                                   &scattered_step_bytes, &scattered_swap_bytes)) {
-    return nullptr;
-  }
-  cuda::Tuning& tuning = cuda::tuning_of(device);
-  tuning.encode_blocks = encode_blocks;
-  tuning.scattered_step_bytes = scattered_step_bytes;
-  tuning.scattered_swap_bytes = scattered_swap_bytes;
-  Py_RETURN_NONE;
-}
 #endif
 
 PyMethodDef methods[] = {
@@ -156,8 +140,6 @@ PyMethodDef methods[] = {
 #ifdef SPARSE_OPT_WITH_CUDA
     {"l2_fetch_granularity", l2_fetch_granularity, METH_VARARGS, "(device) -> bytes"},
     {"set_l2_fetch_granularity", set_l2_fetch_granularity, METH_VARARGS, "(device, bytes)"},
-    {"set_tuning", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(set_tuning)),
-     METH_VARARGS | METH_KEYWORDS, "(device, encode_blocks, scattered_step_bytes, scattered_swap_bytes)"},
 #endif
     {nullptr, nullptr, 0, nullptr},
 };

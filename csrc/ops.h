@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "calls.h"
+#include "delta/delta_codec.h"
 #include "kernel_table.h"
 #include "stable_abi.h"
 #include "step_op.h"
@@ -119,7 +120,7 @@ void step(StableIValue* stack, uint64_t count, uint64_t) {
   if (!inputs.check_only) OnDevice::template step<Rule>(call.args, &inputs.options, inputs.indices.device.index);
 }
 
-// sparse_opt/ops/registry.py defines the schemas of the public ops, ops_cpu.cpp those of the others.
+// sparse_opt/ops/schemas.py defines the schemas of the public ops, ops_cpu.cpp those of the others.
 template <typename OnDevice>
 void implement_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("masked_grad_gather_", boxed<&masked_grad_gather_<OnDevice>>);

@@ -1,6 +1,5 @@
 #include <numeric>
 
-#include "kernels/cpu/kernels.h"
 #include "ops.h"
 
 // Ops that sparse_opt does not show to its users. sparse_opt/ops defines the schemas of the others.

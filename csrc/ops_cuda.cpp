@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "cuda_stream.h"
-#include "kernels/cuda/kernels.h"
 #include "ops.h"
 
 namespace sparse_opt {
@@ -17,12 +16,8 @@ struct Cuda {
     using TensorScalars = typename Rule::TensorScalars;
     const OnStream stream(device);
     const Tensor tensors = float_scratch(args.segments.count * (sizeof(TensorScalars) / sizeof(float)), device);
-    std::optional<Tensor> changes;
-    if (const int64_t bytes = cuda::change_bytes(args); bytes > 0) {
-      changes = empty({bytes}, ScalarType::Byte, gpu(device));
-    }
     cuda::step<Rule>(args, *static_cast<const typename Rule::Options*>(options),
-                     static_cast<TensorScalars*>(tensors.data_ptr()), changes ? changes->data_ptr() : nullptr, stream);
+                     static_cast<TensorScalars*>(tensors.data_ptr()), stream);
   }
   static void gather(const GatherArguments& args, int device) {
     const OnStream stream(device);
@@ -246,9 +241,9 @@ void add_partial_sums_and_clip_(const TensorView& sum_sq, const TensorView& part
                               partial_sums.device.index);
 }
 
-bool is_capturing(void* stream) {
+bool is_capturing(int device) {
   cudaStreamCaptureStatus status{};
-  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+  check_cuda(cudaStreamIsCapturing(OnStream(device), &status));
   return status != cudaStreamCaptureStatusNone;
 }
 

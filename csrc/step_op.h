@@ -1,5 +1,5 @@
 // A step op, written once for all optimizers and devices: its arguments in the order of the schema, which
-// sparse_opt/ops/registry.py defines, and their checks.
+// sparse_opt/ops/schemas.py defines, and their checks.
 #pragma once
 
 #include <optional>
@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "generated/rules.h"
+#include "step/step.h"
 
 namespace sparse_opt {
 

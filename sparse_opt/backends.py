@@ -27,18 +27,9 @@ from torch import Tensor
 from . import __version__, cuda_archs
 from .errors import BackendUnavailable
 from .ops.namespace import NATIVE
-from .ops.step_ops import STEP_OPS
-from .tuning import Tuning, files
+from .ops.schemas import SCHEMAS
 
-OPS = (
-    *STEP_OPS,
-    "masked_grad_gather_",
-    "tile_weight_grad_",
-    "indexed_swap_",
-    "indexed_replace_",
-    "delta_encode",
-    "delta_apply_",
-)
+OPS = tuple(SCHEMAS)
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 # The lowest compute capability that Triton 3.6 and 3.7 compile the Triton kernels for.
@@ -112,7 +103,10 @@ def compiled_autograd() -> Path:
         digest.update(f"{path.relative_to(AUTOGRAD_SOURCE).as_posix()} {len(content)}\n".encode() + content)
     python = sysconfig.get_config_var("SOABI")
     folder = f"{__version__}-torch{torch.__version__}-{python}-{digest.hexdigest()[:16]}"
-    return files.cache_folder() / "autograd" / folder / "_autograd.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative path is invalid and to be ignored: https://specifications.freedesktop.org/basedir-spec/latest/
+    cache = cache if cache.is_absolute() else Path.home() / ".cache"
+    return cache / "sparse-opt" / "autograd" / folder / "_autograd.so"
 
 
 def _load_autograd(path: Path) -> ModuleType:
@@ -140,7 +134,7 @@ def _extension(name: str, hint: str) -> tuple[ModuleType | None, str]:
 def _why_outdated(extension: Path) -> str:
     """Return "" unless the package is in a checkout where a native source is newer than the extension.
 
-    It must not be loaded then: its kernels might read other arguments than the schemas in ops/registry.py have.
+    It must not be loaded then: its kernels might read other arguments than the schemas in ops/schemas.py have.
     """
     if not is_checkout():
         return ""  # an installed package
@@ -274,51 +268,9 @@ def choose(op: str, device: torch.device | str, backend: str | None = None) -> s
     raise BackendUnavailable(f"no backend runs on {device_type} tensors")
 
 
-def tuning_of(index: int) -> files.Chosen:
-    """Return the launch sizes for an NVIDIA GPU.
-
-    Raises:
-        TuningError: a table was measured on it, and its file is damaged.
-    """
-    return files.choose(tuning_key(index))
-
-
-def tuning_key(index: int) -> files.Key:
-    """Return what a table measured on this GPU, with the installed versions, is for."""
-    triton = "none" if triton_module()[0] is None else importlib.import_module("triton").__version__
-    major, minor = compute_capability(index)
-    return files.Key(torch.cuda.get_device_name(index), f"{major}.{minor}", torch.__version__, triton)
-
-
-_tuned_gpus: set[int] = set()  # those whose kernels have their table
-
-
-def set_tuning(device: torch.device, table: Tuning) -> None:
-    """Make the kernels use these launch sizes on `device`, a GPU with an index, or a CPU for Triton's interpreter."""
-    triton, _ = triton_module()
-    if triton is not None:
-        triton.set_tuning(device, **table.of("triton"))
-    if device.type == "cuda":
-        native, _ = native_module()
-        if native is not None and not why_not_built("cuda"):
-            native.set_tuning(device.index, **table.of("cuda"))
-        _tuned_gpus.add(device.index)
-
-
-def _tune(backend: str, device: torch.device) -> None:
-    """Set the launch sizes of the backend's kernels, once for each NVIDIA GPU."""
-    if device.index in _tuned_gpus or backend not in ("triton", "cuda") or (index := _gpu_index(device)) is None:
-        return
-    chosen = tuning_of(index)
-    if chosen.warning:
-        warnings.warn(f"sparse_opt uses the {chosen.source} on {_gpu_text(index)}: {chosen.warning}", stacklevel=4)
-    set_tuning(torch.device("cuda", index), chosen.tuning)
-
-
 def function(op: str, device: torch.device, backend: str | None = None) -> Callable[..., Any]:
     """Return the implementation of `op` for `device`: unchecked arguments as in `sparse_opt.ops`, without `backend`."""
     name = choose(op, device, backend)
-    _tune(name, device)
     if name == "reference":
         return getattr(importlib.import_module("sparse_opt.ops.reference"), op)
     if name == "triton":
@@ -354,7 +306,6 @@ def bind(
     name = choose(op, indices.device, backend)
     if name not in ("cpu", "cuda"):
         return None
-    _tune(name, indices.device)
     module, cause = autograd_module()
     if module is None:
         _warn_without_autograd(cause)

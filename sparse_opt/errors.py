@@ -49,10 +49,6 @@ class ForeignMessage(WeightSyncError):
     """A message is for another mask, or names a weight, shape or dtype that the receiver does not have."""
 
 
-class TuningError(SparseOptError, ValueError):
-    """A saved table of launch sizes is damaged, or cannot be written; names the file."""
-
-
 class ConfigError(SparseOptError, ValueError):
     """A configuration key or value is invalid. The command line exits with 2 on this error, with 1 on the others."""
 

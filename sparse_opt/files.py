@@ -67,6 +67,12 @@ def written_aside(
         aside.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text as `written_aside` does."""
+    with written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
 def _publish_new(aside: Path, path: Path) -> None:
     """Rename a file to `path` unless that exists, atomically; rename(2) alone would overwrite."""
     try:

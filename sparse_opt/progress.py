@@ -1,4 +1,4 @@
-"""Progress bars of long work, on stderr if that is a terminal."""
+"""Progress of long work: bars on stderr if that is a terminal, else lines with the time left."""
 
 from __future__ import annotations
 
@@ -18,22 +18,41 @@ def progress_bar(items: Iterable[Any] | None = None, *, what: str, unit: str, to
     return tqdm(items, total=total, desc=what, unit=unit, disable=None, leave=False)
 
 
+class TimeLeft:
+    """Says from time to time how long the rest of the work takes, at the pace since this object was made.
+
+    Args:
+        n_before: units that were done earlier.
+        every: least number of seconds between two answers; None is 30.
+    """
+
+    def __init__(self, n_before: int = 0, every: float | None = None) -> None:
+        self._n_before, self._every = n_before, SECONDS_BETWEEN_LINES if every is None else every
+        self._began = self._said = time.monotonic()
+
+    def after(self, n_done: int, n_total: int, *, always: bool = False) -> str | None:
+        """`3 min 20 s left` after `n_done` units, those before included; None if the last answer is too recent."""
+        now = time.monotonic()
+        if not always and now - self._said < self._every:
+            return None
+        self._said = now
+        return f"{duration((now - self._began) / (n_done - self._n_before) * (n_total - n_done))} left"
+
+
 def with_time_left(batches: Sequence[Batch], *, what: str, unit: str, n_before: int = 0) -> Iterator[Batch]:
     """Yield batches of units of work, after `n_before` that were done earlier, and show the time left.
 
     That is a bar on a terminal, else a line on stderr at most every 30 s.
     """
-    n_done, n_total = n_before, n_before + sum(map(len, batches))
-    started = said = time.monotonic()
+    n_done, n_total, clock = n_before, n_before + sum(map(len, batches)), TimeLeft(n_before)
     with progress_bar(what=what, unit=unit, total=n_total) as bar:
         bar.update(n_before)
         for batch in batches:
             yield batch
             bar.update(len(batch))
-            n_done, now = n_done + len(batch), time.monotonic()
-            if not sys.stderr.isatty() and now - said > SECONDS_BETWEEN_LINES:
-                said, left = now, duration((now - started) / (n_done - n_before) * (n_total - n_done))
-                print(f"{what}: {n_done} of {n_total} {unit}, {left} left", file=sys.stderr, flush=True)
+            n_done += len(batch)
+            if not sys.stderr.isatty() and (left := clock.after(n_done, n_total)):
+                print(f"{what}: {n_done} of {n_total} {unit}, {left}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

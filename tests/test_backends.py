@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from sparse_opt import BackendUnavailable, backends, l2_fetch, ops, tuning
+from sparse_opt import BackendUnavailable, backends, l2_fetch, ops
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta import digest as state_digest
-from sparse_opt.errors import TuningError
-from sparse_opt.tuning import files
 
 GPUS = {
     "V100": (7, 0),
@@ -40,14 +36,10 @@ class Machine:
 
     def has(self, *gpus: str, arch_list: str = USUAL, current: int = 0, triton: bool = True) -> None:
         backends.compute_capability.cache_clear()
-        backends._tuned_gpus.clear()
-        self.tuned: dict[str, dict[int, dict[str, int]]] = {"triton": {}, "cuda": {}}  # backend -> GPU -> entries
         extension, kernels = ModuleType("_kernels"), ModuleType("triton_kernels")
         extension.build_info = lambda: {"cuda": True, "cuda_missing": "", "arch_list": arch_list}
         extension.BoundParams = lambda *args: SimpleNamespace(arguments=args)
         kernels.interpreted = lambda: False
-        extension.set_tuning = lambda index, **entries: self.tuned["cuda"].update({index: entries})
-        kernels.set_tuning = lambda device, **entries: self.tuned["triton"].update({device.index: entries})
         for op in backends.OPS:
             setattr(kernels, op, f"triton {op}")
         native = SimpleNamespace(
@@ -70,13 +62,11 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
+def machine(monkeypatch):
     monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
     backends._warn_slow_auto.cache_clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield Machine(monkeypatch)
     backends.compute_capability.cache_clear()
-    backends._tuned_gpus.clear()
 
 
 @pytest.mark.parametrize(
@@ -212,50 +202,3 @@ def test_a_backend_that_is_offered_for_a_gpu_runs_there(backend):
         ops.indexed_swap_([dense], compact, indices, [0], [2], backend=backend)
         assert dense.nonzero().view(-1).tolist() == [3, 40]
         assert not compact.any()
-
-
-def test_each_gpu_gets_its_table_of_launch_sizes_once(machine, monkeypatch):
-    machine.has("NVIDIA H200", "H100", "A100")
-    choices: list[str] = []
-    choose = files.choose
-    monkeypatch.setattr(files, "choose", lambda key: choices.append(key.device) or choose(key))
-    for _ in range(2):
-        for index in range(3):
-            backends.functions(torch.device("cuda", index))
-            backends.bind("indexed_adamw_", [], SimpleNamespace(device=torch.device("cuda", index)), [], [])
-    assert choices == ["NVIDIA H200", "H100", "A100"]
-    for backend in ("triton", "cuda"):
-        tables = {0: tuning.H200, 1: tuning.SM_90, 2: tuning.Tuning()}
-        assert machine.tuned[backend] == {index: table.of(backend) for index, table in tables.items()}
-
-
-def test_a_tensor_on_a_cpu_needs_no_table(machine, monkeypatch):
-    machine.has("A100")
-    monkeypatch.setattr(files, "choose", lambda key: pytest.fail("a table was read"))
-    backends.function("indexed_swap_", torch.device("cpu"))
-    backends.function("indexed_swap_", torch.device("cuda:0"), "reference")
-
-
-def test_a_measured_table_is_used_a_damaged_one_raises_and_an_old_one_warns(machine):
-    machine.has("A100")
-    key, device = backends.tuning_key(0), torch.device("cuda:0")
-    table = replace(tuning.Tuning(), cuda_encode_blocks=1, triton_swap_slots=2048)
-    path = files.save(key, table, [])
-    backends.function("indexed_swap_", device)
-    assert machine.tuned == {"triton": {0: table.of("triton")}, "cuda": {0: table.of("cuda")}}
-
-    machine.has("A100")
-    path.write_text("{")
-    for _ in range(2):  # not only the first time
-        with pytest.raises(TuningError, match=re.escape(str(path))):
-            backends.function("indexed_swap_", device)
-    assert machine.tuned == {"triton": {}, "cuda": {}}
-
-    path.unlink()
-    older = files.save(replace(key, torch="2.10.0"), table, [])
-    with pytest.warns(UserWarning, match="conservative default on A100 .*" + re.escape(str(older))):
-        backends.function("indexed_swap_", device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        backends.function("indexed_swap_", device)  # warned of once
-    assert machine.tuned["cuda"] == {0: tuning.Tuning().of("cuda")}

@@ -14,7 +14,7 @@ def test_a_forked_process_does_not_keep_the_lock_of_a_killed_one(tmp_path):
     owner = os.fork()
     if not owner:
         os.close(leave[1])
-        lock = FileLock.acquire(tmp_path / "lock")
+        lock = FileLock(tmp_path / "lock")
         if not os.fork():
             os.write(forked[1], b"y" if lock.held else b"n")
         os.read(leave[0], 1)  # until the test ends
@@ -23,6 +23,6 @@ def test_a_forked_process_does_not_keep_the_lock_of_a_killed_one(tmp_path):
         assert os.read(forked[0], 1) == b"n"
         os.kill(owner, signal.SIGKILL)
         os.waitpid(owner, 0)
-        FileLock.acquire(tmp_path / "lock").release()
+        FileLock(tmp_path / "lock").release()
     finally:
         os.close(leave[1])

@@ -233,7 +233,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int, n_layers: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder of the given options. Returns 0, 1 if a write failed, or 2 if the call was wrong."""
-    return run_module(ArithmeticConfig, lambda config: print(make_arithmetic(**vars(config))), argv, "arithmetic")
+    return run_module(ArithmeticConfig, _make, argv, "arithmetic")
+
+
+def _make(config: ArithmeticConfig) -> None:
+    data = make_arithmetic(**vars(config)) / "data"
+    print(f"wrote {data.with_name('model')} and in {data}: {', '.join(sorted(file.name for file in data.iterdir()))}")
 
 
 if __name__ == "__main__":

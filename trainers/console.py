@@ -17,9 +17,7 @@ import torch
 
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.files import check_new_folder, writing
-
-METRICS_FILE = "metrics.jsonl"
-_SECONDS_BETWEEN_LINES = 2.0
+from sparse_opt.progress import TimeLeft
 
 
 def run_module(config_class: type, work: Callable[[Any], object], argv: Sequence[str] | None, name: str) -> int:
@@ -64,10 +62,10 @@ class Metrics:
     def __init__(self, folder: Path, n_steps: int):
         check_new_folder(folder, "output_dir")
         self._n_steps = n_steps
-        self._path = folder / METRICS_FILE
+        self._path = folder / "metrics.jsonl"
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        self._began = self._printed = time.perf_counter()
+        self._clock = TimeLeft(every=2.0)
 
     def write(self, step: int, values: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
         """Write the row of a step, from 1 on.
@@ -86,12 +84,9 @@ class Metrics:
         times = {f"{name}_s": value for name, value in seconds.items()}
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **row, **times}) + "\n")
-        now = time.perf_counter()
-        if step in (1, self._n_steps) or now - self._printed >= _SECONDS_BETWEEN_LINES:
-            self._printed = now
-            left = (now - self._began) / step * (self._n_steps - step)
+        if left := self._clock.after(step, self._n_steps, always=step in (1, self._n_steps)):
             shown = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
-            print(f"step {step}/{self._n_steps}: {shown}; {left:.0f} s left", flush=True)
+            print(f"step {step}/{self._n_steps}: {shown}; {left}", flush=True)
 
 
 class StepTimer:

@@ -123,14 +123,13 @@ def collate_shared_prompts(
     )
 
 
-def check_shared_prompts(model: Any, option: str = "share_prompts") -> None:
+def check_shared_prompts(model: Any) -> None:
     """Raise ConfigError unless the model's layers attend to all previous tokens: see `models.make_masks_skippable`."""
     if not attends_without_masks(model):
         config = causal_lm(model).config
-        raise ConfigError(
-            f"option '{option}': a model of type {config.model_type} with attention '{config._attn_implementation}' "
-            "may not compute a row of several completions like separate rows; leave it out"
-        )
+        found = f"a model of type {config.model_type} with attention '{config._attn_implementation}'"
+        differs = "may not compute a row of several completions like separate rows"
+        raise ConfigError(f"option 'share_prompts': {found} {differs}; leave it out")
 
 
 # Attention without a mask

@@ -17,7 +17,7 @@ from . import weight_sync
 from .delta_codec import delta_apply_, delta_encode
 from .indexed_replace import indexed_replace_
 from .indexed_swap import indexed_swap_
-from .launch import interpreted, set_tuning
+from .launch import interpreted
 from .masked_grad_gather import masked_grad_gather_
 from .step_rules import RULES
 from .steps import step
@@ -30,7 +30,6 @@ __all__ = [
     "indexed_swap_",
     "interpreted",
     "masked_grad_gather_",
-    "set_tuning",
     "tile_weight_grad_",
     "weight_sync",
     *RULES,

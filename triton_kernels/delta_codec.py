@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import CHANGE_OPTIONS, ELEMENT_OPTIONS, SLOT_OPTIONS, TRITON_BITS_DTYPE, tuning_of
+from .launch import CHANGE_OPTIONS, CHANGES, ELEMENT_OPTIONS, SLOT_OPTIONS, STEP_SLOTS, TRITON_BITS_DTYPE, sizes_of
 from .segments import address_of, bits, bits_addresses, block_of, segments
 from .tables import block_table, pointer_table
 
@@ -139,8 +139,7 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
     device, dtype = new[0].device, new[0].dtype
     index_dtype = torch.int64 if any(t.numel() > 2**31 - 1 for t in new) else torch.int32
     with torch.cuda.device_of(new[0]):
-        tuning = tuning_of(device)
-        elements = tuning.encode_elements
+        elements = sizes_of(device).encode_elements
         blocks = block_table([0] * len(new), [t.numel() for t in new], elements, device)
         if not blocks.programs:
             counts = torch.zeros(len(new), dtype=torch.int64, device="cpu")
@@ -173,7 +172,7 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
                 offsets,
                 indices,
                 bits(values),
-                CHANGES=tuning.encode_changes,
+                CHANGES=CHANGES,
                 **constants,
                 **CHANGE_OPTIONS,
             )
@@ -188,8 +187,7 @@ def delta_apply_(
         return
     device = indices.device
     with torch.cuda.device_of(indices):
-        slots = tuning_of(device).apply_slots
-        plan = segments(dense, starts, ends, device, slots)
+        plan = segments(dense, starts, ends, device, STEP_SLOTS)
         if not plan.programs:
             return
         _delta_apply_kernel[(plan.programs,)](
@@ -200,6 +198,6 @@ def delta_apply_(
             plan.start,
             plan.end,
             BITS=TRITON_BITS_DTYPE[values.element_size()],
-            BLOCK=slots,
+            BLOCK=STEP_SLOTS,
             **SLOT_OPTIONS,
         )

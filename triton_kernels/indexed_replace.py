@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SLOT_OPTIONS, element_dtype, tuning_of
+from .launch import SLOT_OPTIONS, element_dtype, sizes_of
 from .rounding import differs, round_nearest
 from .segments import address_of, addresses, block_of, positions_of, segments
 
@@ -63,7 +63,7 @@ def indexed_replace_(
         return
     device = indices.device
     with torch.cuda.device_of(indices):
-        slots = tuning_of(device).swap_slots
+        slots = sizes_of(device).swap_slots
         plan = segments(dense, starts, ends, device, slots)
         if not plan.programs:
             return

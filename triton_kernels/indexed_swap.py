@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SLOT_OPTIONS, TRITON_BITS_DTYPE, tuning_of
+from .launch import SLOT_OPTIONS, TRITON_BITS_DTYPE, sizes_of
 from .segments import address_of, bits, bits_addresses, block_of, positions_of, segments
 
 
@@ -56,7 +56,7 @@ def indexed_swap_(
         return
     device = indices.device
     with torch.cuda.device_of(indices):
-        slots = tuning_of(device).swap_slots
+        slots = sizes_of(device).swap_slots
         plan = segments(dense, starts, ends, device, slots)
         if not plan.programs:
             return

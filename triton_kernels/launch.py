@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,40 +16,41 @@ from torch import Tensor
 SLOTS = 1024
 
 
-class Tuning(NamedTuple):
+# Compact slots of one program of a step, and changes of one of `delta_apply_`.
+STEP_SLOTS = 512
+
+
+class Sizes(NamedTuple):
     """Launch sizes that depend on the GPU and change no bit of any result.
 
-    `sparse_opt.tuning` has the same entries, which it describes, and tables of GPUs. These values are used where none
-    was set.
+    The defaults need no more than 64 KiB of shared memory for a program, and were tuned on no GPU.
     """
 
-    step_slots: int = 512
-    swap_slots: int = 512
-    apply_slots: int = 512
-    encode_elements: int = 4096
-    encode_changes: int = 128
-    tile64_stages: int = 3
-    tile128_stages: int = 2
-    tile128_registers: int = 0
+    swap_slots: int = 512  # compact slots of a program of indexed_swap_ and indexed_replace_
+    encode_elements: int = 4096  # dense elements of a program of delta_encode
+    tile64_stages: int = 3  # steps of 64 tokens in shared memory, 16 KiB each: tiles of 64, 16-bit operands
+    tile128_stages: int = 2  # steps of 64 tokens in shared memory, 32 KiB each: tiles of 128, 16-bit operands
+    tile128_registers: int = 0  # most registers of a thread: tiles of 128, 16-bit operands; 0: the compiler's choice
 
 
-_DEFAULT = Tuning()
-_tunings: dict[torch.device, Tuning] = {}
+# "Tuning tables" in docs/notebook.md. Three and two programs with these stages fit into the 227 KiB of shared memory of
+# a multiprocessor of compute capability 9.0, and two programs of 8 warps have 128 registers for each thread.
+SIZES_OF_SM_90 = Sizes(1024, 8192, 4, 3, 128)
 
 
-def set_tuning(device: torch.device, **entries: int) -> None:
-    """Set all launch sizes of the kernels on `device`, which has an index unless it is the CPU."""
-    _tunings[device] = Tuning(**entries)
-
-
-def tuning_of(device: torch.device) -> Tuning:
-    """The launch sizes of the kernels on the device of a tensor."""
-    return _tunings.get(device, _DEFAULT)
+@functools.cache
+def sizes_of(device: torch.device) -> Sizes:
+    """Return the launch sizes of the kernels on the device of a tensor."""
+    if device.type == "cpu" or torch.version.hip is not None:
+        return Sizes()
+    return SIZES_OF_SM_90 if torch.cuda.get_device_capability(device) == (9, 0) else Sizes()
 
 
 # An FMA rounds a product and a sum once; the reference rounds each of them.
 SLOT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 ELEMENT_OPTIONS = {"num_warps": 8}
+# A program of delta_encode writes so many changes at a time.
+CHANGES = 128
 CHANGE_OPTIONS = {"num_warps": 2}
 
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

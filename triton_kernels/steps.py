@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SLOT_OPTIONS, element_dtype, tuning_of
+from .launch import SLOT_OPTIONS, STEP_SLOTS, element_dtype
 from .rounding import differs, philox_key, random_words, round_nearest, round_stochastic, widen
 from .segments import address_of, addresses, block_of, positions_of, segments
 from .step_rules import RULES
@@ -164,8 +164,7 @@ def step(
     rule = RULES[name](*states, **options)
     device = indices.device
     with torch.cuda.device_of(indices):
-        slots = tuning_of(device).step_slots
-        plan = segments(params, starts, ends, device, slots)
+        plan = segments(params, starts, ends, device, STEP_SLOTS)
         if not plan.programs:
             return
         scalars, width = None, 0
@@ -201,7 +200,7 @@ def step(
             GRAD=None if dense_grads is None else element_dtype(dense_grads),
             STOCHASTIC=stochastic_rounding,
             HOLD_MASTER=params_hold_master,
-            BLOCK=slots,
+            BLOCK=STEP_SLOTS,
             RUN=run_length,
             **SLOT_OPTIONS,
         )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import SLOT_OPTIONS, SLOTS, Tuning, element_dtype, interpreted, tuning_of
+from .launch import SLOT_OPTIONS, SLOTS, Sizes, element_dtype, interpreted, sizes_of
 from .masked_grad_gather import _sum_partials_kernel
 from .rounding import round_nearest, widen
 from .tables import block_table, check_list, operand_rows, operand_table
@@ -37,7 +37,7 @@ class TileOptions(NamedTuple):
         return options
 
 
-def tile_options(tile_size: int, operand_size: int, tuning: Tuning) -> TileOptions:
+def tile_options(tile_size: int, operand_size: int, sizes: Sizes) -> TileOptions:
     """The options for tiles of 64 or 128 and operands of 2 or 4 bytes.
 
     4 warps compute 64 rows of a wgmma. fp32 operands are multiplied by FMAs from registers, which would spill with more
@@ -46,8 +46,8 @@ def tile_options(tile_size: int, operand_size: int, tuning: Tuning) -> TileOptio
     if operand_size == 4:
         return TileOptions(16, 4 if tile_size == 64 else 8, 2, 0)
     if tile_size == 64:
-        return TileOptions(64, 4, tuning.tile64_stages, 0)
-    return TileOptions(64, 8, tuning.tile128_stages, tuning.tile128_registers)
+        return TileOptions(64, 4, sizes.tile64_stages, 0)
+    return TileOptions(64, 8, sizes.tile128_stages, sizes.tile128_registers)
 
 
 # If active tiles are few, the tokens of a tile are split into as many parts as give PROGRAMS programs for each
@@ -357,7 +357,7 @@ def tile_weight_grad_(
                 sum_sq.zero_()
             return
         operand_size = grad_outputs[0].element_size()
-        options = tile_options(tile_size, operand_size, tuning_of(device))
+        options = tile_options(tile_size, operand_size, sizes_of(device))
         matrices = operand_rows(grad_outputs, inputs)
         splits = _splits(active, max(m.tokens for m in matrices), tile_size, device)
         bands = tile_size // BAND if splits > 1 else 1

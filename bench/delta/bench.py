@@ -1,10 +1,10 @@
-"""Patches: bytes per changed weight, and speed, of the three levels and of other encodings of changes.
+"""Patches: bytes per changed weight, and speed, of both levels and of other encodings of changes.
 
 The weights are bf16, normal(0, 0.02), before and after one step of Adam's size from fp32 master weights. The learning
 rate is chosen to change the share of the case. Every result is decoded and compared bit by bit before it is timed, and
 all coders of a case are timed in turns, with a copy among them. GB/s count one dense bf16 tensor, 2 bytes per element,
 whatever the work reads: encoding reads two. The share of the copy rate counts everything that encoding reads and
-writes. Times on a GPU are between events and include waiting for the host during the work (`packed` and `tight` read
+writes. Times on a GPU are between events and include waiting for the host during the work (both levels read
 a sample first), but not before the first kernel; "wall ms" is from an idle device to an idle device.
 
 Case "dense" changes 60 % of the weights. Case "mask" changes a tenth of the positions of a random mask of 2.5 %. It is

@@ -32,7 +32,6 @@ from tqdm import tqdm
 
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.delta.log import DeltaLog
-from sparse_opt.delta.open import open_log
 from sparse_opt.mask_finding.find import find_from_log
 from sparse_opt.mask_finding.log_scores import LOG_METHODS
 from sparse_opt.masks.patterns import PATTERNS
@@ -64,7 +63,7 @@ def run(args: Namespace, report: Report) -> None:
         for method in args.methods
         for pattern in args.patterns
     ]
-    log = open_log(args.log)
+    log = DeltaLog.open(args.log)
     report |= {
         "numel": log.layout.numel,
         "n_tensors": len(log.layout.tensors),
@@ -128,7 +127,7 @@ def _find(sender: Any, log: Path, method: str, pattern: str, sparsity: float, de
     if device == "cuda":
         torch.zeros(1, device=device)  # the memory of the CUDA context is not counted
         torch.cuda.reset_peak_memory_stats()
-    opened = open_log(log)
+    opened = DeltaLog.open(log)
     before = _memory()
     sampler = _Sampler()
     start = time.perf_counter()

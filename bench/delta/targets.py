@@ -14,10 +14,9 @@ from sparse_opt.delta.codec.words import LEVELS as LEVELS
 from ..kernels.table.targets import Verdict
 
 FEW, MORE = "1.2%", "2.6%"
-FAST_BYTES, PACKED_BYTES = 3.8, 1.6  # a changed element
+PACKED_BYTES = 1.6  # a changed element
 X_ENTROPY = 1.05
 OF_RAW = 1.01
-FAST_OF_COPY = 0.9
 PACKED_GB_PER_S, TIGHT_GB_PER_S = 1000.0, 200.0  # on an H200
 TIGHT_CPU_GB_PER_S = 0.5  # a core
 PULSE = "PULSEPT1, format 3"
@@ -50,17 +49,14 @@ def _of_case(case: Mapping[str, Any], device: str, threads: int) -> Iterator[Ver
         if pulse := rows.get(PULSE):
             yield verdict("tight", f"x {PULSE}", each / pulse["bytes_per_change"], 1.0)
     if case["case"] == FEW:
-        for level, limit in (("fast", FAST_BYTES), ("packed", PACKED_BYTES)):
-            if row := rows.get(level):
-                yield verdict(level, "bytes a changed element", row["bytes_per_change"], limit)
+        if packed := rows.get("packed"):
+            yield verdict("packed", "bytes a changed element", packed["bytes_per_change"], PACKED_BYTES)
         yield from _speeds(rows, verdict, device, threads)
 
 
 def _speeds(rows: Mapping[str, Mapping[str, Any]], verdict: Any, device: str, threads: int) -> Iterator[Verdict]:
     directions = ("encode", "decode")
     if device == "cuda":
-        if fast := rows.get("fast"):
-            yield verdict("fast, encode", "of the copy rate", fast["encode_share_of_copy"], FAST_OF_COPY, False)
         for level, limit in (("packed", PACKED_GB_PER_S), ("tight", TIGHT_GB_PER_S)):
             if row := rows.get(level):
                 for way in directions:

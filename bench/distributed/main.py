@@ -22,6 +22,7 @@ Rows (--variants):
   local_PATTERN_DTYPE      SparseAdamW, every GPU for itself: the step without communication
   replicate_PATTERN_DTYPE  SparseAdamW with a process group: compact gradients are reduced
   ddp                      DistributedDataParallel and fused AdamW: all gradients are reduced
+  ddp_whole_layers         the same, each layer compiled into one graph (torch._dynamo.config.optimize_ddp = False)
   fsdp2                    fully_shard of every layer and fused AdamW
   fsdp2_PATTERN_DTYPE      fully_shard of every layer and SparseAdamW
 PATTERN is element or tile64, DTYPE is that of compact gradients, fp32 or bf16.

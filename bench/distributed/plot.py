@@ -19,7 +19,13 @@ from .results import Row, find, timed
 from .targets import efficiencies
 
 NETWORKS = {"default": "NCCL's choice", "sockets": "TCP sockets on loopback"}
-METHODS = {"local": "no communication", "replicate": "replicated", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
+METHODS = {
+    "local": "no communication",
+    "replicate": "replicated",
+    "ddp": "DistributedDataParallel",
+    "ddp_whole_layers": "DistributedDataParallel,\na graph per layer",
+    "fsdp2": "FSDP2",
+}
 TRAINED = {None: "all weights", "element": "single elements", "tile64": "tiles of 64 x 64"}
 
 

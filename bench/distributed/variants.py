@@ -20,7 +20,7 @@ from .models import make_model, pair_loss, sequence_logprobs
 
 PATTERNS = ("element", "tile64")
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-Layout = Literal["local", "replicate", "ddp", "fsdp2"]
+Layout = Literal["local", "replicate", "ddp", "ddp_whole_layers", "fsdp2"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Variant:
 
     - local: SparseAdamW, every rank for itself (`process_group=False`): the step without communication.
     - replicate: SparseAdamW with a process group; every rank holds the model.
-    - ddp: DistributedDataParallel and torch's fused AdamW.
+    - ddp: DistributedDataParallel and torch's fused AdamW. torch.compile cuts a layer into a graph for each bucket.
+    - ddp_whole_layers: the same, with a graph for each layer, which the host launches faster.
     - fsdp2: `fully_shard`, with SparseAdamW under a mask, or without a pattern with torch's fused AdamW.
     """
 
@@ -48,7 +49,14 @@ def _sparse(layout: Layout) -> list[Variant]:
 
 VARIANTS = {
     variant.name: variant
-    for variant in (*_sparse("local"), *_sparse("replicate"), Variant("ddp"), Variant("fsdp2"), *_sparse("fsdp2"))
+    for variant in (
+        *_sparse("local"),
+        *_sparse("replicate"),
+        Variant("ddp"),
+        Variant("ddp_whole_layers"),
+        Variant("fsdp2"),
+        *_sparse("fsdp2"),
+    )
 }
 
 
@@ -58,7 +66,9 @@ def default_variants(world_size: int, network: str) -> list[str]:
     Replicate on one device is local, and local needs no network. FSDP2 is measured on several devices, and not over
     sockets, where its step takes seconds and has no target.
     """
-    layouts = {"local", "ddp"} if world_size == 1 else {"local", "replicate", "ddp", "fsdp2"}
+    layouts = {"local", "ddp", "ddp_whole_layers"}
+    if world_size > 1:
+        layouts |= {"replicate", "fsdp2"}
     if network == "sockets":
         layouts = {"replicate", "ddp"}
     return [name for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32"]
@@ -132,10 +142,9 @@ def make_training(
     model = make_model(config, device, seed, mesh=mesh, checkpointing=checkpointing, compiled=compiled)
     forward = model
     if mask is None:
-        if variant.layout == "ddp":
-            # Each layer is a graph, whose gradients are reduced while the next layer's are computed. torch.compile
-            # would cut the layers into a graph for each bucket of DDP, which the host takes longer to launch.
-            dynamo_config.optimize_ddp = False
+        if variant.layout in ("ddp", "ddp_whole_layers"):
+            # Read when the layers are compiled, in the first step.
+            dynamo_config.optimize_ddp = variant.layout == "ddp"
             forward = DistributedDataParallel(
                 model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
             )

@@ -54,7 +54,7 @@ def options(parser: CommandParser) -> None:
     parser.add_argument(
         "--min_ratio",
         type=float,
-        default=4.0,
+        default=3.5,
         help="required speed-up of the sparse step, with dense and with compact gradients (%(default)s)",
     )
 

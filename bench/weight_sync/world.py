@@ -44,8 +44,7 @@ class Counted(WeightReceiver):
         assert isinstance(message, Message)
         if message.kind == "update":
             header = sum(len(key) + len(value) for key, value in message.header().items())
-            changed = sum(t.numel() for name, t in message.tensors.items() if not name.endswith(".bitmap"))
-            self.sizes = {"message_bytes": header + message.nbytes, "sent_values": changed}
+            self.sizes = {"message_bytes": header + message.nbytes, "sent_values": message.n_values}
         return super().receive(message)
 
 

@@ -1,13 +1,13 @@
 // The op that computes the digests of tensors, on each device.
 #include <vector>
 
+#include "chunk_digests_cpu.h"
 #include "error_text.h"
-#include "kernels/cpu/delta/chunk_digests.h"
 #include "stable_abi.h"
 
 #ifdef SPARSE_OPT_WITH_CUDA
+#include "chunk_digests_cuda.h"
 #include "cuda_stream.h"
-#include "kernels/cuda/delta/chunk_digests.h"
 #endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {

@@ -5,7 +5,7 @@
 #include <tuple>
 
 #include "checks.h"
-#include "kernels/delta/patch.h"
+#include "patch.h"
 #include "stable_abi.h"
 
 namespace sparse_opt {
@@ -30,7 +30,7 @@ struct PatchCall {
 
   PatchCall(const char* name, TensorList tensors, int64_t level, bool is_float, int64_t class_shift)
       : device(checked_device(name, tensors)) {
-    SPARSE_OPT_CHECK(0 <= level && level <= 2, "level is ", level, ", expected 0, 1 or 2");
+    SPARSE_OPT_CHECK(0 <= level && level <= 1, "level is ", level, ", expected 0 or 1");
     SPARSE_OPT_CHECK(0 <= class_shift && class_shift <= 64, "class_shift is ", class_shift, ", expected 0 to 64");
     args.level = static_cast<PatchLevel>(level);
     args.is_float = is_float;
@@ -67,7 +67,7 @@ struct PatchCall {
                   const OptionalTensor& values) {
     if (args.level != PatchLevel::kTight) return;
     SPARSE_OPT_CHECK(row_of.has_value() && rows.has_value() && class_table.has_value() && values.has_value(),
-                     "level 2 requires row_of, rows, class_table and values");
+                     "level 1 requires row_of, rows, class_table and values");
     const int symbols = patch_symbols(args.element_size);
     check_flat("row_of", *row_of, args.count, device);
     check_dtype("row_of", *row_of, ScalarType::UInt16);
@@ -117,7 +117,7 @@ Encoded patch_encode(TensorList old_list, TensorList new_list, int64_t level, bo
                      int64_t width, const OptionalTensor& row_of, const OptionalTensor& rows,
                      const OptionalTensor& class_table, const OptionalTensor& values, bool advance) {
   PatchCall call("old", old_list, level, is_float, class_shift);
-  SPARSE_OPT_CHECK(!advance || call.args.level != PatchLevel::kTight, "advance is not supported by level 2");
+  SPARSE_OPT_CHECK(!advance || call.args.level != PatchLevel::kTight, "advance is not supported by level 1");
   call.args.advance = advance;
   call.set_new(old_list, new_list);
   call.set_width(width);
@@ -170,7 +170,7 @@ Tensor patch_apply_(TensorList dense, const OptionalTensor& heads, const TensorV
   call.set_tables(row_of, rows, class_table, values);
   PatchArguments& args = call.args;
   if (args.level != PatchLevel::kTight) {
-    SPARSE_OPT_CHECK(heads.has_value(), "levels 0 and 1 require heads");
+    SPARSE_OPT_CHECK(heads.has_value(), "level 0 requires heads");
     check_flat("heads", *heads, call.tiles(), call.device);
     check_dtype("heads", *heads, ScalarType::UInt16);
     check_aligned("heads", *heads);

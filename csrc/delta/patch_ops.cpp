@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/cpu/delta/patch_codec.h"
+#include "patch_codec.h"
 #include "patch_native.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {

@@ -2,7 +2,7 @@
 #include <numeric>
 
 #include "cuda_stream.h"
-#include "kernels/cuda/delta/patch_kernels.h"
+#include "patch_kernels.h"
 #include "patch_native.h"
 
 namespace sparse_opt {

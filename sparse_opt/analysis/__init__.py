@@ -1,41 +1,49 @@
-"""Analysis of the changes by training, from a delta log or two checkpoints: sparsity, coverage, ranks, and plots."""
+"""Analysis of the changes by training, from a delta log or checkpoints: sparsity, coverage, ranks, overlap of masks.
+
+The functions of the plots and of the report, which need matplotlib, are in `analysis.plots` and `analysis.report`.
+"""
 
 from __future__ import annotations
 
-from .checkpoints import Checkpoint, CheckpointPair, CheckpointSeries
-from .concentration import Concentration, measure_concentration
-from .coverage import Coverage, measure_coverage
+from .changes import (
+    ChangeCounts,
+    Coverage,
+    StepChanges,
+    chosen_names,
+    count_changes,
+    measure_coverage,
+    measure_sparsity,
+    sum_changes,
+)
+from .checkpoints import Checkpoint, CheckpointSeries
+from .mask_overlap import Comparison, Overlap, compare_masks
 from .ranks import (
     RankStats,
-    get_effective_rank,
     get_layer_rank_stats,
-    get_rank,
-    get_stable_rank,
+    measure_concentration,
     measure_ranks,
-    measure_ranks_by_step,
     rank_stats,
+    singular_values,
 )
-from .sparsity import ChangeCounts, StepChanges, count_changes, measure_sparsity, sum_changes
 
 __all__ = [
     "ChangeCounts",
     "Checkpoint",
-    "CheckpointPair",
     "CheckpointSeries",
-    "Concentration",
+    "Comparison",
     "Coverage",
+    "Overlap",
     "RankStats",
     "StepChanges",
+    "chosen_names",
+    "compare_masks",
     "count_changes",
-    "get_effective_rank",
     "get_layer_rank_stats",
-    "get_rank",
-    "get_stable_rank",
     "measure_concentration",
     "measure_coverage",
     "measure_ranks",
-    "measure_ranks_by_step",
     "measure_sparsity",
     "rank_stats",
+    "singular_values",
     "sum_changes",
 ]

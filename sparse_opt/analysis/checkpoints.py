@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Causal masks and rotary frequencies that older checkpoints store next to the parameters; transformers skips them.
 _BUFFER = re.compile(r"(^|\.)(attn|attention|crossattention)\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
+# Tensors that checkpoints of one model need not have in common.
+_OPTIONAL = re.compile(rf"^lm_head\.weight$|{_BUFFER.pattern}")
 # Prefix that transformers gives the names of a model with a head; original checkpoints of GPT-2 lack it.
 _PREFIX = "transformer."
 _PT_SUFFIXES = (".pt", ".pth", ".bin")
@@ -107,8 +110,8 @@ class Checkpoint:
 class CheckpointSeries:
     """A `StateLog` of the checkpoints of one run.
 
-    Tensors are matched by name with those of the last checkpoint, with or without GPT-2's prefix `transformer.`. A tied
-    tensor that only some files have (`lm_head.weight`) is left out if the configuration of the others ties it to the
+    Tensors are matched by name with those of the last checkpoint, with or without the prefix `transformer.`. Buffers
+    and a `lm_head.weight` that only some checkpoints have are left out: without it, a model's head is tied to the
     embeddings. Dtypes may differ: `layout` is that of the last checkpoint.
 
     Args:
@@ -130,6 +133,11 @@ class CheckpointSeries:
         specs = tuple(last.specs[name] for name in names)
         tied = {further: first for further, first in last.tied.items() if first in names}
         self.layout = StateLayout(specs, tied, frozenset(name for name in names if _BUFFER.search(name)))
+
+    @classmethod
+    def of_pair(cls, base: str | Path, tuned: str | Path) -> CheckpointSeries:
+        """The checkpoints before and after training as steps 0 and 1; arguments and errors as in `Checkpoint.open`."""
+        return cls({0: Checkpoint.open(base), 1: Checkpoint.open(tuned)}, f"{base} -> {tuned}")
 
     @classmethod
     def of_folder(cls, folder: str | Path, base: str | Path | None = None) -> CheckpointSeries:
@@ -189,19 +197,6 @@ class CheckpointSeries:
         return self._checkpoints[step], self._names[step]
 
 
-class CheckpointPair(CheckpointSeries):
-    """A series of two: step 0 is the base checkpoint, 1 the tuned one."""
-
-    def __init__(self, base: Checkpoint, tuned: Checkpoint) -> None:
-        super().__init__({0: base, 1: tuned}, f"{base.source} -> {tuned.source}")
-        self.base, self.tuned = base, tuned
-
-    @classmethod
-    def open(cls, base: str | Path, tuned: str | Path) -> CheckpointPair:
-        """See `Checkpoint.open`. Also raises DataError if the two are not checkpoints of one model."""
-        return cls(Checkpoint.open(base), Checkpoint.open(tuned))
-
-
 def _state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a `.pt` file, mapped into memory. Raises DamagedFile if there is no state dict in it."""
     content = load_pt(path, mmap=True)
@@ -225,13 +220,14 @@ def _matched(base: Checkpoint, tuned: Checkpoint) -> dict[str, str]:
         if found is not None:
             pairs[name] = found
     for here, there, left in (
-        (base, tuned, [n for n in base.specs if n not in set(pairs.values())]),
-        (tuned, base, [n for n in tuned.specs if n not in pairs]),
+        (base, tuned, base.specs.keys() - pairs.values()),
+        (tuned, base, tuned.specs.keys() - pairs.keys()),
     ):
-        odd = [n for n in left if not _BUFFER.search(n) and not (n == "lm_head.weight" and _ties_head(there))]
+        odd = [name for name in here.specs if name in left and not _OPTIONAL.search(name)]
         if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise DataError(f"{odd[0]}{more} is in {here.source} and not in {there.source}: two different models")
+            raise DataError(
+                f"{listed(odd, most=1)} is in {here.source} and not in {there.source}: two different models"
+            )
     for name, other in pairs.items():
         mine, theirs = tuned.specs[name].shape, base.specs[other].shape
         if mine != theirs:
@@ -239,75 +235,43 @@ def _matched(base: Checkpoint, tuned: Checkpoint) -> dict[str, str]:
     return pairs
 
 
-def _ties_head(checkpoint: Checkpoint) -> bool:
-    """Whether the configuration of a checkpoint without a head ties the head to the embeddings."""
-    config = next(iter(checkpoint.files.values())).parent / "config.json"
-    if not config.is_file():
-        return False
-    try:
-        content = json.loads(config.read_text())
-        # Configurations omit transformers' default, which is to tie.
-        return bool(content.get("tie_word_embeddings", content.get("text_config", {}).get("tie_word_embeddings", True)))
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{config}: not a readable configuration: {one_line(error)}") from error
-
-
 def _files_of(source: str) -> list[Path]:
     path = Path(source)
     if path.suffix == ".safetensors" and path.is_file():
         return [path]
-    if path.is_dir():
-        index = path / _INDEX
-        if index.is_file():
-            return [path / name for name in _shards(index)]
-        if (path / _SINGLE).is_file():
-            return [path / _SINGLE]
-        raise DataError(f"{source}: holds no {_SINGLE} and no {_INDEX}")
-    if path.exists():
+    if path.exists() and not path.is_dir():
         raise DataError(f"{source}: expected a folder, a .safetensors file or a hub name")
-    return _hub_files(source)
+    folder = path if path.is_dir() else _hub_folder(source)
+    files = _files_in(folder)
+    if not files:
+        raise DataError(f"{source}: holds no {_SINGLE} and no {_INDEX}")
+    return files
 
 
-def _shards(index: Path) -> list[str]:
+def _files_in(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, as its index lists them; empty if it has none."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return [folder / _SINGLE] if (folder / _SINGLE).is_file() else []
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DataError(f"{index}: not a readable index of shards: {one_line(error)}") from error
 
 
-def _hub_files(source: str) -> list[Path]:
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+def _hub_folder(source: str) -> Path:
+    """The folder of the hub's cache with a model's safetensors files; without a request if they are all there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     name, _, revision = source.partition("@")
+    chosen: dict[str, Any] = {"revision": revision or None, "allow_patterns": ["model*.safetensors", _INDEX]}
     try:
-        # For the ties of the head; not every model has one.
-        with suppress(EntryNotFoundError):
-            _hub_file(name, revision, "config.json")
-        # Cached files first: without a connection, it is not known which of the two files the hub has.
-        single, index = (_cached(name, revision, file) for file in (_SINGLE, _INDEX))
-        if single is None and index is None:
-            try:
-                single = _hub_file(name, revision, _SINGLE)
-            except LocalEntryNotFoundError:
-                raise
-            except EntryNotFoundError:
-                index = _hub_file(name, revision, _INDEX)
-        if single is not None:
-            return [single]
-        assert index is not None
-        return [_hub_file(name, revision, shard) for shard in _shards(index)]
-    except (EntryNotFoundError, OSError, ValueError) as error:
+        with suppress(LocalEntryNotFoundError):
+            folder = Path(snapshot_download(name, local_files_only=True, **chosen))
+            files = _files_in(folder)
+            if files and all(file.is_file() for file in files):
+                return folder
+        return Path(snapshot_download(name, **chosen))
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read the checkpoint {source}, which is not a folder: {one_line(error)}") from error
-
-
-def _hub_file(name: str, revision: str, file: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    return _cached(name, revision, file) or Path(hf_hub_download(name, file, revision=revision or None))
-
-
-def _cached(name: str, revision: str, file: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, file, revision=revision or None)
-    return Path(found) if isinstance(found, str) else None

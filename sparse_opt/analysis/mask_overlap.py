@@ -9,16 +9,11 @@ Means and variances add up over tensors, so they are exact for a layer, a compon
 expectations m / a and m / b of the overlaps |A and B| / |A| and |A and B| / |B|. The Jaccard index is a ratio,
 I / (S - I) with S = a + b; its expectation is computed from the Taylor series at m (delta method) to second order:
 
-    m / (S - m) + S v / (S - m)^3.
+    m / (S - m) + S v / (S - m)^3,
 
-The error is at most S v / (S - m)^4 + S (3 v^2 + v) / M^5 with M = max(a, b), summed over tensors: I is distributed as
-a sum of independent Bernoulli variables, so that its third central moment is at most v and its fourth at most
-3 v^2 + v, and S - I is at least M. `Overlap.jaccard_chance_error` is this bound: 1e-6 or less for tensors with
-thousands of active elements; for a handful of active elements it is too large to be useful.
+which is within 1e-6 of the exact expectation for tensors with thousands of active elements.
 
-Sources: N. L. Johnson, A. W. Kemp, S. Kotz, Univariate Discrete Distributions, chapter 6, for the moments; J. Pitman,
-Probabilistic bounds on the coefficients of polynomials with only real zeros, J. Combin. Theory A 77 (1997), for the sum
-of Bernoulli variables.
+Source: N. L. Johnson, A. W. Kemp, S. Kotz, Univariate Discrete Distributions, chapter 6, for the moments.
 """
 
 from __future__ import annotations
@@ -46,7 +41,6 @@ class Overlap:
         first, second: active elements of each mask.
         both: elements active in both.
         both_chance, both_chance_variance: mean and variance of `both` by chance.
-        least_either: the fewest elements that can be active in either: max(first, second), summed over tensors.
     """
 
     numel: int
@@ -55,7 +49,6 @@ class Overlap:
     both: int
     both_chance: float
     both_chance_variance: float
-    least_either: int
 
     @classmethod
     def of_counts(cls, numel: int, first: int, second: int, both: int) -> Overlap:
@@ -63,7 +56,7 @@ class Overlap:
         mean = first * second / numel if numel else 0.0
         # With at most one element, both counts determine the overlap.
         variance = mean * (numel - first) * (numel - second) / (numel * (numel - 1)) if numel > 1 else 0.0
-        return cls(numel, first, second, both, mean, variance, max(first, second))
+        return cls(numel, first, second, both, mean, variance)
 
     def __add__(self, other: Overlap) -> Overlap:
         mine, its = asdict(self), asdict(other)
@@ -75,31 +68,22 @@ class Overlap:
         return reduce(cls.__add__, overlaps)
 
     @property
-    def either(self) -> int:
-        """Elements active in one of the masks or both."""
-        return self.first + self.second - self.both
-
-    @property
     def jaccard(self) -> float:
-        """both / either; NaN where neither mask has an active element."""
-        return _ratio(self.both, self.either)
+        """both / (first + second - both); NaN where neither mask has an active element."""
+        return _ratio(self.both, self.first + self.second - self.both)
 
     @property
     def jaccard_chance(self) -> float:
         """Expectation of `jaccard` by chance, to second order (see the module); NaN as there."""
-        either = self._either_chance
-        return _ratio(self.both_chance, either) + _ratio(self._sum * self.both_chance_variance, either**3)
-
-    @property
-    def jaccard_chance_error(self) -> float:
-        """A bound on the error of `jaccard_chance`; NaN as there."""
-        v, either, least = self.both_chance_variance, self._either_chance, self.least_either
-        return _ratio(self._sum * v, either**4) + _ratio(self._sum * (3 * v**2 + v), least**5)
+        total = self.first + self.second
+        either = total - self.both_chance
+        return _ratio(self.both_chance, either) + _ratio(total * self.both_chance_variance, either**3)
 
     @property
     def jaccard_chance_sd(self) -> float:
         """Standard deviation of `jaccard` by chance, to first order: S sqrt(v) / (S - m)^2; NaN as there."""
-        return _ratio(self._sum * math.sqrt(self.both_chance_variance), self._either_chance**2)
+        total = self.first + self.second
+        return _ratio(total * math.sqrt(self.both_chance_variance), (total - self.both_chance) ** 2)
 
     @property
     def of_first(self) -> float:
@@ -113,21 +97,12 @@ class Overlap:
 
     @property
     def of_second(self) -> float:
-        """both / second; NaN if the second mask has no active element."""
+        """both / second, with `of_second_chance`."""
         return _ratio(self.both, self.second)
 
     @property
     def of_second_chance(self) -> float:
-        """Expectation of `of_second` by chance, exact; NaN as there."""
         return _ratio(self.both_chance, self.second)
-
-    @property
-    def _sum(self) -> int:
-        return self.first + self.second
-
-    @property
-    def _either_chance(self) -> float:
-        return self._sum - self.both_chance
 
 
 @dataclass(frozen=True)
@@ -154,7 +129,7 @@ class Comparison:
         return {part: Overlap.sum(of) for part, of in group_by_part(self.tensors).items()}
 
 
-def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Comparison]:
+def compare_masks(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Comparison]:
     """Compare every pair of masks, in their order.
 
     Args:
@@ -171,23 +146,24 @@ def compare(masks: Mapping[str, MaskSet], *, common: bool = False) -> list[Compa
     if len(masks) < 2:
         raise MaskError(f"found {len(masks)} masks to compare, expected two or more")
     names = _compared_names(masks, common)
-    pairs = list(itertools.combinations(masks.items(), 2))
-    return [
-        Comparison(a, b, {name: _overlap(name, first, second) for name in names})
-        for (a, first), (b, second) in progress_bar(pairs, what="compare", unit="pair")
-    ]
-
-
-def _overlap(name: str, first: MaskSet, second: MaskSet) -> Overlap:
-    both = intersection_size(first[name], second[name])
-    return Overlap.of_counts(math.prod(first.shapes[name]), first[name].numel(), second[name].numel(), both)
+    sizes = {name: math.prod(shape) for name, shape in next(iter(masks.values())).shapes.items()}
+    comparisons = []
+    for (a, first), (b, second) in progress_bar(
+        [*itertools.combinations(masks.items(), 2)], what="compare", unit="pair"
+    ):
+        tensors = {}
+        for name in names:
+            both = intersection_size(first[name], second[name])
+            tensors[name] = Overlap.of_counts(sizes[name], first[name].numel(), second[name].numel(), both)
+        comparisons.append(Comparison(a, b, tensors))
+    return comparisons
 
 
 def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
     (label, first), *others = masks.items()
     warned: set[str | None] = set()
     for other_label, other in others:
-        for name in _in_order(first.names, other.names):
+        for name in dict.fromkeys([*first.names, *other.names]):
             if name not in first or name not in other:
                 if common:
                     continue
@@ -209,11 +185,6 @@ def _compared_names(masks: Mapping[str, MaskSet], common: bool) -> list[str]:
     if not names:
         raise MaskError(f"{', '.join(masks)} have no parameter in common, expected masks of one model")
     return names
-
-
-def _in_order(first: Iterable[str], second: Iterable[str]) -> Iterable[str]:
-    """Return all names once, those of `first` before the others."""
-    return dict.fromkeys(itertools.chain(first, second))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,7 +1,8 @@
-"""Plots of the analyses. Needs matplotlib.
+"""Plots of the analyses and of masks, as figures: curves by step, heat maps by layer and part of a model.
 
 Every curve has its own line style, marker and colour, so that curves are distinguishable in grayscale print; the legend
-is next to the data. The functions return figures, which `figures.save_png` writes, or `as_svg` converts for a page.
+is next to the data. Every cell of a heat map shows its number, and brightness increases with the value. All functions
+need matplotlib.
 """
 
 from __future__ import annotations
@@ -9,94 +10,80 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..masks.parameters import PART_LABELS, PARTS, Part, group, group_by_part, place_of
-from .coverage import Coverage
+from ..masks.mask_set import MaskSet, MaskStats
+from ..masks.parameters import PART_LABELS, PARTS, Part, group, group_by_part, in_layer_order, layer_label, place_of
+from .changes import Coverage, StepChanges, sum_changes
+from .mask_overlap import Comparison, Overlap
 from .output_files import new_figure
 from .ranks import RankStats
-from .shapes import WeightShape
-from .sparsity import ChangeCounts, StepChanges, sum_changes
-from .states import threshold_text
+from .records import precision_text, threshold_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish, from dark to light.
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p", "d")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":")
-_WIDTH = 9.0
+# Layer and part of the model -> value and text of a cell.
+_Cells = dict[tuple[int | None, Part], tuple[float, str]]
 
 T = TypeVar("T")
 
 
 def density_figure(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Figure:
     """Density of the update by step: a curve for bits and one for each tolerance; a panel for each precision."""
-    panels: dict[str, dict[str, list[float]]] = {}
+    panels: dict[str, dict[str, Sequence[float]]] = {}
     for precision in found[0].by_precision:
         totals = [sum_changes(step.by_precision[precision].values()) for step in found]
-        curves = {"bits differ": [100 * total.share for total in totals]}
+        curves = panels[precision_text(precision)] = {"bits differ": [100 * total.share for total in totals]}
         for i, tolerance in enumerate(tolerances):
             curves[f"|ΔW| > {threshold_text(tolerance)}"] = [100 * total.shares_above[i] for total in totals]
-        panels["in the stored dtype" if precision == "stored" else "rounded to bf16"] = curves
     steps = [step.step for step in found]
-    return _steps(steps, panels, "density of the update (% of all elements)", "Density of the update by step")
+    return _by_step(steps, panels, "density of the update (% of all elements)", "Density of the update by step")
 
 
 def coverage_figure(coverage: Coverage) -> Figure:
-    """Coverage of the final active set by step: a curve for each tau."""
-    curves = {_tau(tau): [100 * share for share in coverage.coverage(i)] for i, tau in enumerate(coverage.taus)}
-    final = coverage.steps[-1]
-    label = f"coverage (% of the elements active at step {final})"
-    return _steps(coverage.steps, {"": curves}, label, f"Coverage of the set active at step {final}")
+    """Coverage of the final active set and global density by step: a curve for each tau."""
 
+    def curves(of: Callable[[int], Sequence[float]]) -> dict[str, list[float]]:
+        return {f"τ = {threshold_text(tau)}": [100 * share for share in of(i)] for i, tau in enumerate(coverage.taus)}
 
-def coverage_density_figure(coverage: Coverage) -> Figure:
-    """Global density by step: a curve for each tau."""
-    curves = {_tau(tau): [100 * share for share in coverage.density(i)] for i, tau in enumerate(coverage.taus)}
-    return _steps(coverage.steps, {"": curves}, "density (% of all elements that are active)", "Global density by step")
+    panels = {
+        f"coverage: % of the elements active at step {coverage.steps[-1]}": curves(coverage.coverage),
+        "density: % of all elements": curves(coverage.density),
+    }
+    return _by_step(coverage.steps, panels, "active elements (%)", "Coverage and density by step", shared=False)
 
 
 def layer_figure(step: StepChanges, precision: str) -> Figure:
-    """Density (elements whose bits differ) and sign flips at one step by layer, a curve for each component.
+    """Density (elements whose bits differ) and sign flips at one step by layer and part of the model.
 
     Args:
-        precision: `stored` or `bf16`.
+        precision: a key of `StepChanges.by_precision`.
     """
-
-    def density(tensors: Sequence[ChangeCounts]) -> float:
-        return 100 * sum_changes(tensors).share
-
-    def flips(tensors: Sequence[ChangeCounts]) -> float:
-        return 100 * sum_changes(tensors).share_flipped
-
     counts = step.by_precision[precision]
     panels = {
-        "density (% of elements\nwhose bits differ)": _profile(counts, density),
-        "sign flips\n(% of elements)": _profile(counts, flips),
+        "density, % of elements whose bits differ": _cells(counts, lambda of: 100 * sum_changes(of).share),
+        "sign flips, % of elements": _cells(counts, lambda of: 100 * sum_changes(of).share_flipped),
     }
-    end = "" if precision == "stored" else ", rounded to bf16"
-    return _layers(panels, f"Update by layer and component, step {step.step}{end}", columns=1)
+    return _by_place(panels, f"Update by layer and part, step {step.step}, {precision_text(precision)}")
 
 
 def rank_figure(stats: Mapping[str, RankStats], tau: float, step: int) -> Figure:
-    """Ranks, norm and shares of the updates by layer; a curve for each component, the mean of its matrices."""
+    """Ranks, norm and share of the updates by layer and part of the model, means over the matrices."""
     statistics: dict[str, Callable[[RankStats], float]] = {
-        "classical rank\n(% of full rank)": lambda s: 100 * s.rank.value / s.full_rank,
-        "effective rank\n(% of full rank)": lambda s: 100 * s.effective_rank.value / s.full_rank,
-        "stable rank": lambda s: s.stable_rank.value,
-        "Frobenius norm of the update\n(units of the weights)": lambda s: s.frobenius_norm,
-        f"elements that moved by\nmore than {threshold_text(tau)} (%)": lambda s: 100 * s.share_above,
-        "elements that moved by more\nthan mean + 2 std (%)": lambda s: 100 * s.share_large,
+        "effective rank, % of full rank": lambda s: 100 * s.effective_rank / s.full_rank,
+        "stable rank": lambda s: s.stable_rank,
+        "Frobenius norm of the update, units of the weights": lambda s: s.frobenius_norm,
+        f"elements that moved by more than {threshold_text(tau)}, %": lambda s: 100 * s.share_above,
     }
-
-    def mean_of(statistic: Callable[[RankStats], float]) -> Callable[[Sequence[RankStats]], float]:
-        return lambda matrices: sum(map(statistic, matrices)) / len(matrices)
-
-    panels = {label: _profile(stats, mean_of(statistic)) for label, statistic in statistics.items()}
-    return _layers(panels, f"Updates of weight matrices by layer and component, step {step}", columns=2)
+    panels = {unit: _cells(stats, _mean_of(statistic)) for unit, statistic in statistics.items()}
+    return _by_place(panels, f"Updates of weight matrices by layer and part, step {step}")
 
 
 def rank_steps_figure(found: Mapping[int, Mapping[str, RankStats]]) -> Figure:
@@ -109,38 +96,69 @@ def rank_steps_figure(found: Mapping[int, Mapping[str, RankStats]]) -> Figure:
     if len(names) > len(_COLOURS):
         groups = {PART_LABELS[part]: of for part, of in group_by_part({name: name for name in names}).items()}
     statistics: dict[str, Callable[[RankStats], float]] = {
-        "classical rank": lambda s: s.rank.value,
-        "effective rank": lambda s: s.effective_rank.value,
-        "stable rank": lambda s: s.stable_rank.value,
+        "classical rank": lambda s: s.rank,
+        "effective rank": lambda s: s.effective_rank,
+        "stable rank": lambda s: s.stable_rank,
     }
     panels = {
         title: {
-            label: [sum(statistic(stats[name]) for name in of) / len(of) for stats in found.values()]
+            label: [_mean_of(statistic)([stats[name] for name in of]) for stats in found.values()]
             for label, of in groups.items()
         }
         for title, statistic in statistics.items()
     }
-    return _steps(list(found), panels, "rank", "Ranks of the update by step", shared=False)
+    return _by_step(list(found), panels, "rank", "Ranks of the update by step", shared=False)
 
 
-def shape_figure(shapes: Sequence[WeightShape], title: str) -> Figure:
-    """Elements of the model by component, as bars."""
-    sums = {part: sum(n) for part, n in group_by_part({s.name: s.numel for s in shapes}).items() if sum(n)}
-    parts = list(sums)
-    figure = new_figure(_WIDTH, 1.4 + 0.36 * len(parts))
-    axes = figure.subplots()
-    unit, scale = _unit(max(sums.values()))
-    values = [sums[part] / scale for part in parts]
-    bars = axes.barh(range(len(parts)), values, color="#56B4E9", edgecolor="black", linewidth=0.6)
-    axes.bar_label(bars, [f"{value:,.3g}" for value in values], padding=3, fontsize=8)
-    axes.set_yticks(range(len(parts)), [PART_LABELS[part] for part in parts])
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel(f"elements{unit}")
-    axes.set_ylabel("component")
-    axes.set_title(title, fontsize=11)
-    _tidy(axes, grid="x")
+def comparison_figure(comparisons: Sequence[Comparison]) -> Figure:
+    """Heat maps of all pairs of masks: the Jaccard index, and the one-sided overlap, row's share in column.
+
+    Each cell shows the value over all tensors, with its expectation by chance in brackets.
+
+    Args:
+        comparisons: all pairs, as returned by `compare_masks`.
+    """
+    labels = list(dict.fromkeys(label for pair in comparisons for label in (pair.first, pair.second)))
+    jaccard: dict[tuple[int, int], tuple[float, str]] = {}
+    overlap: dict[tuple[int, int], tuple[float, str]] = {}
+    for pair in comparisons:
+        i, j, total = labels.index(pair.first), labels.index(pair.second), pair.total
+        jaccard[i, j] = jaccard[j, i] = total.jaccard, _with_chance(total.jaccard, total.jaccard_chance)
+        overlap[i, j] = total.of_first, _with_chance(total.of_first, total.of_first_chance)
+        overlap[j, i] = total.of_second, _with_chance(total.of_second, total.of_second_chance)
+    # The value of the diagonal, 1, has no information and would compress the colour scale.
+    same = {(i, i): (nan, "same") for i in range(len(labels))}
+    scale = _linear(value for value, _ in overlap.values())
+    longest = max(map(len, labels))
+    width = 2 * max(2.9, 0.85 * len(labels)) + 0.085 * longest + 1.6
+    figure = new_figure(width, max(1.8, 0.65 * len(labels)) + 0.065 * longest + 1.2)
+    panels = figure.subplots(1, 2, sharey=True)
+    image = _heat_map(panels[0], jaccard | same, labels, labels, scale)
+    _heat_map(panels[1], overlap | same, labels, labels, scale)
+    panels[0].set_title("Jaccard index, |A and B| / |A or B|", fontsize=11)
+    panels[1].set_title("One-sided overlap, |A and B| / |A|", fontsize=11)
+    panels[0].set_ylabel("mask A")
+    for axes in panels:
+        axes.set_xlabel("mask B")
+    figure.colorbar(image, ax=panels, label="share of elements (by chance)")
     return figure
+
+
+def pair_figure(comparison: Comparison) -> Figure:
+    """Heat map of two masks' Jaccard index by layer and part of the model, expectation by chance in brackets."""
+    sums = {place: Overlap.sum(of) for place, of in group(comparison.tensors, place_of).items()}
+    cells = {place: (o.jaccard, _with_chance(o.jaccard, o.jaccard_chance)) for place, o in sums.items()}
+    title = f"|A and B| / |A or B|\nA = {comparison.first}, B = {comparison.second}"
+    return _by_place({"Jaccard index (by chance)": cells}, title)
+
+
+def mask_figure(mask: MaskSet, title: str) -> Figure:
+    """Heat map of a mask's density, in percent, by layer and part of the model.
+
+    Colours are on a logarithmic scale: norms and embeddings often are many times as dense as the matrices.
+    """
+    cells = _cells(mask.per_tensor(), lambda of: 100 * MaskStats.sum(of).density)
+    return _by_place({"density, % of elements": cells}, title, logarithmic=True)
 
 
 def as_svg(figure: Figure) -> bytes:
@@ -155,16 +173,16 @@ def as_svg(figure: Figure) -> bytes:
     return document[document.index(b"<svg") :]
 
 
-def _unit(largest: int) -> tuple[str, float]:
-    units = ((" (billions)", 1e9), (" (millions)", 1e6), (" (thousands)", 1e3))
-    return next(((name, scale) for name, scale in units if largest >= scale), ("", 1.0))
+def _mean_of(statistic: Callable[[T], float]) -> Callable[[Sequence[T]], float]:
+    return lambda values: sum(map(statistic, values)) / len(values)
 
 
-def _tau(tau: float) -> str:
-    return f"τ = {threshold_text(tau)}"
+def _cells(of: Mapping[str, T], statistic: Callable[[Sequence[T]], float]) -> _Cells:
+    values = {place: statistic(values) for place, values in group(of, place_of).items()}
+    return {place: (value, f"{value:.3g}") for place, value in values.items()}
 
 
-def _steps(
+def _by_step(
     steps: Sequence[int],
     panels: Mapping[str, Mapping[str, Sequence[float]]],
     label: str,
@@ -173,101 +191,115 @@ def _steps(
     shared: bool = True,
 ) -> Figure:
     """Panels side by side, with the same curves, over one scale if it is `shared`."""
-    figure = new_figure(_WIDTH if len(panels) == 1 else 12.0, 4.8)
+    figure = new_figure(9.0 if len(panels) == 1 else 12.0, 4.8)
     row = figure.subplots(1, len(panels), sharey=shared, squeeze=False)[0]
     for axes, (name, curves) in zip(row, panels.items(), strict=True):
         for i, (curve, values) in enumerate(curves.items()):
-            # Curves may overlap: later curves have smaller markers, drawn inside the earlier ones.
-            _curve(axes, i, curve, list(steps), values, markersize=9 - 5 * i / max(1, len(curves) - 1))
+            colour = _COLOURS[i % len(_COLOURS)]
+            axes.plot(
+                steps,
+                [value if isfinite(value) else nan for value in values],
+                color=colour,
+                linestyle=_LINES[i % len(_LINES)],
+                marker=_MARKERS[i % len(_MARKERS)],
+                # Curves may overlap: later curves have smaller markers, drawn inside the earlier ones.
+                markersize=9 - 5 * i / max(1, len(curves) - 1),
+                markerfacecolor="white" if i % 2 else colour,
+                linewidth=1.3,
+                label=curve,
+            )
         axes.set_xlabel("training step")
         axes.set_title(name, fontsize=10)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _tidy(axes)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     row[0].set_ylabel(label)
-    for scale in [row] if shared else [[axes] for axes in row]:
-        _from_zero(scale)
+    for scale in [list(row)] if shared else [[axes] for axes in row]:
+        # From 0 to above the highest marker; without data, or where all of it is NaN, the highest is not finite.
+        top = max((float(axes.dataLim.ymax) for axes in scale if isfinite(axes.dataLim.ymax)), default=0.0)
+        for axes in scale:
+            axes.set_ylim(0, 1.05 * top if top > 0 else 1.0)
     figure.suptitle(title, fontsize=11)
     figure.legend(*row[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     return figure
 
 
-# Part -> layer -> value; layer None holds the parameters outside of all layers.
-_Profile = dict[Part, dict[int | None, float]]
+def _by_place(panels: Mapping[str, _Cells], title: str, *, logarithmic: bool = False) -> Figure:
+    """Unit -> heat map: layers from top to bottom, parts from left to right; row `none` is outside of layers."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
-
-def _profile(of: Mapping[str, T], statistic: Callable[[Sequence[T]], float]) -> _Profile:
-    profile: _Profile = {}
-    for (layer, part), values in group(of, place_of).items():
-        profile.setdefault(part, {})[layer] = statistic(values)
-    return {part: profile[part] for part in PARTS if part in profile}
-
-
-def _layers(panels: Mapping[str, _Profile], title: str, columns: int) -> Figure:
-    parts = [part for part in PARTS if any(part in profile for profile in panels.values())]
-    layers = sorted({n for p in panels.values() for values in p.values() for n in values if n is not None})
-    outside = any(None in values for p in panels.values() for values in p.values())
-    rows = -(-len(panels) // columns)
-    figure = new_figure(_WIDTH if columns == 1 else 11.5, 1.0 + 2.9 * rows)
-    # Values outside of all layers are drawn to the right of them, at one tick.
-    beyond = (layers[-1] + 1 + max(1, len(layers) // 12)) if layers else 0
-    grid = figure.subplots(rows, columns, sharex=True, squeeze=False)
-    for axes, (label, profile) in zip(grid.flat, panels.items(), strict=True):
-        for part, values in profile.items():
-            inner = [(n, v) for n, v in sorted((n, v) for n, v in values.items() if n is not None)]
-            _curve(axes, PARTS.index(part), PART_LABELS[part], [n for n, _ in inner], [v for _, v in inner])
-            if None in values:
-                _curve(axes, PARTS.index(part), PART_LABELS[part], [beyond], [values[None]])
-        axes.set_ylabel(label, fontsize=9)
-        _from_zero([axes])
-        _tidy(axes)
-        _layer_ticks(axes, layers, beyond if outside else None)
-    for axes in grid[-1]:
-        axes.set_xlabel("layer")
-    handles = {
-        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    order = [PART_LABELS[part] for part in parts]
-    figure.legend([handles[label] for label in order], order, loc="outside right center", frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
+    places = [place for cells in panels.values() for place in cells]
+    layers = in_layer_order(layer for layer, _ in places)
+    parts = [part for part in PARTS if any(part == of for _, of in places)]
+    lines = max((text.count("\n") + 1 for cells in panels.values() for _, text in cells.values()), default=1)
+    columns = min(2, len(panels))
+    # The labels need this height.
+    height = max(3.9, 2.1 + (0.12 + 0.17 * lines) * len(layers)) * -(-len(panels) // columns)
+    figure = new_figure((2.6 + 0.62 * len(parts)) * columns, height)
+    grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
+    for axes, (unit, cells) in zip(grid.flat, panels.items(), strict=True):
+        at = {(layers.index(layer), parts.index(part)): cell for (layer, part), cell in cells.items()}
+        scale = (_logarithmic if logarithmic else _linear)(value for value, _ in cells.values())
+        labels = [layer_label(layer) for layer in layers], [PART_LABELS[part] for part in parts]
+        image = _heat_map(axes, at, *labels, scale)
+        axes.set_title(unit if len(panels) > 1 else "", fontsize=10)
+        axes.set_xlabel("part of the model")
+        axes.set_ylabel("layer (none: outside of layers)")
+        bar = figure.colorbar(image, ax=axes, label=unit if len(panels) == 1 else "", format="%g")
+        bar.locator = LogLocator(subs=(1, 2, 5)) if logarithmic else MaxNLocator(9)
+        bar.minorticks_off()
+    figure.suptitle(title, fontsize=11, wrap=True)
     return figure
 
 
-def _layer_ticks(axes: Axes, layers: Sequence[int], beyond: int | None) -> None:
-    stride = max(1, -(-len(layers) // 12))
-    ticks = list(layers[::stride])
-    labels = [str(layer) for layer in ticks]
-    if beyond is not None:
-        ticks.append(beyond)
-        labels.append("outside\nlayers")
-        if layers:
-            axes.axvline((layers[-1] + beyond) / 2, color="#999999", linewidth=0.8)
-    axes.set_xticks(ticks, labels)
+def _heat_map(
+    axes: Axes,
+    cells: Mapping[tuple[int, int], tuple[float, str]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    scale: Normalize,
+) -> Any:
+    """Cells by (row, column): value and text. White cells have no value."""
+    from matplotlib import colormaps
+
+    values = [[cells.get((i, j), (nan, ""))[0] for j in range(len(columns))] for i in range(len(rows))]
+    colours = colormaps["cividis"].with_extremes(bad="white")  # perceptually uniform
+    image = axes.imshow(values, cmap=colours, norm=scale, aspect="auto")
+    for (i, j), (value, text) in cells.items():
+        is_dark = isfinite(value) and float(scale(value)) < 0.55
+        axes.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if is_dark else "black")
+    axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(rows)), rows)
+    # White lines between the cells.
+    axes.set_xticks([i - 0.5 for i in range(1, len(columns))], minor=True)
+    axes.set_yticks([i - 0.5 for i in range(1, len(rows))], minor=True)
+    axes.grid(which="minor", color="white", linewidth=1)
+    axes.tick_params(which="minor", length=0)
+    axes.spines[:].set_visible(False)
+    return image
 
 
-def _curve(axes: Axes, i: int, label: str, xs: Sequence[int], ys: Sequence[float], markersize: float = 5.0) -> None:
-    axes.plot(
-        xs,
-        [y if isfinite(y) else nan for y in ys],
-        color=_COLOURS[i % len(_COLOURS)],
-        linestyle=_LINES[i % len(_LINES)],
-        marker=_MARKERS[i % len(_MARKERS)],
-        markersize=markersize,
-        linewidth=1.3,
-        markerfacecolor="white" if i % 2 else _COLOURS[i % len(_COLOURS)],
-        label=label,
-    )
+def _linear(values: Iterable[float]) -> Normalize:
+    """A scale from 0 to the largest value."""
+    from matplotlib.colors import Normalize
+
+    return Normalize(0.0, max(filter(isfinite, values), default=0.0) or 1.0)
 
 
-def _from_zero(row: Iterable[Axes]) -> None:
-    """Set the common scale of some axes: from 0 to above the highest marker."""
-    row = list(row)
-    # Without data, or where all of it is NaN, the highest is not finite.
-    top = max((float(axes.dataLim.ymax) for axes in row if isfinite(axes.dataLim.ymax)), default=0.0)
-    for axes in row:
-        axes.set_ylim(0, 1.05 * top if top > 0 else 1.0)
+def _logarithmic(values: Iterable[float]) -> Normalize:
+    """A logarithmic scale from the least value above zero to the largest, over at least a factor of ten."""
+    from matplotlib.colors import LogNorm
+
+    above = [value for value in values if isfinite(value) and value > 0] or [1.0]
+    return LogNorm(min(min(above), max(above) / 10), max(above), clip=True)
 
 
-def _tidy(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
-    axes.grid(axis=grid, color="#DDDDDD", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+def _with_chance(value: float, chance: float) -> str:
+    return f"{_share(value)}\n({_share(chance)})"
+
+
+def _share(value: float) -> str:
+    if not isfinite(value):
+        return "none"
+    return f"{value:.3f}" if value >= 0.01 else f"{value:.2g}"

@@ -1,4 +1,4 @@
-"""Ranks, norms and shares of large elements of each weight matrix's update.
+"""Ranks, norms and shares of large elements of each weight matrix's update, and its spread over the matrices.
 
 With singular values s_1 >= s_2 >= ... of the change W_t - W_0, taken in fp32 (fp64 weights: in fp64):
 
@@ -7,47 +7,50 @@ With singular values s_1 >= s_2 >= ... of the change W_t - W_0, taken in fp32 (f
     effective rank   exp(-sum p_i ln p_i), p_i = s_i / sum(s): Roy and Vetterli, The effective rank, EUSIPCO 2007
     stable rank      sum(s_i^2) / s_1^2
 
-All three are 0 for a matrix of zeros. Each has an interval that contains the exact value, from the error bounds of
-the singular values.
+All three are 0 for a matrix of zeros. The spread of the update is measured on the Frobenius norms x_1 .. x_n:
+
+    Gini coefficient   sum_ij abs(x_i - x_j) / (2 n sum(x)): 0 if all are equal, 1 - 1/n if one matrix has all
+    entropy            -sum p_i ln p_i / ln n, p_i = x_i / sum(x): 1 if all are equal, 0 if one matrix has all
+    top share          the share of sum(x) that the k largest have
+
+All three are NaN if nothing changed, and the entropy if there is one matrix only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..delta.state_log import StateLog
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..masks.parameters import component_of
+from ..progress import progress_bar
 from ..tensors import canonical_names
-from .spectrum import LOWRANK_K, Method, Spectrum, singular_values
-from .states import (
+from .changes import (
     DEVICE_CPU,
-    Progress,
     base_and_states,
     blocks,
     chosen_names,
     chosen_steps,
     common_dtype,
-    no_progress,
     require_thresholds,
     wide_dtype,
 )
 
 TAU = 1e-6
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A computed value, and the interval that contains the exact value."""
-
-    value: float
-    low: float
-    high: float
+TOP_K = 3
+# exact: SVD in fp64. gram: roots of the eigenvalues of A^T A (or A A^T, the smaller) in fp64, in a fraction of the
+# time; the squares have an error of at most (m + n) eps norm(A)^2, which hides values below about 1e-6 of the norm if
+# the matrix has thousands of rows.
+Method = Literal["exact", "gram"]
+METHODS: tuple[Method, ...] = get_args(Method)
+# Rows of a tall matrix that are widened to fp64 at a time.
+_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,16 @@ class RankStats:
         frobenius_norm, spectral_norm: in the units of the weights; the spectral norm is s_1.
         share_above: share of elements with abs(delta) > tau.
         share_large: share of elements with abs(delta) > mean + 2 * standard deviation of the abs(delta) of this matrix.
-        method: how the singular values were found (`spectrum`).
     """
 
     shape: tuple[int, int]
-    rank: Interval
-    effective_rank: Interval
-    stable_rank: Interval
+    rank: int
+    effective_rank: float
+    stable_rank: float
     frobenius_norm: float
-    spectral_norm: Interval
+    spectral_norm: float
     share_above: float
     share_large: float
-    method: Method
 
     @property
     def full_rank(self) -> int:
@@ -79,26 +80,54 @@ class RankStats:
         return min(self.shape)
 
 
-def get_rank(matrix: Tensor, tolerance: float | None = None) -> int:
-    """Classical rank of a matrix [m, n]: how many singular values, computed in fp64, are above `tolerance`.
-
-    Args:
-        tolerance: absolute; max(m, n) * eps * s_1 by default, eps as in the module's text.
+@torch.no_grad()
+def singular_values(matrix: Tensor, method: Method = "exact") -> Tensor:
+    """The singular values of a matrix [m, n], computed in fp64 on its device: [min(m, n)], fp64 on the CPU, descending.
 
     Raises:
+        ConfigError: an unknown method.
         DataError: not a matrix, no elements, or NaN or infinite elements.
     """
-    return int(_rank(singular_values(matrix), _relative_tolerance(matrix), tolerance).value)
+    if matrix.ndim != 2 or not matrix.numel():
+        raise DataError(f"matrix has the shape {list(matrix.shape)}, expected two dimensions with elements")
+    if method not in METHODS:
+        raise ConfigError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+    odd = matrix.numel() - int(matrix.isfinite().count_nonzero())
+    if odd:
+        raise DataError(f"{odd} of {matrix.numel()} elements are NaN or infinite, expected numbers")
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    if method == "exact":
+        return torch.linalg.svdvals(tall.double()).cpu()
+    m, n = tall.shape
+    gram = torch.zeros(n, n, dtype=torch.float64, device=tall.device)
+    for start in range(0, m, _ROWS):
+        wide = tall[start : start + _ROWS].double()
+        gram.addmm_(wide.T, wide)
+    return torch.linalg.eigvalsh(gram).flip(0).clamp_min_(0.0).sqrt_().cpu()
 
 
-def get_effective_rank(matrix: Tensor) -> float:
-    """exp(-sum p ln p), p = s / sum(s), of a matrix [m, n]. Raises DataError as `get_rank`."""
-    return _effective_rank(singular_values(matrix)).value
+def rank_stats(delta: Tensor, tau: float = TAU, *, method: Method = "exact") -> RankStats:
+    """Compute the statistics of an update matrix [m, n] of any floating-point dtype.
 
-
-def get_stable_rank(matrix: Tensor) -> float:
-    """sum(s^2) / s_1^2 of a matrix [m, n]. Raises DataError as `get_rank`."""
-    return _stable_rank(singular_values(matrix)).value
+    Raises:
+        ConfigError: an unknown method.
+        DataError: not a matrix, no elements, or NaN or infinite elements.
+    """
+    values = singular_values(delta, method)
+    largest, total, squares = float(values[0]), float(values.sum()), float(values.square().sum())
+    eps = min(torch.finfo(delta.dtype).eps, torch.finfo(torch.float32).eps)
+    p = values / (total or 1.0)
+    share_above, share_large = _shares(delta, tau)
+    return RankStats(
+        shape=(delta.shape[0], delta.shape[1]),
+        rank=int((values > max(delta.shape) * eps * largest).count_nonzero()),
+        effective_rank=math.exp(-float(torch.xlogy(p, p).sum())) if total else 0.0,
+        stable_rank=squares / largest**2 if total else 0.0,
+        frobenius_norm=math.sqrt(squares),
+        spectral_norm=largest,
+        share_above=share_above,
+        share_large=share_large,
+    )
 
 
 def get_layer_rank_stats(
@@ -107,19 +136,16 @@ def get_layer_rank_stats(
     tolerance: float = TAU,
     *,
     method: Method = "exact",
-    k: int = LOWRANK_K,
-    device: torch.device | None = None,
 ) -> dict[str, RankStats]:
     """Return name -> statistics of the change of each weight matrix of a model, or of its state, since `init_state`.
 
     Weight matrices are the floating-point parameters of two dimensions and, as `name[0]`, the slices of those of three
-    (experts), norms excluded. Tied ones count once, under their first name.
+    (experts), norms excluded. Tied ones count once, under their first name. Each is measured on its own device.
 
     Args:
         init_state: the state to compare with; must have every weight matrix, in the same shape.
         tolerance: tau of `share_above`.
-        method, k: see `spectrum.singular_values`.
-        device: where to compute; by default where the model's tensor is.
+        method: how singular values are computed (`METHODS`).
 
     Raises:
         DataError: a matrix is missing from `init_state` or has another shape there, or its change is NaN or infinite.
@@ -137,78 +163,43 @@ def get_layer_rank_stats(
         base = init_state[name]
         if base.shape != tensor.shape:
             raise DataError(f"{name} is {list(tensor.shape)}, {list(base.shape)} in init_state")
-        stats |= _named_stats(name, base, tensor, tolerance, method, k, device or tensor.device)
+        stats |= _named_stats(name, base, tensor, tolerance, method, tensor.device)
     return stats
 
 
 def measure_ranks(
     log: StateLog,
-    step: int | None = None,
-    *,
-    tau: float = TAU,
-    method: Method = "exact",
-    k: int = LOWRANK_K,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    mlp_only: bool = False,
-    device: torch.device = DEVICE_CPU,
-    progress: Progress = no_progress,
-) -> dict[str, RankStats]:
-    """`get_layer_rank_stats` of a logged step, the last one by default, against the base; one matrix at a time.
-
-    Args:
-        include, exclude, mlp_only: which of the floating-point parameters (`masks.parameters.select_names`).
-        progress: wraps the names of the matrices.
-
-    Raises:
-        DataError: tau is negative, no weight matrix is chosen, the step is not logged or is the base, or a change is
-            NaN or infinite; names the tensor.
-        DeltaLogError: the log is damaged.
-    """
-    steps = None if step is None else [step]
-    chosen = chosen_steps(log, steps)[-1:]
-    return measure_ranks_by_step(
-        log,
-        chosen,
-        tau=tau,
-        method=method,
-        k=k,
-        include=include,
-        exclude=exclude,
-        mlp_only=mlp_only,
-        device=device,
-        progress=progress,
-    )[chosen[0]]
-
-
-def measure_ranks_by_step(
-    log: StateLog,
     steps: Sequence[int] | None = None,
     *,
     tau: float = TAU,
     method: Method = "exact",
-    k: int = LOWRANK_K,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    mlp_only: bool = False,
+    names: Sequence[str] | None = None,
     device: torch.device = DEVICE_CPU,
-    progress: Progress = no_progress,
 ) -> dict[int, dict[str, RankStats]]:
-    """Return step -> `measure_ranks` of that step, for ascending `steps`, by default all after the base.
+    """Return step -> `get_layer_rank_stats` of that step against the base. Every matrix is read once for all steps.
 
-    Every matrix is read once for all steps. Arguments and errors are those of `measure_ranks`.
+    Args:
+        steps: logged ones; the last one by default.
+        names: the tensors, such as `chosen_names` returns; all floating-point parameters by default. Those that are no
+            weight matrices are left out.
+        device: where singular values are computed.
+
+    Raises:
+        ConfigError: tau is negative, or the method is unknown.
+        DataError: there is no weight matrix, a step is the base, or a change is NaN or infinite; names the tensor.
+        DeltaLogError: a step is not logged, or the log is damaged.
     """
     require_thresholds("tau", [tau])
     dims = {spec.name: len(spec.shape) for spec in log.layout.tensors}
-    names = [n for n in chosen_names(log, include, exclude, mlp_only) if is_weight_matrix(n, dims[n])]
-    if not names:
+    matrices = [n for n in (chosen_names(log) if names is None else names) if is_weight_matrix(n, dims[n])]
+    if not matrices:
         raise DataError(f"no weight matrix of {log.directory} is chosen by include, exclude and mlp_only")
-    chosen = chosen_steps(log, steps)
+    chosen = chosen_steps(log, steps or log.steps[-1:])
     stats: dict[int, dict[str, RankStats]] = {step: {} for step in chosen}
-    for name in progress(names):
+    for name in progress_bar(matrices, what="ranks", unit="tensor"):
         base, states = base_and_states(log, name, chosen)
         for step, tensor in states:
-            stats[step] |= _named_stats(name, base, tensor, tau, method, k, device)
+            stats[step] |= _named_stats(name, base, tensor, tau, method, device)
     return stats
 
 
@@ -217,99 +208,39 @@ def is_weight_matrix(name: str, dims: int) -> bool:
     return dims in (2, 3) and component_of(name).part != "norms"
 
 
-def rank_stats(delta: Tensor, tau: float = TAU, *, method: Method = "exact", k: int = LOWRANK_K) -> RankStats:
-    """Compute the statistics of an update matrix [m, n] of any floating-point dtype. Raises DataError as `get_rank`."""
-    spectrum = singular_values(delta, method, k=k)
-    shape = (delta.shape[0], delta.shape[1])
-    largest = Interval(*(float(side[0]) for side in (spectrum.values, spectrum.lower, spectrum.upper)))
-    share_above, share_large = _shares(delta, tau)
-    return RankStats(
-        shape=shape,
-        rank=_rank(spectrum, _relative_tolerance(delta), None),
-        effective_rank=_effective_rank(spectrum),
-        stable_rank=_stable_rank(spectrum),
-        frobenius_norm=math.sqrt(spectrum.squared_norm),
-        spectral_norm=largest,
-        share_above=share_above,
-        share_large=share_large,
-        method=method,
-    )
+def measure_concentration(norms: Sequence[float], k: int = TOP_K) -> dict[str, float]:
+    """The spread of the Frobenius norms of matrices, each at least 0: gini, entropy, top_share of the `k` largest.
+
+    And `n_changed`, the number of matrices that changed.
+    """
+    n, total = len(norms), math.fsum(norms)
+    gini = entropy = top_share = math.nan
+    if total:
+        ascending = sorted(norms)
+        # With the i-th smallest x_i, sum_ij abs(x_i - x_j) = 2 sum_i (2 i - n - 1) x_i.
+        gini = math.fsum((2 * i - n - 1) * x for i, x in enumerate(ascending, 1)) / (n * total)
+        top_share = math.fsum(ascending[-k:]) / total
+        if n > 1:
+            entropy = -math.fsum(x / total * math.log(x / total) for x in norms if x) / math.log(n)
+    return {"gini": gini, "entropy": entropy, "top_share": top_share, "n_changed": sum(norm > 0 for norm in norms)}
 
 
 @torch.no_grad()
 def _named_stats(
-    name: str, base: Tensor, tensor: Tensor, tau: float, method: Method, k: int, device: torch.device
+    name: str, base: Tensor, tensor: Tensor, tau: float, method: Method, device: torch.device
 ) -> dict[str, RankStats]:
+    before, after = common_dtype(base, tensor)
+    pairs = [(name, before, after)]
+    if tensor.ndim == 3:
+        pairs = [(f"{name}[{i}]", before[i], after[i]) for i in range(len(tensor))]
     stats = {}
-    for label, before, after in _matrices(name, *common_dtype(base, tensor)):
-        wide = wide_dtype(after)
-        delta = after.detach().to(device, wide) - before.detach().to(device, wide)
+    for label, old, new in pairs:
+        wide = wide_dtype(new)
         try:
-            stats[label] = rank_stats(delta, tau, method=method, k=k)
+            stats[label] = rank_stats(new.detach().to(device, wide) - old.detach().to(device, wide), tau, method=method)
         except DataError as error:
             raise DataError(f"the change of {label}: {error}") from error
     return stats
-
-
-def _matrices(name: str, base: Tensor, tensor: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    if tensor.ndim == 2:
-        yield name, base, tensor
-        return
-    for i, (before, after) in enumerate(zip(base, tensor, strict=True)):
-        yield f"{name}[{i}]", before, after
-
-
-def _relative_tolerance(matrix: Tensor) -> float:
-    eps = min(torch.finfo(matrix.dtype).eps, torch.finfo(torch.float32).eps)
-    return max(matrix.shape) * eps
-
-
-def _rank(spectrum: Spectrum, relative: float, tolerance: float | None) -> Interval:
-    # The default threshold is proportional to s_1, and has the same relative error.
-    low, at, high = (
-        float(side[0]) * relative if tolerance is None else tolerance
-        for side in (spectrum.lower, spectrum.values, spectrum.upper)
-    )
-    return Interval(
-        int((spectrum.values > at).count_nonzero()),
-        int((spectrum.lower > high).count_nonzero()),
-        int((spectrum.upper > low).count_nonzero()) if spectrum.squared_norm else 0,
-    )
-
-
-def _effective_rank(spectrum: Spectrum) -> Interval:
-    """Value, and bounds by the continuity of the entropy in the total variation T of p.
-
-    abs(H(p) - H(q)) <= T ln(n - 1) + h(T), h the binary entropy, for T <= 1 - 1/n: Ho and Yeung, The interplay between
-    entropy and variational distance (IEEE Trans. Information Theory 56, 2010). T is at most the sum of the errors of
-    the singular values over their sum.
-    """
-    total = float(spectrum.values.sum())
-    if not total:
-        return Interval(0.0, 0.0, 0.0)
-    n = spectrum.values.numel()
-    p = spectrum.values / total
-    entropy = float(-torch.xlogy(p, p).sum())
-    errors = torch.maximum(spectrum.upper - spectrum.values, spectrum.values - spectrum.lower)
-    variation = float(errors.sum()) / total
-    if variation >= 1 - 1 / n:
-        return Interval(math.exp(entropy), 1.0, float(n))
-    slack = variation * math.log(max(n - 1, 1)) + _binary_entropy(variation)
-    return Interval(math.exp(entropy), max(1.0, math.exp(entropy - slack)), min(float(n), math.exp(entropy + slack)))
-
-
-def _binary_entropy(share: float) -> float:
-    return -sum(x * math.log(x) for x in (share, 1 - share) if x > 0)
-
-
-def _stable_rank(spectrum: Spectrum) -> Interval:
-    if not spectrum.squared_norm:
-        return Interval(0.0, 0.0, 0.0)
-    value, low, high = (
-        spectrum.squared_norm / max(float(side[0]) ** 2, spectrum.squared_norm / spectrum.values.numel())
-        for side in (spectrum.values, spectrum.upper, spectrum.lower)
-    )
-    return Interval(value, max(1.0, low), high)
 
 
 def _shares(delta: Tensor, tau: float) -> tuple[float, float]:

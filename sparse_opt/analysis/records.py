@@ -1,21 +1,133 @@
-"""The results of the analyses as records, which become tables of text, CSV files and JSON."""
+"""The results of the analyses as records, and tables of them as text and CSV.
+
+A record maps the keys of the CSV and JSON files to raw values; shares are fractions of 1. `COLUMNS` gives each key the
+heading and the kind that it has in a table.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal, NamedTuple, get_args
 
-from ..masks.parameters import PART_LABELS, component_of, group_by_part
-from .concentration import TOP_K, measure_concentration
-from .coverage import Coverage
-from .ranks import RankStats
-from .shapes import WeightShape
-from .sparsity import ChangeCounts, StepChanges, changes_by_component, changes_by_layer, sum_changes
-from .states import threshold_text
-from .tables import COLUMNS, Column, Record, Table
+from ..masks.parameters import PART_LABELS, component_of, group_by_layer, group_by_part, layer_label
+from .changes import ChangeCounts, Coverage, StepChanges, sum_changes
+from .output_files import write_text
+from .ranks import TOP_K, RankStats, measure_concentration
+
+Record = dict[str, Any]
+Level = Literal["total", "component", "layer", "tensor"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+class Column(NamedTuple):
+    """Heading and kind of the values. Values of the kind `percent` are fractions of 1."""
+
+    heading: str
+    kind: Literal["text", "shape", "count", "percent", "number"] = "text"
+
+
+# Key of a record -> its column in every table; other keys are headings themselves, of text.
+COLUMNS = {
+    "shape": Column("shape", "shape"),
+    "numel": Column("elements", "count"),
+    "weights": Column("weights", "count"),
+    "share": Column("share", "percent"),
+    "in_features": Column("in", "count"),
+    "out_features": Column("out", "count"),
+    "density_bits": Column("bits", "percent"),
+    "sparsity_bits": Column("bits", "percent"),
+    "sign_flips": Column("flips", "percent"),
+    "matrices": Column("matrices", "count"),
+    "rank": Column("rank", "count"),
+    "full_rank": Column("full rank", "count"),
+    "rank_of_full": Column("rank", "percent"),
+    "effective_rank": Column("effective rank", "number"),
+    "effective_rank_of_full": Column("effective rank", "percent"),
+    "stable_rank": Column("stable rank", "number"),
+    "frobenius_norm": Column("Frobenius norm", "number"),
+    "spectral_norm": Column("spectral norm", "number"),
+    "share_above": Column("> tau", "percent"),
+    "share_large": Column("large", "percent"),
+    "gini": Column("Gini", "number"),
+    "entropy": Column("entropy", "number"),
+    "top_share": Column(f"top {TOP_K}", "percent"),
+    "n_changed": Column("changed", "count"),
+}
+
+
+class Table:
+    """Records with a title that describes the values and their unit.
+
+    Args:
+        columns: columns that only this table has; see `COLUMNS`.
+        keys: the keys to show; those of the first record by default.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        records: Sequence[Record],
+        columns: Mapping[str, Column] | None = None,
+        keys: Iterable[str] | None = None,
+    ) -> None:
+        self.title, self.records = title, records
+        known = COLUMNS | dict(columns or {})
+        shown = (records[0] if records else ()) if keys is None else keys
+        self.columns = {key: known.get(key) or Column(key) for key in shown}
+
+    @property
+    def headings(self) -> list[str]:
+        return [column.heading for column in self.columns.values()]
+
+    @property
+    def texts(self) -> list[list[str]]:
+        """The cells of each row as text."""
+        return [[_text(record[key], column.kind) for key, column in self.columns.items()] for record in self.records]
+
+    @property
+    def is_text(self) -> list[bool]:
+        """Whether each column is text, which tables align left."""
+        return [column.kind in ("text", "shape") for column in self.columns.values()]
+
+
+def write_csv(table: Table, path: Path) -> None:
+    """Write the raw values of the columns. Raises DataError as `write_text`."""
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(table.columns)
+    for record in table.records:
+        values = ((record[key], column.kind) for key, column in table.columns.items())
+        writer.writerow(_text(value, kind) if kind == "shape" else value for value, kind in values)
+    write_text(path, buffer.getvalue(), "table")
+
+
+def _text(value: Any, kind: str) -> str:
+    if value is None:
+        return ""
+    if kind == "shape":
+        return "x".join(map(str, value))
+    if kind == "count":
+        return f"{value:,}"
+    if kind == "percent":
+        return f"{100 * value:.3f} %" if math.isfinite(value) else "-"
+    return f"{value:.4g}" if kind == "number" else str(value)
+
+
+def threshold_text(value: float) -> str:
+    """Format a tolerance or tau for headings and legends: `1e-5`, `2.5e-4`, `0`, `0.01`."""
+    mantissa, _, exponent = f"{value:.6e}".partition("e")
+    return f"{value:g}" if value == 0 or value >= 0.01 else f"{float(mantissa):g}e{int(exponent)}"
+
+
+def precision_text(precision: str) -> str:
+    """Describe a key of `StepChanges.by_precision`."""
+    return "in the stored dtype" if precision == "stored" else "rounded to bf16"
 
 
 def _place(name: str) -> Record:
@@ -23,100 +135,33 @@ def _place(name: str) -> Record:
     return {"layer": component.layer, "component": PART_LABELS[component.part]}
 
 
-def change_tables(found: Sequence[StepChanges], tolerances: Sequence[float]) -> list[Table]:
-    """Density and sparsity of the update by step: two tables for each precision."""
-    density, sparsity = _density_columns(tolerances), _sparsity_columns(tolerances)
-    tables = []
-    for precision in found[0].by_precision:
-        where = _precision_text(precision)
-        records = [
-            {"step": step.step, **_shares(sum_changes(step.by_precision[precision].values()), tolerances)}
-            for step in found
-        ]
-        tables += [
-            Table(
-                f"density of the update, {where}: % of elements whose bits differ, that moved by more than T, and "
-                "whose sign flipped",
-                records,
-                density,
-                ("step", *density),
-            ),
-            Table(
-                f"sparsity of the update, {where}: % of elements whose bits are the same, and that moved by at most T",
-                records,
-                sparsity,
-                ("step", *sparsity),
-            ),
-        ]
-    return tables
-
-
-def change_profile(
-    step: StepChanges, tolerances: Sequence[float], by: Literal["component", "layer", "tensor"]
-) -> list[Table]:
-    """Density of the update at one step by component, layer or tensor: one table for each precision."""
-    columns = _density_columns(tolerances)
+def change_records(found: Sequence[StepChanges], tolerances: Sequence[float], level: Level) -> list[Record]:
+    """A record for each step, precision and, unless the level is `total`, component, layer or tensor."""
     return [
-        Table(
-            f"density of the update by {by}, step {step.step}, {_precision_text(precision)}: % of elements that "
-            "changed",
-            [
-                {by: label, "numel": counts.numel, **_shares(counts, tolerances)}
-                for label, counts in _change_groups(tensors)[by].items()
-            ],
-            columns,
-            (by, "numel", *columns),
-        )
-        for precision, tensors in step.by_precision.items()
-    ]
-
-
-def change_records(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Table:
-    """Every count of every tensor, for a CSV file."""
-    records = [
-        {"step": step.step, "precision": precision, "tensor": name, **_place(name), "numel": counts.numel}
-        | _shares(counts, tolerances)
+        {"step": step.step, "precision": precision}
+        | ({} if level == "total" else {level: label})
+        | (_place(label) if level == "tensor" else {})
+        | {"numel": counts.numel}
+        | dict(zip(_density_columns(tolerances), _densities(counts), strict=True))
+        | dict(zip(_sparsity_columns(tolerances), (1 - share for share in _densities(counts)[:-1]), strict=True))
         for step in found
         for precision, tensors in step.by_precision.items()
-        for name, counts in tensors.items()
+        for label, counts in _grouped(tensors, level).items()
     ]
-    return Table("density and sparsity of the update by step and tensor", records)
 
 
-def changes_json(step: StepChanges) -> Record:
-    """One step: for each precision the total, and by component, layer and tensor."""
-    return {"step": step.step} | {
-        precision: _counts_json(sum_changes(tensors.values()))
-        | {
-            f"{by}s": {label: _counts_json(counts) for label, counts in group.items()}
-            for by, group in _change_groups(tensors).items()
-        }
-        for precision, tensors in step.by_precision.items()
-    }
+def _grouped(tensors: Mapping[str, ChangeCounts], level: Level) -> Mapping[str, ChangeCounts]:
+    if level == "tensor":
+        return tensors
+    if level == "component":
+        return {PART_LABELS[part]: sum_changes(of) for part, of in group_by_part(tensors).items()}
+    if level == "layer":
+        return {layer_label(layer): sum_changes(of) for layer, of in group_by_layer(tensors).items()}
+    return {"total": sum_changes(tensors.values())}
 
 
-def _change_groups(tensors: Mapping[str, ChangeCounts]) -> dict[str, Mapping[str, ChangeCounts]]:
-    return {"component": changes_by_component(tensors), "layer": changes_by_layer(tensors), "tensor": tensors}
-
-
-def _counts_json(counts: ChangeCounts) -> Record:
-    """`density` and `sparsity` are in the order of the tolerances."""
-    return {
-        "numel": counts.numel,
-        "density_bits": counts.share,
-        "sparsity_bits": 1 - counts.share,
-        "density": list(counts.shares_above),
-        "sparsity": [1 - share for share in counts.shares_above],
-        "sign_flips": counts.share_flipped,
-    }
-
-
-def _shares(counts: ChangeCounts, tolerances: Sequence[float]) -> Record:
-    densities = (counts.share, *counts.shares_above, counts.share_flipped)
-    sparsities = (1 - share for share in densities[:-1])
-    return dict(zip(_density_columns(tolerances), densities, strict=True)) | dict(
-        zip(_sparsity_columns(tolerances), sparsities, strict=True)
-    )
+def _densities(counts: ChangeCounts) -> tuple[float, ...]:
+    return counts.share, *counts.shares_above, counts.share_flipped
 
 
 def _density_columns(tolerances: Sequence[float]) -> dict[str, Column]:
@@ -129,31 +174,31 @@ def _sparsity_columns(tolerances: Sequence[float]) -> dict[str, Column]:
     return {"sparsity_bits": COLUMNS["sparsity_bits"], **at}
 
 
-def _precision_text(name: str) -> str:
-    return "in the stored dtype" if name == "stored" else "rounded to bf16"
+def change_tables(found: Sequence[StepChanges], tolerances: Sequence[float], level: Level = "total") -> list[Table]:
+    """Density of the update for each precision: by step, or at the last step by component, layer or tensor.
+
+    Each table by step is followed by one of the sparsity.
+    """
+    density, sparsity = _density_columns(tolerances), _sparsity_columns(tolerances)
+    by, keys = ("step", ("step",)) if level == "total" else (f"{level}, step {found[-1].step}", (level, "numel"))
+    records = change_records(found if level == "total" else found[-1:], tolerances, level)
+    tables = []
+    for precision in found[-1].by_precision:
+        where = f"by {by}, {precision_text(precision)}"
+        rows = [record for record in records if record["precision"] == precision]
+        title = (
+            f"density of the update {where}: % of elements whose bits differ, that moved by more than T, that flipped"
+        )
+        tables.append(Table(title, rows, density, (*keys, *density)))
+        if level == "total":
+            title = f"sparsity of the update {where}: % of elements whose bits are the same, that moved by at most T"
+            tables.append(Table(title, rows, sparsity, (*keys, *sparsity)))
+    return tables
 
 
-def coverage_tables(coverage: Coverage) -> list[Table]:
-    """Coverage, and density, by step with a column for each tau."""
-    columns = {text: Column(f"tau {text}", "percent") for text in map(threshold_text, coverage.taus)}
-
-    def table(title: str, of: Callable[[int], Sequence[float]]) -> Table:
-        rows = zip(coverage.steps, *(of(i) for i in range(len(columns))), strict=True)
-        return Table(title, [dict(zip(("step", *columns), row, strict=True)) for row in rows], columns)
-
+def coverage_records(coverage: Coverage) -> list[Record]:
+    """A record for each tau and step. Coverage is NaN if nothing is active at the final step."""
     return [
-        table(
-            f"coverage: % of the elements active at step {coverage.steps[-1]} that are active at the step "
-            "(|W_t - W_0| > tau)",
-            coverage.coverage,
-        ),
-        table(f"density: % of all {coverage.numel:,} elements that are active at the step", coverage.density),
-    ]
-
-
-def coverage_records(coverage: Coverage) -> Table:
-    """A record for each tau and step, for a CSV file."""
-    records = [
         {
             "step": step,
             "tau": tau,
@@ -165,154 +210,112 @@ def coverage_records(coverage: Coverage) -> Table:
         for i, tau in enumerate(coverage.taus)
         for j, step in enumerate(coverage.steps)
     ]
-    return Table("coverage and density by step and tau", records)
 
 
-def coverage_json(coverage: Coverage) -> Record:
-    """The records by tau. Coverage is null if nothing is active at the final step."""
-    by_tau: list[Record] = []
-    for record in coverage_records(coverage).records:
-        if record["step"] == coverage.steps[0]:
-            by_tau.append({"tau": record["tau"], "steps": []})
-        share = record["coverage"]
-        by_tau[-1]["steps"].append(
-            {key: value for key, value in record.items() if key != "tau"}
-            | {"coverage": None if math.isnan(share) else share}
-        )
-    return {"final_step": coverage.steps[-1], "numel": coverage.numel, "taus": by_tau}
+def coverage_tables(coverage: Coverage) -> list[Table]:
+    """Coverage, and density, by step with a column for each tau."""
+    columns = {text: Column(f"tau {text}", "percent") for text in map(threshold_text, coverage.taus)}
+    titles = {
+        f"coverage: % of the elements active at step {coverage.steps[-1]} that are active at the step (|W_t - W_0| > "
+        "tau)": coverage.coverage,
+        f"density: % of all {coverage.numel:,} elements that are active at the step": coverage.density,
+    }
+    tables = []
+    for title, of in titles.items():
+        rows = zip(coverage.steps, *(of(i) for i in range(len(columns))), strict=True)
+        tables.append(Table(title, [dict(zip(("step", *columns), row, strict=True)) for row in rows], columns))
+    return tables
 
 
-def rank_table(stats: Mapping[str, RankStats], tau: float) -> Table:
-    """A record for each matrix."""
-    records = [
-        {
-            "matrix": name,
-            **_place(name),
-            "shape": s.shape,
-            "rank": s.rank,
-            "full_rank": s.full_rank,
-            "effective_rank": s.effective_rank,
-            "stable_rank": s.stable_rank,
-            "frobenius_norm": s.frobenius_norm,
-            "spectral_norm": s.spectral_norm,
-            "share_above_tau": s.share_above,
-            "share_large": s.share_large,
-        }
+def rank_records(found: Mapping[int, Mapping[str, RankStats]]) -> list[Record]:
+    """A record for each step and matrix."""
+    return [
+        {"step": step, "matrix": name, **_place(name), **asdict(s), "full_rank": s.full_rank}
+        for step, stats in found.items()
         for name, s in stats.items()
     ]
-    methods = ", ".join(sorted({s.method for s in stats.values()}))
-    above = f"> {threshold_text(tau)}"
+
+
+def rank_table(found: Mapping[int, Mapping[str, RankStats]], tau: float, method: str) -> Table:
+    """The matrices at the last of the steps."""
+    step = max(found)
+    above = Column(f"> {threshold_text(tau)}", "percent")
     title = (
-        f"rank and size of the update by weight matrix (singular values: {methods}; [low, high] where their error "
-        f"shows); {above}, large: % of elements that moved by more than this, than mean + 2 standard "
-        "deviations of the matrix"
+        f"rank and size of the update by weight matrix, step {step} (singular values: {method}); {above.heading}, "
+        "large: % of elements that moved by more than this, than mean + 2 standard deviations of the matrix"
     )
-    return Table(title, records, {"share_above_tau": Column(above, "percent")})
+    records = rank_records({step: found[step]})
+    return Table(title, records, {"share_above": above}, list(records[0])[1:])
 
 
-def rank_summary(stats: Mapping[str, RankStats]) -> Table:
-    """A record for each component, and one for all: means over the matrices."""
-    groups = {PART_LABELS[part]: group for part, group in group_by_part(stats).items()}
-    records = [
-        {
-            "component": label,
-            "matrices": len(group),
-            "rank_of_full": fmean(s.rank.value / s.full_rank for s in group),
-            "effective_rank_of_full": fmean(s.effective_rank.value / s.full_rank for s in group),
-            "mean_stable_rank": fmean(s.stable_rank.value for s in group),
-            "frobenius_norm": fmean(s.frobenius_norm for s in group),
-        }
-        for label, group in {**groups, "all": list(stats.values())}.items()
-    ]
-    title = "means over the matrices of a component; rank and effective rank: % of the full rank min(m, n)"
-    return Table(title, records)
-
-
-def rank_steps_table(found: Mapping[int, Mapping[str, RankStats]]) -> Table:
-    """A record for each step and component: means over the matrices."""
-    records = [
-        {"step": step, **record}
-        for step, stats in found.items()
-        for record in rank_summary(stats).records
-        if record["component"] != "all"
-    ]
-    title = "ranks of the update by step and component, means over the matrices; rank, effective rank: % of full rank"
-    return Table(title, records)
-
-
-def rank_step_records(found: Mapping[int, Mapping[str, RankStats]], tau: float) -> Table:
-    """A record for each step and matrix, for a CSV file."""
-    records = [{"step": step, **record} for step, stats in found.items() for record in rank_table(stats, tau).records]
-    return Table("rank and size of the update by step and weight matrix", records)
-
-
-def concentration_table(found: Mapping[int, Mapping[str, RankStats]]) -> Table:
-    """A record for each step: how unevenly the update is spread over the matrices."""
-    records = [
+def component_records(found: Mapping[int, Mapping[str, RankStats]]) -> list[Record]:
+    """A record for each step and component, and one for all components: means over the matrices."""
+    return [
         {
             "step": step,
-            "matrices": len(stats),
-            **asdict(measure_concentration([s.frobenius_norm for s in stats.values()])),
+            "component": label,
+            "matrices": len(matrices),
+            "rank_of_full": fmean(s.rank / s.full_rank for s in matrices),
+            "effective_rank_of_full": fmean(s.effective_rank / s.full_rank for s in matrices),
+            "stable_rank": fmean(s.stable_rank for s in matrices),
+            "frobenius_norm": fmean(s.frobenius_norm for s in matrices),
         }
         for step, stats in found.items()
+        for label, matrices in (
+            *((PART_LABELS[part], of) for part, of in group_by_part(stats).items()),
+            ("all", list(stats.values())),
+        )
     ]
-    columns = {
-        "gini": Column("Gini", "number"),
-        "entropy": Column("entropy", "number"),
-        "top_share": Column(f"top {TOP_K}", "percent"),
-        "n_changed": Column("changed", "count"),
-    }
-    title = (
-        "concentration of the update: of the Frobenius norms of the matrices the Gini coefficient, the entropy (1: all "
-        f"alike, 0: one has all) and the share of the {TOP_K} largest; matrices that changed"
-    )
-    return Table(title, records, columns)
 
 
-def concentration_json(found: Mapping[int, Mapping[str, RankStats]]) -> list[Record]:
-    """The records of `concentration_table`; null where a value is undefined."""
+def concentration_records(found: Mapping[int, Mapping[str, RankStats]]) -> list[Record]:
+    """A record for each step: how unevenly the update is spread over the matrices. NaN where a value is undefined."""
     return [
-        {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in record.items()}
-        for record in concentration_table(found).records
+        {"step": step, "matrices": len(stats)} | measure_concentration([s.frobenius_norm for s in stats.values()])
+        for step, stats in found.items()
     ]
 
 
-def ranks_json(stats: Mapping[str, RankStats]) -> Record:
-    """Return name -> statistics of each matrix, ranks with their intervals."""
-    return {name: asdict(of) for name, of in stats.items()}
-
-
-def shape_table(shapes: Sequence[WeightShape]) -> Table:
-    """A record for each weight."""
-    total = sum(shape.numel for shape in shapes)
-    records = [
-        {
-            "weight": s.name,
-            **_place(s.name),
-            "shape": s.shape,
-            "numel": s.numel,
-            "share": s.numel / total if total else 0.0,
-            "in_out": "" if s.features is None else "{} -> {}".format(*s.features),
-        }
-        for s in shapes
-    ]
-    return Table(f"weights, {total:,} elements in all; share: % of them", records)
-
-
-def shape_sums(shapes: Sequence[WeightShape]) -> Table:
-    """A record for each component."""
-    total = sum(shape.numel for shape in shapes)
-    groups = group_by_part({shape.name: shape.numel for shape in shapes})
-    records = [
-        {"component": PART_LABELS[part], "weights": len(n), "numel": sum(n), "share": sum(n) / total if total else 0.0}
-        for part, n in groups.items()
-    ]
-    return Table(f"weights by component, {total:,} elements in all; share: % of them", records)
-
-
-def shapes_json(shapes: Sequence[WeightShape]) -> list[Record]:
-    """Name, place and shape of each weight; layer and features are null where it has none."""
+def rank_summaries(found: Mapping[int, Mapping[str, RankStats]]) -> list[Table]:
+    """The ranks by step and component, and the spread of the update over the matrices by step."""
     return [
-        {"weight": s.name, **_place(s.name), "shape": s.shape, "numel": s.numel, "in_out_features": s.features}
-        for s in shapes
+        Table(
+            "ranks of the update by step and component, means over the matrices; rank and effective rank: % of the "
+            "full rank min(m, n)",
+            component_records(found),
+        ),
+        Table(
+            "concentration of the update: of the Frobenius norms of the matrices the Gini coefficient, the entropy "
+            f"(1: all alike, 0: one has all) and the share of the {TOP_K} largest; matrices that changed",
+            concentration_records(found),
+        ),
     ]
+
+
+def shape_records(shapes: Mapping[str, Sequence[int]]) -> list[Record]:
+    """A record for each weight, in the order in which data flows through the model.
+
+    `in_features` and `out_features` are those of a matrix that multiplies: GPT-2's Conv1D keeps [in, out], a Linear
+    [out, in].
+    """
+    total = sum(map(math.prod, shapes.values()))
+    records = []
+    for name, shape in sorted(shapes.items(), key=lambda item: component_of(item[0]).order):
+        component, numel = component_of(name), math.prod(shape)
+        multiplies = len(shape) == 2 and component.part not in ("embeddings", "norms")
+        sizes: Sequence[int | None] = (shape if component.conv1d else shape[::-1]) if multiplies else (None, None)
+        share = numel / total if total else 0.0
+        records.append({"weight": name, **_place(name), "shape": tuple(shape), "numel": numel, "share": share})
+        records[-1] |= dict(zip(("in_features", "out_features"), sizes, strict=True))
+    return records
+
+
+def shape_tables(records: Sequence[Record]) -> list[Table]:
+    """The weights by component, and each weight."""
+    total = f"{sum(record['numel'] for record in records):,} elements in all; share: % of them"
+    sums = [
+        {"component": PART_LABELS[part], "weights": len(of)}
+        | {key: sum(r[key] for r in of) for key in ("numel", "share")}
+        for part, of in group_by_part({record["weight"]: record for record in records}).items()
+    ]
+    return [Table(f"weights by component, {total}", sums), Table(f"weights, {total}", records)]

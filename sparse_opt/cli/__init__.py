@@ -1,1 +1,1 @@
-"""The command line: `sparse-opt`, or `python -m sparse_opt.cli`."""
+"""The command line: `sparse-opt`, or `python -m sparse_opt`."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, tuning
-from ..errors import BackendUnavailable, TuningError
+from .. import __version__
+from ..errors import BackendUnavailable
 from ..tables import format_bytes, table
 from .output import print_json
 from .parser import CommandParser, add_json_flag
@@ -97,8 +97,6 @@ def examine() -> dict[str, Any]:
         },
         "auto": {device: _auto(backends, device) for device in present},
         "in_force": {device: _in_force(backends, device) for device in present},
-        "tuning": {device: _tuning(backends, torch, index) for index, device in enumerate(present[1:])},
-        "rft_advice": _advice(torch),
     }
     return report
 
@@ -123,47 +121,6 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
             }
         )
     return devices
-
-
-def _advice(torch: Any) -> dict[str, Any]:
-    """What to train with RFT's profiles on the first GPU or, without one, what to know about this CPU."""
-    from .training_memory import LENGTH, SHARE, advice
-
-    if not torch.cuda.is_available():
-        # The op is not there in a torch without oneDNN.
-        has_bf16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return {"device": "cpu", "has_bf16": has_bf16, "rows": []}
-    properties = torch.cuda.get_device_properties(0)
-    has_bf16 = properties.major >= 8
-    return {
-        "device": properties.name,
-        "has_bf16": has_bf16,
-        "memory_bytes": properties.total_memory,
-        "share": SHARE,
-        "length": LENGTH,
-        "rows": advice(properties.total_memory, has_bf16=has_bf16),
-    }
-
-
-def _advice_lines(found: dict[str, Any]) -> list[str]:
-    if not found["rows"]:
-        speed = "has" if found["has_bf16"] else "has no"
-        return [
-            f"RFT profiles: no GPU was found. This CPU {speed} bf16 instructions: use --profile "
-            f"{'balanced' if found['has_bf16'] else 'conservative'}, and a batch size by the host's memory"
-        ]
-    rows = [
-        (row["model"], row["profile"] or "none fits", " ".join(row["options"]), f"{row['bytes_per_weight']:g}",
-         f"{row['bytes_per_token'] / 2**20:.2f} MiB")
-        for row in found["rows"]
-    ]  # fmt: skip
-    return [
-        table(("Llama of", "profile", "options", "per weight", "per token"), rows, n_words=3),
-        f"RFT on {found['device']}, sequences of {found['length']} tokens: weights x bytes per weight (weight, "
-        f"gradient, optimizer) + batch_size x {found['length']} x bytes per token (activations) within "
-        f"{found['share']:.0%} of {format_bytes(found['memory_bytes'])}. 'none fits': more GPUs (--fsdp) or "
-        "--use_peft",
-    ]
 
 
 def _availability(backends: Any, torch: Any, backend: str, device: str) -> dict[str, Any]:
@@ -195,22 +152,6 @@ def _in_force(backends: Any, device: str) -> dict[str, Any]:
         return {"ops": None, "cause": str(error)}
 
 
-def _tuning(backends: Any, torch: Any, index: int) -> dict[str, str]:
-    """Which table of launch sizes the kernels use on a GPU, and why an older one is not used."""
-    if torch.version.hip is not None:
-        return {"source": tuning.builtin("", "")[1], "warning": "", "error": ""}
-    try:
-        chosen = backends.tuning_of(index)
-    except TuningError as error:
-        return {"source": "none", "warning": "", "error": str(error)}
-    return {"source": chosen.source, "warning": chosen.warning, "error": ""}
-
-
-def _tuning_line(device: str, found: dict[str, str]) -> str:
-    hint = "measure one with `sparse-opt bench kernels --tune`" if "default" in found["source"] else ""
-    return f"{device}: " + "; ".join(filter(None, (found["source"], found["warning"] or hint, found["error"])))
-
-
 def _text(report: dict[str, Any]) -> str:
     packages, python = report["packages"], report["python"]
     facts = [
@@ -231,7 +172,6 @@ def _text(report: dict[str, Any]) -> str:
         native = f"native  ({autograd['path']})"
         facts.append(("autograd", native if autograd["built"] else f"{autograd['cause']}: {backends.WITHOUT_AUTOGRAD}"))
     facts += [("device", _one_line(device)) for device in report["devices"]]
-    facts += [("launch sizes", _tuning_line(device, found)) for device, found in report["tuning"].items()]
     facts += [(name, packages[name] or "not installed") for name in OPTIONAL_PACKAGES]
     facts += [("environment", f"{name}={value}") for name, value in report["environment"].items() if value is not None]
     alike = _alike(report)
@@ -242,7 +182,7 @@ def _text(report: dict[str, Any]) -> str:
     ]
     choices = [line for devices in alike if devices[0] in report["auto"] for line in ("", *_choice(report, devices))]
     backend_table = table(("on", "backend", "runs", "because"), rows, n_words=4)
-    return "\n".join([_aligned(facts), "", backend_table, *choices, "", *_advice_lines(report["rft_advice"])])
+    return "\n".join([_aligned(facts), "", backend_table, *choices])
 
 
 def _alike(report: dict[str, Any]) -> list[list[str]]:

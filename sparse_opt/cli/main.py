@@ -38,7 +38,7 @@ _INSTALL = {
     "setuptools": "pip install setuptools",
     "transformers": "pip install 'sparse-opt[train]'",
     "datasets": "pip install 'sparse-opt[train]'",
-    "jinja2": "pip install 'sparse-opt[train]'",
+    "jinja2": "pip install jinja2",
     "trl": "pip install 'sparse-opt[train]'",
     "accelerate": "pip install 'sparse-opt[train]'",
 }

@@ -8,8 +8,13 @@ from typing import Any
 
 
 def print_json(data: Any) -> None:
-    """Print `data` as indented, valid JSON: NaN and infinities, which JSON does not have, become null."""
-    print(json.dumps(_plain(data), indent=2, allow_nan=False))
+    """Print `json_text`."""
+    print(json_text(data))
+
+
+def json_text(data: Any) -> str:
+    """`data` as indented, valid JSON: NaN and infinities, which JSON does not have, become null."""
+    return json.dumps(_plain(data), indent=2, allow_nan=False)
 
 
 def _plain(data: Any) -> Any:

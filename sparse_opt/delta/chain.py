@@ -19,6 +19,7 @@ from .files import (
     read_keyframe,
     read_payload,
     require_digests,
+    require_steps,
     require_tensor,
 )
 from .patches import LogMask, TensorPatches, unpack
@@ -166,8 +167,7 @@ class LogFiles:
 
 def read_base(files: LogFiles, listed: Mapping[int, StepFile]) -> StepHeader:
     """See `LogFiles.base`."""
-    if not listed:
-        raise DeltaLogError(f"{files.directory}: holds no delta log (no step_*.safetensors file)")
+    require_steps(files.directory, listed)
     first = listed[min(listed)]
     if first.kind != KEYFRAME:
         raise DeltaLogError(f"{first.where}: is the first file and a patch: the keyframe that it needs is missing")

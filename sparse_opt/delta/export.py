@@ -1,4 +1,4 @@
-"""Exports steps of a log to files that other programs read, and converts logs.
+"""Exports steps of a log to files that other programs read, and rewrites logs.
 
     export_state    the whole state, dense: one safetensors file, as `safetensors.torch.load_file` and loaders of
                     checkpoints read it
@@ -25,9 +25,9 @@ between, they give the same result. Metadata, all strings:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -132,24 +132,21 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
 
 
 def convert(
-    log: StateLog,
+    log: DeltaLog,
     directory: str | Path,
     *,
     level: str | None = None,
-    against: Literal["previous", "base"] | None = None,
     keyframe_every: int | None = None,
     metadata: Mapping[str, str] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> None:
-    """Write every step of a log into a new delta log whose states have the same bits, and the same digests.
+    """Write every step of a log into a new one whose states have the same bits, and the same digests.
 
-    The directory is renamed into place after everything is written. Holds two states in memory.
+    The mask is copied too. Holds two states in memory.
 
     Args:
-        log: read from its first step to its last.
-        directory: missing or empty.
-        level, against, keyframe_every: as in `DeltaLog.create`; None uses the settings of `log` if it is a delta log,
-            whose mask is copied too, otherwise the defaults.
+        directory: missing or empty; renamed into place after everything is written.
+        level, keyframe_every: as in `DeltaLog.create`; None uses the settings of `log`.
         metadata: added to that of `log`, and preferred for keys in both.
         on_step: called with each written step.
 
@@ -157,8 +154,7 @@ def convert(
         DeltaLogError: the log is damaged, has buffers (which cannot be distinguished from parameters in a state), or
             does not begin with step 0; or the directory cannot be written.
     """
-    target = Path(directory)
-    layout, steps = log.layout, log.steps
+    layout, steps, old = log.layout, log.steps, log.settings
     if layout.buffers:
         raise DeltaLogError(
             f"{log.directory}: {len(layout.buffers)} of its tensors are buffers, the first of them "
@@ -166,25 +162,39 @@ def convert(
         )
     if steps[0] != 0:
         raise DeltaLogError(f"{log.directory}: begins with step {steps[0]}, expected 0")
-    settings, mask = LogSettings(), None
-    if isinstance(log, DeltaLog):
-        settings = log.settings
-        mask = MaskSet.load(log.directory / MASK_NAME) if log.mask_digest else None
+    settings = LogSettings(level or old.level, old.against, keyframe_every or old.keyframe_every)
+    mask = MaskSet.load(log.directory / MASK_NAME) if log.mask_digest else None
     states = (
         (step, state | {alias: state[name] for alias, name in layout.aliases.items()})
         for step, state in step_states(log, steps)
     )
+    write_log(Path(directory), states, settings, dict(log.metadata) | dict(metadata or {}), mask, on_step)
+
+
+def write_log(
+    target: Path,
+    states: Iterator[tuple[int, Mapping[str, Tensor]]],
+    settings: LogSettings,
+    metadata: Mapping[str, str],
+    mask: MaskSet | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
+    """Write (step, state), the first of them step 0, into a new log, which is renamed into place at the end.
+
+    Raises:
+        DeltaLogError: the directory cannot be written, or holds something.
+    """
     try:
         with new_folder(target) as aside:
             base = next(states)[1]
             with DeltaLog.create(
                 aside,
                 base,
-                level=level or settings.level,
-                against=against or ("base" if settings.against == "base" else "previous"),
-                keyframe_every=settings.keyframe_every if keyframe_every is None else keyframe_every,
+                level=settings.level,
+                against="base" if settings.against == "base" else "previous",
+                keyframe_every=settings.keyframe_every,
                 mask=mask,
-                metadata=dict(log.metadata) | dict(metadata or {}),
+                metadata=metadata,
             ) as written:
                 _call(on_step, 0)
                 for step, state in states:

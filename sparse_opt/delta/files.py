@@ -36,6 +36,10 @@ _NAME = re.compile(r"step_(\d{8,})\.(keyframe|patch)\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Elements that a patch is coded over: all elements of the state, or those in the log's mask.
 _SPACES = ("dense", "mask")
+_REWRITE = (
+    "rewrite the log with the version of sparse-opt that wrote it: sparse-opt delta convert --from DIR --to NEW_DIR "
+    "--level packed"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class LogSettings:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise DeltaLogError(f"level is {self.level!r}, expected one of {', '.join(LEVELS)}")
+            raise DeltaLogError(f"level is {self.level!r}, expected {' or '.join(LEVELS)}")
         if self.against not in AGAINST:
             raise DeltaLogError(f"against is {self.against!r}, expected {' or '.join(AGAINST)}")
         every = self.keyframe_every
@@ -116,6 +120,23 @@ def list_steps(directory: Path) -> tuple[dict[int, StepFile], list[Path]]:
         elif path.name != MASK_NAME:
             strays.append(path)
     return dict(sorted(files.items())), strays
+
+
+def is_pt_log(directory: Path) -> bool:
+    """Whether a directory has files with the names of a log of `.pt` files: see `delta.pt`."""
+    return (directory / "base_state.pt").exists() or any(directory.glob("deltas_step_*.pt"))
+
+
+def require_steps(directory: Path, listed: Collection[int]) -> None:
+    """Raise DeltaLogError if no step file of the directory is listed."""
+    if listed:
+        return
+    if is_pt_log(directory):
+        raise DeltaLogError(
+            f"{directory}: holds a log of .pt files, expected a delta log: convert it: sparse-opt delta convert --from "
+            f"{directory} --to NEW_DIR"
+        )
+    raise DeltaLogError(f"{directory}: holds no delta log (no step_*.safetensors file)")
 
 
 def write_step(
@@ -213,7 +234,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         raise DeltaLogError(f"{file.where}: format is {fields.get('format')!r}, expected {FORMAT!r}")
     if fields.get("format_version") != FORMAT_VERSION:
         raise DeltaLogError(
-            f"{file.where}: format version is {fields.get('format_version')!r}, expected {FORMAT_VERSION!r}"
+            f"{file.where}: format version is {fields.get('format_version')!r}, expected {FORMAT_VERSION!r}: {_REWRITE}"
         )
     written = fields.pop("header_digest", "")
     if metadata_digest(fields) != written:
@@ -233,10 +254,13 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
                 f"the file has {os.path.getsize(file.path)}"
             )
         log_metadata = {str(k): str(v) for k, v in json.loads(fields["log_metadata"]).items()}
-        settings = LogSettings(**json.loads(fields["settings"]))
-    elif fields["level"] not in LEVELS or fields["space"] not in _SPACES:
-        raise DeltaLogError(f"{file.where}: damaged: its patch is {fields['level']!r} over {fields['space']!r}")
+        stored = json.loads(fields["settings"])
+        _require_level(file, stored["level"])
+        settings = LogSettings(**stored)
     else:
+        _require_level(file, fields["level"])
+        if fields["space"] not in _SPACES:
+            raise DeltaLogError(f"{file.where}: damaged: its patch is over {fields['space']!r}")
         masked = fields["space"] == "mask"
     return StepHeader(
         file=file,
@@ -256,6 +280,11 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         log_metadata=log_metadata,
         settings=settings,
     )
+
+
+def _require_level(file: StepFile, level: str) -> None:
+    if level not in LEVELS:
+        raise DeltaLogError(f"{file.where}: its level is {level!r}, expected {' or '.join(LEVELS)}: {_REWRITE}")
 
 
 def require_digests(header: StepHeader, layout: StateLayout) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 from ..errors import DeltaLogError
 from ..file_lock import FileLock
@@ -17,56 +18,80 @@ LOCK_NAME = "writer.lock"
 _LEFTOVER = re.compile(r"\.(step_\d+\.(keyframe|patch)|mask)\.safetensors\..*\.tmp|\.tmp[0-9A-Za-z]{6}")
 
 
-class WriterLock(FileLock):
+class WriterLock:
     """A directory locked for writing, until `release()` or the end of the process."""
 
-    @property
-    def directory(self) -> Path:
-        return self.path.parent
-
-    @classmethod
-    def acquire(cls, directory: Path, *, make: bool = False) -> Self:
-        """Lock a directory and remove a killed writer's leftovers; `make` creates the directory if it is missing.
+    def __init__(self, directory: Path) -> None:
+        """Lock a directory, which is created if it is missing, and remove a killed writer's temporary files.
 
         Raises:
             DeltaLogError: another writer holds the lock, or the directory cannot be written.
         """
+        self.directory = directory
+        path = directory / LOCK_NAME
+        self._made: list[Path] = []
         try:
-            lock = super().acquire(directory / LOCK_NAME, make=make)
+            self._made = [missing for missing in (path, *path.parents) if not missing.exists()]
+            self._lock = FileLock(path)
         except BlockingIOError as error:
-            raise DeltaLogError(f"{directory}: another writer has this delta log open: {error}") from error
+            holder = _read(path) or "unknown"
+            raise DeltaLogError(f"{directory}: another writer has this delta log open: {holder}") from error
         except OSError as error:
-            raise DeltaLogError(f"{directory}: cannot be written: {error}") from error
+            self._remove_made()
+            raise DeltaLogError(f"{directory}: cannot be written: {one_line(error)}") from error
+        with contextlib.suppress(OSError):  # a full disk: it is only for the message of another writer
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
         try:
-            _remove_leftovers(directory)
+            for leftover in directory.iterdir():  # this package's, and those of the safetensors package
+                if _LEFTOVER.fullmatch(leftover.name):
+                    leftover.unlink(missing_ok=True)
         except OSError as error:
-            lock.undo()
-            raise DeltaLogError(f"{directory}: cannot be written: {error}") from error
-        return lock
+            self.undo()
+            raise DeltaLogError(f"{directory}: cannot be written: {one_line(error)}") from error
+
+    @property
+    def held(self) -> bool:
+        return self._lock.held
 
     def require_held(self, where: str) -> None:
         """Raise a DeltaLogError that begins with `where` unless `writer.lock` is still the file that was locked.
 
         Otherwise another process can lock a new file of that name, and write to the log as well.
         """
+        path = self._lock.path
         if not self.held:
-            raise DeltaLogError(f"{where}: {self.path} was released by this process")
+            raise DeltaLogError(f"{where}: {path} was released by this process")
         try:
-            loss = self.loss()
+            loss = self._lock.loss()
         except OSError as error:
-            raise DeltaLogError(f"{where}: {self.path} cannot be checked: {one_line(error)}") from error
+            raise DeltaLogError(f"{where}: {path} cannot be checked: {one_line(error)}") from error
         if loss is not None:
             raise DeltaLogError(
-                f"{where}: {self.path} was {loss} while this process held it, so that another process may write to the "
+                f"{where}: {path} was {loss} while this process held it, so that another process may write to the "
                 "log: close this log and open it again"
             )
 
+    def release(self) -> None:
+        """Release the lock. Further calls do nothing."""
+        self._lock.release()
 
-def _remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of a killed writer: this package's, and those of the safetensors package."""
-    for path in directory.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+    def undo(self) -> None:
+        """Release the lock, and remove the file and folders that were made for it and hold nothing else."""
+        with contextlib.suppress(OSError):  # a file that cannot be examined is not removed
+            if self.held and self._lock.loss() is None:
+                self._remove_made()
+        self.release()
+
+    def _remove_made(self) -> None:
+        for path in self._made:
+            with contextlib.suppress(OSError):  # it holds something by now
+                path.unlink() if path.name == LOCK_NAME else path.rmdir()
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return path.read_text(encoding="utf-8")
+    return ""
 
 
 @contextlib.contextmanager
@@ -83,7 +108,7 @@ def claim(directory: str | Path) -> Iterator[WriterLock]:
         DeltaLogError: the directory contains a log, another writer holds its lock, or it cannot be written.
     """
     directory = Path(directory)
-    lock = WriterLock.acquire(directory, make=True)
+    lock = WriterLock(directory)
     try:
         require_no_log(directory)
         yield lock

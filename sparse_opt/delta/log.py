@@ -1,31 +1,34 @@
-"""DeltaLog: writes the weights of a run to disk, as keyframes and patches of the bits that changed in each step."""
+"""DeltaLog: writes the weights of a run to disk, as keyframes and patches of the bits that changed, and reads them."""
 
 from __future__ import annotations
 
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import DeltaLogError
 from ..files import is_text
 from ..masks.mask_set import MaskSet
 from . import maintenance
+from .chain import LogFiles
 from .codec import Backend
+from .digest import StateDigest
 from .encoder import StepCoder, begin, resume, since_keyframe
-from .files import LogSettings, StepHeader
+from .files import LogSettings, StepHeader, read_header, require_steps
 from .lock import WriterLock, require_no_log
 from .lock import claim as claim
 from .maintenance import Problem as Problem
-from .reader import DeltaReader
-from .state import StateReader, read_state
+from .state import StateLayout, StateReader, read_state
 from .writer import Append, StepInfo, StepWriter
 
 ModelOrState = nn.Module | Mapping[str, Tensor]
@@ -44,7 +47,7 @@ class _Writing:
     warned: bool = False
 
 
-class DeltaLog(DeltaReader):
+class DeltaLog:
     """An append-only directory of keyframes and patches, one file per step. docs/formats.md describes the format.
 
     Every file is written under a temporary name, fsynced and renamed, and never replaces a file of the same step. It
@@ -82,7 +85,8 @@ class DeltaLog(DeltaReader):
     ) -> None:
         if on_error not in ("raise", "warn"):
             raise DeltaLogError(f"on_error is {on_error!r}, expected raise or warn")
-        super().__init__(directory, backend)
+        self.directory = directory
+        self._log_files = LogFiles(directory, backend)
         self._model, self._on_error = model_or_state, on_error
         self._writing: _Writing | None = None
         self._reader: StateReader | None = None
@@ -109,7 +113,7 @@ class DeltaLog(DeltaReader):
             directory: created if missing; must not contain a log.
             model_or_state: a module, or name -> tensor; the default of `append`.
             base: W0; None uses the current state.
-            level: of the patches (`delta.codec`): `fast`, `packed` or `tight`.
+            level: of the patches (`delta.codec`): `packed`, or `tight`, which is smaller and slower.
             against: code patches against the previous logged step, or against the base: larger patches, but any step
                 is rebuilt from two files.
             keyframe_every: write a keyframe at least every so many logged steps: a larger log, but shorter chains of
@@ -168,9 +172,117 @@ class DeltaLog(DeltaReader):
             DeltaLogError: there is no log in the directory.
         """
         log = cls(Path(directory), model_or_state, on_error, backend)
-        if not log._files.steps():
-            raise DeltaLogError(f"{log.directory}: holds no delta log (no step_*.safetensors file)")
+        require_steps(log.directory, log._files.steps())
         return log
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The logged steps, ascending, as the directory lists them now."""
+        return tuple(self._files.steps())
+
+    @property
+    def layout(self) -> StateLayout:
+        """The tensors of the logged state."""
+        return self._log_files.layout
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata passed to `create`."""
+        return dict(self._log_files.base().log_metadata or {})
+
+    @property
+    def run_id(self) -> str:
+        """32 hex digits that all files of this log share."""
+        return self._log_files.base().run_id
+
+    @property
+    def settings(self) -> LogSettings:
+        """Level, against and keyframe_every, as passed to `create`."""
+        settings = self._log_files.base().settings
+        assert settings is not None  # the base is a keyframe
+        return settings
+
+    @property
+    def mask_digest(self) -> str:
+        """The digest of the log's mask; empty if the log has none."""
+        return self._log_files.base().mask_digest
+
+    def digest(self, step: int) -> str:
+        """Return the xxh3_128 digest of the state at a step, 32 hex digits: see `StateLayout.state_digest`."""
+        return self._files.chain(step)[-1].result_digest
+
+    def load(self, step: int) -> dict[str, Tensor]:
+        """Return the state at a logged step, on the CPU, ready for `model.load_state_dict`.
+
+        Further names of tied tensors are included and share the tensor of the first name.
+
+        Raises:
+            DeltaLogError: the step is not logged, or a file it is rebuilt from is damaged; names file and step.
+        """
+        state = self._files.state(step)
+        return state | {alias: state[name] for alias, name in self.layout.aliases.items()}
+
+    @torch.no_grad()
+    def apply_(self, model_or_state: ModelOrState, step: int) -> None:
+        """Copy the state at a logged step into a model, or into the tensors of a state dict, bit for bit.
+
+        The state is rebuilt and verified on the CPU before the model is changed. If the log has no buffers, as one that
+        was converted from `.pt` files, those of the model do not change.
+
+        Raises:
+            DeltaLogError: as `load`; or names, shapes, dtypes or ties of the model are not the logged ones.
+        """
+        layout, tensors = read_state(model_or_state)
+        self.layout.require_same(layout.within(self.layout), f"{self.directory}: step {step}")
+        state = self.load(step)
+        if isinstance(model_or_state, nn.Module):
+            model_or_state.load_state_dict(state, strict=False)  # the names have been compared
+        else:
+            for name, tensor in tensors.items():
+                tensor.copy_(state[name])
+
+    def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
+
+        Holds one tensor, and reads only its records, once from each patch between the steps. A yielded tensor is
+        verified by its digest, and is valid until the next one is requested.
+
+        Raises:
+            DeltaLogError: as `load`; the name is not in the log; the steps do not ascend.
+        """
+        if name not in self.layout.names:
+            raise DeltaLogError(f"{self.directory}: no tensor {name} in the log")
+        if any(a > b for a, b in pairwise(steps)):
+            raise DeltaLogError(f"{self.directory}: steps {list(steps)} do not ascend")
+        yield from self._files.tensor_states(name, steps)
+
+    def step_of(self, model_or_state: ModelOrState) -> int | None:
+        """Return the last logged step whose state has the model's current bits, by digest; None if there is none.
+
+        Raises:
+            DeltaLogError: the model is not the logged one, or a header is damaged.
+        """
+        found, tensors = read_state(model_or_state)
+        layout = self.layout
+        layout.require_same(found, str(self.directory))
+        digest = layout.state_digest(StateDigest.start([tensors[name] for name in layout.names]).result())
+        headers = (read_header(file) for file in reversed(self._files.steps().values()))
+        return next((header.file.step for header in headers if header.result_digest == digest), None)
+
+    def info(self) -> list[StepInfo]:
+        """Return kind, changes and bytes of every step, from the headers alone.
+
+        Raises:
+            DeltaLogError: a header is damaged.
+        """
+        return [StepInfo.of(read_header(file)) for file in self._files.steps().values()]
+
+    def verify(self, on_step: Callable[[int], None] | None = None) -> list[Problem]:
+        """Rebuild every step of the log and compare every digest; return the problems found.
+
+        Holds one state in memory, and a second one after a problem. `on_step` is called after each step.
+        """
+        return maintenance.verify(self.directory, self._files.backend, on_step)
 
     @property
     def last_step(self) -> int:
@@ -252,7 +364,7 @@ class DeltaLog(DeltaReader):
                 damaged; or a write failed.
         """
         self.flush()
-        lock = WriterLock.acquire(self.directory) if self._writing is None else self._writing.lock
+        lock = WriterLock(self.directory) if self._writing is None else self._writing.lock
         try:
             info = StepInfo.of(maintenance.squash(self._log_files, a, b, on_step, lock))
             if self._writing is not None:
@@ -271,7 +383,7 @@ class DeltaLog(DeltaReader):
             DeltaLogError: the log begins after `after`; another writer holds the lock; or a write failed.
         """
         self.close()
-        lock = WriterLock.acquire(self.directory)
+        lock = WriterLock(self.directory)
         try:
             maintenance.truncate(self._log_files, after, lock)
         finally:
@@ -309,9 +421,12 @@ class DeltaLog(DeltaReader):
         steps = self.steps
         return f"DeltaLog({str(self.directory)!r}, {len(steps)} steps{f', last {steps[-1]}' if steps else ''})"
 
-    def _drain(self) -> None:
+    @property
+    def _files(self) -> LogFiles:
+        """The files, after pending writes, so that appended steps can be read."""
         if self._writing is not None and self._writing.writer.is_here:
             self._writing.writer.drain()
+        return self._log_files
 
     def _begun(self, lock: WriterLock, coder: StepCoder, last: StepHeader) -> _Writing:
         writer = StepWriter(coder.base, last, lock)
@@ -319,11 +434,11 @@ class DeltaLog(DeltaReader):
 
     def _resumed(self) -> _Writing:
         """Lock the directory, and rebuild the state that the next patch is coded against."""
-        lock = WriterLock.acquire(self.directory)
+        lock = WriterLock(self.directory)
         try:
             return self._begun(lock, *resume(self._log_files))
         except BaseException:
-            lock.release()
+            lock.undo()
             raise
 
     def _report(self, writing: _Writing) -> bool:

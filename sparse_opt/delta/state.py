@@ -99,6 +99,17 @@ class StateLayout:
         if lines:
             raise DeltaLogError(f"{where}: the model is not the logged one: {listed(lines, '; ')}")
 
+    def within(self, logged: StateLayout) -> StateLayout:
+        """Return this layout of a model without what a log of `named_parameters()` alone lacks.
+
+        These are the buffers, and the further names of tied parameters. A log that has buffers lacks nothing.
+        """
+        if logged.buffers:
+            return self
+        names = {*logged.names, *logged.aliases}
+        tensors = tuple(spec for spec in self.tensors if spec.name in names or spec.name not in self.buffers)
+        return StateLayout(tensors, {a: first for a, first in self.aliases.items() if a in names}, self.buffers)
+
     def to_json(self) -> str:
         tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]
         return compact_json({"tensors": tensors, "aliases": dict(self.aliases), "buffers": sorted(self.buffers)})

@@ -26,7 +26,7 @@ class StepInfo:
     """One logged step.
 
     Attributes:
-        kind: `keyframe` or `patch`; in a log of `.pt` files `base` or `difference`.
+        kind: `keyframe` or `patch`.
         changed: the number of `numel` elements whose bits differ from the state that patches of this log are coded
             against, the previous step or the base; None for a keyframe after a failed step.
         bytes: size of the file.

@@ -76,7 +76,7 @@ class SparseArguments:
     def __post_init__(self) -> None:
         Schedule.parse(self.delta_log_steps)
         if self.delta_log_level not in LEVELS:
-            raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, expected one of {', '.join(LEVELS)}")
+            raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, expected {' or '.join(LEVELS)}")
         if self.delta_log_on_error not in ("raise", "warn"):
             raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, expected raise or warn")
         if self.vllm_weight_sync not in ("full", "sparse"):

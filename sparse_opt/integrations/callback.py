@@ -159,7 +159,7 @@ def _gathered(model: nn.Module) -> Weights:
     """The model, or if FSDP2 has sharded it the whole tensors on process 0; all processes must call this."""
     if not (dist.is_available() and dist.is_initialized()):
         return model
-    from ..distributed.full_state import full_state
+    from ..distributed.delta_log import full_state
 
     return full_state(model)
 

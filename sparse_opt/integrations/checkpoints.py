@@ -34,6 +34,21 @@ _DIGEST = "xxh3_128"
 _LOADED_FIRST = ("model.safetensors", "pytorch_model.bin")
 
 
+class CheckpointError(DataError):
+    """No run can resume from a checkpoint; the message names the last intact one of a run next to it."""
+
+    def __init__(self, problem: str, folder: Path, run: str = "") -> None:
+        self._problem, self._folder, self._intact = problem, folder, _last_intact(folder, run)
+        super().__init__(self.text("resume_from_checkpoint='{}'"))
+
+    def text(self, remedy: str) -> str:
+        """The message with this remedy, in which `{}` is the last intact checkpoint."""
+        if self._intact is None:
+            none = f"no other checkpoint in {self._folder.parent} is intact"
+            return f"{self._problem}; {none}: start again, in another folder"
+        return f"{self._problem}; the last intact one is {self._intact.name}: {remedy.format(self._intact)}"
+
+
 class VerifiedCheckpointCallback(TrainerCallback):
     """Completes each checkpoint of any transformers or TRL trainer by a manifest; `sparse_trainer` adds it itself.
 
@@ -63,13 +78,13 @@ class VerifiedCheckpointCallback(TrainerCallback):
             run: name only checkpoints of this run as intact ones.
 
         Raises:
-            DataError: the checkpoint is damaged or incomplete; names it, and the last intact one next to it.
+            CheckpointError: the checkpoint is damaged or incomplete; names it, and the last intact one next to it.
         """
         folder = Path(folder)
         try:
             return _verified(folder)
         except DataError as error:
-            raise DataError(f"{error}; {last_intact(folder, run)}") from error
+            raise CheckpointError(str(error), folder, run) from error
 
 
 def complete(folder: Path, run: str = "") -> None:
@@ -79,8 +94,8 @@ def complete(folder: Path, run: str = "") -> None:
     on_process_0(lambda: write_manifest(folder, run), DataError)
 
 
-def last_intact(damaged: Path, run: str = "") -> str:
-    """Name the last intact checkpoint of a run next to another checkpoint, as the end of an error message."""
+def _last_intact(damaged: Path, run: str) -> Path | None:
+    """The last intact checkpoint of a run next to another checkpoint."""
     matches = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in damaged.parent.glob("checkpoint-*")}
     others = {path: int(match[1]) for path, match in matches.items() if match and path.name != damaged.name}
     for path in sorted(others, key=others.__getitem__, reverse=True):
@@ -89,8 +104,8 @@ def last_intact(damaged: Path, run: str = "") -> str:
         except DataError:
             continue
         if run in (found, ""):
-            return f"the last intact one is {path.name}: resume_from_checkpoint='{path}'"
-    return f"no other checkpoint in {damaged.parent} is intact: start again, in another folder"
+            return path
+    return None
 
 
 def write_manifest(folder: Path, run: str = "") -> None:

@@ -18,11 +18,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import WeightSyncError
+from ..errors import ForeignMessage, WeightSyncError
 from ..masks.patterns import matrix_shape
 from ..weight_sync import Destination
+from ..weight_sync.encoding import DTYPES, Layout
 
 _aten = torch.ops.aten
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # of vLLM and of SGLang
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -50,6 +52,32 @@ def trace_destinations(
     """
     with torch.no_grad():
         return {name: _trace(model, name, tuple(shape), dtype) for name, (shape, dtype) in weights.items()}
+
+
+def trace_layout(model: nn.Module, layout: Layout, *, is_whole: bool = True) -> dict[str, list[Destination]]:
+    """`trace_destinations` for the weights of a mask message.
+
+    Args:
+        is_whole: False if other processes have other layers of the model (pipeline parallelism).
+
+    Raises:
+        ForeignMessage: the whole model has no place for a weight; names it.
+    """
+    found = trace_destinations(model, {t.name: (t.shape, DTYPES[t.dtype]) for t in layout.tensors if t.nnz})
+    for name, pieces in found.items():
+        if is_whole and not pieces:
+            raise ForeignMessage(f"{type(model).__name__} has no weight {name!r}, which the mask names")
+    return found
+
+
+def require_plain_method(name: str, layer_name: str, layer: nn.Module) -> None:
+    """Raise WeightSyncError if a layer has a quantization method that may store weight `name` in another layout."""
+    method = type(getattr(layer, "quant_method", None))
+    if method is not type(None) and not any(base.__name__ in _PLAIN_METHODS for base in method.__mro__):
+        raise WeightSyncError(
+            f"weight {name} belongs to layer {layer_name} with {method.__name__}, which may store it in another "
+            f"layout: expected {' or '.join(_PLAIN_METHODS)}"
+        )
 
 
 def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Destination]:

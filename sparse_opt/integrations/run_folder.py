@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import secrets
 import warnings
 from pathlib import Path
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..file_lock import FileLock
 from ..files import one_line
-from .checkpoints import VerifiedCheckpointCallback, last_intact
+from .checkpoints import MANIFEST, CheckpointError, VerifiedCheckpointCallback
 
 # Stays in the folder, and holds the name of the last run. `push_to_hub` leaves out names that begin like this.
 LOCK = "_run.lock"
@@ -39,7 +40,7 @@ class RunFolder:
 
         Raises:
             ConfigError: another run holds the lock, or the folder cannot be written.
-            DataError: the checkpoint is damaged, or is of an earlier run.
+            CheckpointError: the checkpoint is damaged, or is of an earlier run.
         """
         if not saves:
             if checkpoint is not None:
@@ -47,7 +48,7 @@ class RunFolder:
             return ""
         path = self._folder / LOCK
         try:
-            self._lock = FileLock.acquire(path, make=True)
+            self._lock = FileLock(path)
             last = path.read_text(encoding="utf-8")
             for file in (*self._folder.glob(".*"), *self._folder.glob("checkpoint-*/.*")):
                 if _UNFINISHED.fullmatch(file.name):
@@ -65,10 +66,8 @@ class RunFolder:
         if checkpoint is not None:
             run = VerifiedCheckpointCallback.require_intact(checkpoint, last)
             if newest and run and last not in (run, ""):
-                raise DataError(
-                    f"checkpoint {checkpoint}: is of an earlier run in its folder, not of the last one, {last}; "
-                    f"{last_intact(Path(checkpoint), last)}"
-                )
+                problem = f"checkpoint {checkpoint}: is of an earlier run in its folder, not of the last one, {last}"
+                raise CheckpointError(problem, Path(checkpoint), last)
         run = run or secrets.token_hex(8)
         path.write_text(run, encoding="utf-8")
         return run
@@ -78,3 +77,16 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """The newest complete checkpoint of the last run in the folder; its files are not compared with their manifest."""
+    lock = Path(folder, LOCK)
+    run = lock.read_text(encoding="utf-8") if lock.exists() else None
+    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
+    steps = [
+        int(path.name.rpartition("-")[2])
+        for path in found
+        if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["run"] == run
+    ]
+    return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None

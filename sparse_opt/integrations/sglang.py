@@ -31,14 +31,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
+from ..errors import DamagedMessage, WeightSyncError
 from ..weight_sync import Destination, Message, PendingMessage, WeightReceiver
-from ..weight_sync.layout import DTYPES, Layout
-from .loader_trace import storage_key, trace_destinations
+from ..weight_sync.encoding import Layout
+from .loader_trace import require_plain_method, storage_key, trace_layout
 
 LOAD_FORMAT = "sparse_opt.integrations.sglang.load_message"
 _HEADER = "sparse_opt.header"
-_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _receivers: weakref.WeakKeyDictionary[nn.Module, WeightReceiver] = weakref.WeakKeyDictionary()
 
 
@@ -82,24 +81,15 @@ def load_message(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Non
 def _find(model: nn.Module | None, layout: Layout) -> dict[str, list[Destination]]:
     """Return where SGLang has the weights of a mask."""
     assert model is not None  # load_message holds it
-    slices = trace_destinations(model, {t.name: (t.shape, DTYPES[t.dtype]) for t in layout.tensors if t.nnz})
-    for name, pieces in slices.items():
-        if not pieces:
-            raise ForeignMessage(f"{type(model).__name__} has no weight {name!r}, which the mask names")
-        _require_plain_layer(model, name, pieces)
-    return slices
-
-
-def _require_plain_layer(model: nn.Module, name: str, slices: list[Destination]) -> None:
-    keys = {storage_key(piece.tensor) for piece in slices}
-    for layer_name, layer in model.named_modules():
-        if not any(storage_key(parameter) in keys for parameter in layer.parameters(recurse=False)):
-            continue
-        method = getattr(layer, "quant_method", None)
-        if method is not None and type(method).__name__ not in _PLAIN_METHODS:
-            raise WeightSyncError(
-                f"weight {name} belongs to layer {layer_name} with {type(method).__name__}, which may store it in "
-                f"another layout: expected {' or '.join(_PLAIN_METHODS)}"
-            )
-        if getattr(layer, "use_intel_amx_backend", False):
-            raise WeightSyncError(f"weight {name} belongs to layer {layer_name}, which SGLang has packed for the CPU")
+    places = trace_layout(model, layout)
+    for name, pieces in places.items():
+        keys = {storage_key(piece.tensor) for piece in pieces}
+        for layer_name, layer in model.named_modules():
+            if not any(storage_key(parameter) in keys for parameter in layer.parameters(recurse=False)):
+                continue
+            require_plain_method(name, layer_name, layer)
+            if getattr(layer, "use_intel_amx_backend", False):
+                raise WeightSyncError(
+                    f"weight {name} belongs to layer {layer_name}, which SGLang has packed for the CPU"
+                )
+    return places

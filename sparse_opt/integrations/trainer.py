@@ -38,12 +38,20 @@ else:
 
 
 class EndingTrainer(_Trainer):
-    """Mixin for a Trainer class: a run that resumes after its last step trains no further one."""
+    """Mixin for a Trainer class: to resume after the last step trains no further one, and misses no tied weights."""
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Call the Trainer's method, except after the last step, when it would train one more."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Call the Trainer's method without missing names of parameters that were loaded under another name."""
+        params = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(load_result.missing_keys)
+        loaded = {id(param) for name, param in params.items() if name not in missing}
+        names = [name for name in load_result.missing_keys if id(params.get(name)) not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=names))
 
 
 class SparseTrainer(EndingTrainer):

@@ -1,1 +1,17 @@
 """Mask finding: scores of elements, from a delta log or from a model, and the selection of the best ones."""
+
+from .find import find_from_log, find_from_model, mask_file_name, top_file_name
+from .log_scores import LOG_METHODS
+from .model_scores import CALIBRATION_METHODS
+from .select import FoundMask, find_mask
+
+__all__ = [
+    "CALIBRATION_METHODS",
+    "LOG_METHODS",
+    "FoundMask",
+    "find_from_log",
+    "find_from_model",
+    "find_mask",
+    "mask_file_name",
+    "top_file_name",
+]

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..delta.state import TensorSpec
 from ..delta.state_log import StateLog, require_logged
 from ..errors import MaskError
-from .units import positions
+from .topk import positions
 
 LogMethod = Literal["magnitude", "momentum", "fisher", "oracle"]
 LOG_METHODS: tuple[LogMethod, ...] = ("magnitude", "momentum", "fisher", "oracle")
@@ -155,7 +155,7 @@ class LogScores:
                     before.copy_(after)
         if moments is None:
             return bits
-        return moments.momentum_bits() if plan.method == "momentum" else moments.fisher_bits()
+        return moments.score_bits(_momentum if plan.method == "momentum" else _fisher)
 
 
 def change_bits(before: Tensor, after: Tensor) -> Tensor:
@@ -193,13 +193,8 @@ class _Moments:
             # A multiplication and an addition, each rounded: a fused operation would give other bits.
             squares.index_add_(0, at, change * change)
 
-    def momentum_bits(self) -> Tensor:
-        return self._bits(_momentum)
-
-    def fisher_bits(self) -> Tensor:
-        return self._bits(lambda mean, variance: variance + mean.abs())
-
-    def _bits(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def score_bits(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the bits of the float32 scores: `score` of mean and variance."""
         bits = torch.zeros(self._sum.numel(), dtype=torch.int32, device=self._sum.device)
         # Multiplied by the reciprocal, as GPUs divide by a scalar, so that CPUs give the same bits.
         per_value, per_freedom = 1.0 / self._n, 1.0 / (self._n - 1)
@@ -211,6 +206,10 @@ class _Moments:
             variance = ((squares - total * mean) * per_freedom).clamp_(min=0.0)
             out.view(torch.float32)[at] = score(mean, variance).float()
         return bits
+
+
+def _fisher(mean: Tensor, variance: Tensor) -> Tensor:
+    return variance + mean.abs()
 
 
 def _momentum(mean: Tensor, variance: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from .. import __version__
 from ..errors import MaskError
 from ..masks.mask_set import MaskSet
 from ..masks.patterns import PATTERNS, expand_units
-from .topk import GlobalSelection, TensorSelection
-from .units import UnitScores, unit_scores
+from .topk import GlobalSelection, TensorSelection, UnitScores, unit_scores
 
 Pool = Literal["global", "tensor"]
 POOLS: tuple[Pool, ...] = ("global", "tensor")

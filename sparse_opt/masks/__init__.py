@@ -1,5 +1,11 @@
-"""Masks: the active elements of a model, their patterns, files, set algebra and random sampling."""
+"""Masks: the active elements of a model, their patterns, files, set algebra and random sampling.
 
-from .mask_set import MaskSet
+`mask_set.py` is the type, `mask_files.py` its files; `positions.py` checks positions and has the set operations on
+them; `parameters.py` knows the names of models' parameters.
+"""
 
-__all__ = ["MaskSet"]
+from .algebra import intersect, invert, union
+from .mask_set import MaskSet, MaskStats
+from .patterns import PATTERNS
+
+__all__ = ["PATTERNS", "MaskSet", "MaskStats", "intersect", "invert", "union"]

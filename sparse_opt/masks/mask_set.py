@@ -19,13 +19,13 @@ from ..tensors import (
     dtype_name,
     floating_parameters_of,
     named_parameters_of,
+    sharing_parameters,
     tensor_digest,
 )
-from . import files as mask_files
-from .checks import checked_positions, positions_of_bool, require_own_memory
+from . import mask_files
 from .parameters import Part, group_by_layer, group_by_part
 from .patterns import PATTERNS, most_specific_pattern
-from .positions import intersection_size
+from .positions import checked_positions, intersection_size, positions_of_bool
 from .sampling import random_indices, random_indices_of_all
 
 
@@ -379,3 +379,14 @@ class MaskSet:
             f"MaskSet({len(self)} tensors, {self.nnz} of {self.numel} elements active, "
             f"sparsity {self.sparsity:.4%}, pattern {self.pattern})"
         )
+
+
+def require_own_memory(params: Mapping[str, Tensor], active: Iterable[str]) -> None:
+    """Raise a MaskError if a parameter named in `active` shares memory with another parameter; names both."""
+    ids = {id(params[name]) for name in active if name in params}
+    for first, second in sharing_parameters(params):
+        if id(params[first]) in ids or id(params[second]) in ids:
+            raise MaskError(
+                f"{first} and {second} are different parameters that share memory; tie them by using one Parameter for "
+                "both, or give each its own"
+            )

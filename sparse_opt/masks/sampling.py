@@ -10,8 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .checks import index_dtype
 from .patterns import expand_units, unit_grid, unit_sizes
+from .positions import index_dtype
 
 # Bounds the scratch of one round of draws to 128 MiB.
 _DRAWS_PER_ROUND = 2**24
@@ -20,7 +20,7 @@ _DRAWS_PER_ROUND = 2**24
 def random_indices(name: str, shape: Sequence[int], density: float, pattern: str, seed: int) -> Tensor:
     """Return the sorted positions of floor(density * units + 0.5) units of a pattern, drawn uniformly.
 
-    Their dtype is `checks.index_dtype`'s, from the start, because a mask may have a billion positions.
+    Their dtype is `positions.index_dtype`'s, from the start, because a mask may have a billion positions.
     """
     units = math.prod(unit_grid(shape, pattern))
     drawn = _sample(units, math.floor(density * units + 0.5), _stream(f"{seed}:{name}"))

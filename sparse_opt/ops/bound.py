@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from .. import backends
 from . import checks
-from .step_functions import bound_step_method
-from .step_ops import STEP_OPS
+from .registry import increment_versions
+from .schemas import step_signature
+from .step_ops import STEP_OPS, StepOp
 
 
+@dataclass(eq=False)
 class BoundOps:
     """The ops on a fixed list of tensors and their active elements; `bind` makes it.
 
@@ -21,28 +25,24 @@ class BoundOps:
     and `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are
     bound, and the same results.
 
-    Attributes:
-        tensors, indices, starts, ends, run_length, index_bases, backend: the arguments of `bind`.
+    The attributes are the arguments of `bind`.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        indices: Tensor,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        *,
-        run_length: int = 1,
-        index_bases: Tensor | None = None,
-        backend: str | None = None,
-    ) -> None:
-        self.tensors, self.indices, self.index_bases = list(tensors), indices, index_bases
-        self.starts, self.ends, self.run_length, self.backend = list(starts), list(ends), run_length, backend
+    tensors: list[Tensor]
+    indices: Tensor
+    starts: list[int]
+    ends: list[int]
+    run_length: int
+    index_bases: Tensor | None
+    backend: str | None
+
+    def __post_init__(self) -> None:
+        self._segments = (self.indices, self.starts, self.ends)
+        self._layout: dict[str, Any] = {"run_length": self.run_length, "index_bases": self.index_bases}
         self._functions: dict[str, Callable[..., Any]] = {}
-        checks.bind(self.tensors, indices, self.starts, self.ends, run_length, index_bases)
-        target = (self.tensors, indices, self.starts, self.ends)
-        self._native = backends.bind(
-            "indexed_swap_", *target, run_length=run_length, index_bases=index_bases, backend=backend
+        checks.bind(self.tensors, *self._segments, **self._layout)
+        self._native: Any = backends.bind(
+            "indexed_swap_", self.tensors, *self._segments, **self._layout, backend=self.backend
         )
 
     @torch.no_grad()
@@ -52,8 +52,8 @@ class BoundOps:
             self._native.swap(compact)
         else:
             self._call("indexed_swap_", self.tensors, compact, *self._segments)
-            _increment_versions(self.tensors)
-        _increment_versions([compact])
+            increment_versions(self.tensors)
+        increment_versions(compact)
 
     @torch.no_grad()
     def indexed_replace_(self, before: Tensor, after: Tensor) -> None:
@@ -62,7 +62,7 @@ class BoundOps:
             self._native.replace(before, after)
         else:
             self._call("indexed_replace_", self.tensors, before, after, *self._segments)
-            _increment_versions(self.tensors)
+            increment_versions(self.tensors)
 
     @torch.no_grad()
     def masked_grad_gather_(
@@ -84,41 +84,61 @@ class BoundOps:
             dense = self.tensors if dense is None else dense
             checks.same_shapes("masked_grad_gather_", "dense", dense, "tensors", self.tensors)
             self._call("masked_grad_gather_", out, dense, *self._segments, **options)
-        _increment_versions([t for t in (out, sum_sq, found_inf) if t is not None])
+        increment_versions(out, sum_sq, found_inf)
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., None]: ...  # the step ops
 
-    @property
-    def _segments(self) -> tuple[Any, ...]:
-        return self.indices, self.starts, self.ends
-
-    def _step(self, op: str, arguments: dict[str, Any]) -> None:
+    def _step(self, op: StepOp, arguments: dict[str, Any]) -> None:
         """Call a step op with all arguments but the bound ones."""
         if self._native is not None:
             if (arguments["grad"] is None) == (arguments["dense_grads"] is None):
-                raise ValueError(f"{op}: expected exactly one of grad and dense_grads")
-            self._native.step(op, **arguments)
+                raise ValueError(f"{op.name}: expected exactly one of grad and dense_grads")
+            self._native.step(op.name, **arguments)
         else:
-            own = (*STEP_OPS[op].states, "lr", "steps")
+            own = (*op.states, "lr", "steps")
             options = {name: value for name, value in arguments.items() if name not in own}
-            self._call(op, self.tensors, *self._segments, *(arguments[name] for name in own), **options)
-            _increment_versions(self.tensors)
-        written = (*STEP_OPS[op].states, "master", "weights")
-        _increment_versions([t for t in map(arguments.get, written) if t is not None])
+            self._call(op.name, self.tensors, *self._segments, *(arguments[name] for name in own), **options)
+            increment_versions(self.tensors)
+        increment_versions(*map(arguments.get, (*op.states, "master", "weights")))
 
     def _call(self, op: str, *args: Any, **kwargs: Any) -> None:
         """Check the arguments, and call the op on the backend, which is chosen in the op's first call."""
         if op not in self._functions:
             self._functions[op] = backends.function(op, self.indices.device, self.backend)
-        layout = {"run_length": self.run_length, "index_bases": self.index_bases}
-        checks.of(op)(*args, **kwargs, **layout)
-        self._functions[op](*args, **kwargs, **layout)
+        checks.of(op)(*args, **kwargs, **self._layout)
+        self._functions[op](*args, **kwargs, **self._layout)
 
 
-for _name in STEP_OPS:
-    setattr(BoundOps, _name, bound_step_method(_name))
+_BOUND = ("params", "indices", "starts", "ends", "run_length", "index_bases", "backend")  # arguments of `bind`
+
+
+def _step_method(op: StepOp) -> Callable[..., None]:
+    """Return a method of `BoundOps` with the signature of a step op without the bound arguments."""
+    parameters = [p for name, p in step_signature(op).parameters.items() if name not in _BOUND]
+    signature = inspect.Signature(parameters)
+    required = [p.name for p in parameters if p.default is p.empty]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    @torch.no_grad()
+    def method(self: BoundOps, *args: Any, **kwargs: Any) -> None:
+        # Not `signature.bind`, which takes longer than the rest of the call, unless the arguments are wrong.
+        arguments = {**defaults, **dict(zip(required, args, strict=False)), **kwargs}
+        given_twice = not kwargs.keys().isdisjoint(required[: len(args)])
+        if given_twice or len(args) > len(required) or len(arguments) != len(parameters):
+            signature.bind(*args, **kwargs)  # raises a TypeError that names the argument
+        self._step(op, arguments)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
+    method.__name__, method.__qualname__ = op.name, f"BoundOps.{op.name}"
+    method.__doc__ = f"`ops.{op.name}` on the bound tensors and segments."
+    return method
+
+
+for _op in STEP_OPS.values():
+    setattr(BoundOps, _op.name, _step_method(_op))
 
 
 def bind(
@@ -147,8 +167,4 @@ def bind(
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`. Bound calls raise the same for their own arguments.
     """
-    return BoundOps(tensors, indices, starts, ends, run_length=run_length, index_bases=index_bases, backend=backend)
-
-
-def _increment_versions(tensors: Sequence[Tensor]) -> None:
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    return BoundOps(list(tensors), indices, list(starts), list(ends), run_length, index_bases, backend)

@@ -4,6 +4,8 @@ Positions are not compared with the tensors' sizes, because that would read them
 its indices once when it is built; for other indices the caller is responsible.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import functools
@@ -102,7 +104,11 @@ def _segments(
     if index_bases is None:
         _flat(op, "indices", indices, indices.device, INDEX_DTYPES)
     else:
-        _narrow(op, indices, len(dense), run_length, index_bases)
+        _flat(op, "indices", indices, indices.device, (torch.uint16,))
+        n_bases = indices.numel() // FRAME + len(dense)
+        _flat(op, "index_bases", index_bases, indices.device, (torch.int32,), n_bases)
+        if run_length != 1:
+            _fail(op, f"run_length is {run_length}, expected 1 with index_bases")
     if len(starts) != len(dense) or len(ends) != len(dense):
         _fail(op, f"starts holds {len(starts)} and ends {len(ends)} numbers, {name} holds {len(dense)} tensors")
     nnz = indices.numel() * run_length
@@ -128,13 +134,6 @@ def _segments(
             _fail(op, f"two segments overlap at compact slot {start}; expected disjoint segments")
 
 
-def _narrow(op: str, indices: Tensor, count: int, run_length: int, index_bases: Tensor) -> None:
-    _flat(op, "indices", indices, indices.device, (torch.uint16,))
-    _flat(op, "index_bases", index_bases, indices.device, (torch.int32,), indices.numel() // FRAME + count)
-    if run_length != 1:
-        _fail(op, f"run_length is {run_length}, expected 1 with index_bases")
-
-
 def _gradient(
     op: str,
     params: Sequence[Tensor],
@@ -152,13 +151,10 @@ def _gradient(
         _dense(op, "dense_grads", dense_grads, indices.device, FLOAT_DTYPES)
 
 
-# The checks take the arguments of the ops, as registry.py (schemas) and step_functions.py (signatures) type them: a
-# second set of annotations here could only disagree, so the definitions below are untyped on purpose.
+# The checks take the arguments of the ops, with the types of schemas.py.
 
 
-def step(  # type: ignore[no-untyped-def]
-    op: StepOp, params, indices, starts, ends, *states_lr_steps, **kw: Any
-) -> None:
+def step(op: StepOp, params, indices, starts, ends, *states_lr_steps, **kw: Any) -> None:
     """Check the arguments of a step op. States, `lr` and `steps` are positional, as in the op's signature."""
     *states, lr, steps = states_lr_steps
     for name, tensor in (*zip(op.states, states, strict=True), ("lr", lr), ("steps", steps)):
@@ -193,7 +189,7 @@ def step(  # type: ignore[no-untyped-def]
         _fail(op.name, reason)
 
 
-def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
+def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:
     op, device = "masked_grad_gather_", indices.device
     _segments(op, "dense", dense, indices, starts, ends, kw["run_length"], kw["index_bases"])
     _dense(op, "dense", dense, device, FLOAT_DTYPES)
@@ -204,7 +200,7 @@ def masked_grad_gather_(out, dense, indices, starts, ends, **kw: Any) -> None:  
         _flat(op, "sum_sq", kw["sum_sq"], device, (torch.float32,), len(dense))
 
 
-def tile_weight_grad_(out, grad_outputs, inputs, tiles, starts, ends, **kw: Any) -> None:  # type: ignore[no-untyped-def]
+def tile_weight_grad_(out, grad_outputs, inputs, tiles, starts, ends, **kw: Any) -> None:
     op, device = "tile_weight_grad_", tiles.device
     if kw["tile_size"] not in TILE_SIZES:
         _fail(op, f"tile_size is {kw['tile_size']}, expected 64 or 128")
@@ -254,16 +250,14 @@ def _like_dense(op: str, name: str, t: Tensor, dense: Sequence[Tensor], indices:
     _compact(op, name, t, (dtype,), indices, run_length)
 
 
-def indexed_swap_(dense, compact, indices, starts, ends, *, run_length, index_bases) -> None:  # type: ignore[no-untyped-def]
+def indexed_swap_(dense, compact, indices, starts, ends, *, run_length, index_bases) -> None:
     op = "indexed_swap_"
     _segments(op, "dense", dense, indices, starts, ends, run_length, index_bases)
     _movable(op, "dense", dense, indices.device)
     _like_dense(op, "compact", compact, dense, indices, run_length)
 
 
-def indexed_replace_(  # type: ignore[no-untyped-def]
-    dense, before, after, indices, starts, ends, *, run_length, index_bases
-) -> None:
+def indexed_replace_(dense, before, after, indices, starts, ends, *, run_length, index_bases) -> None:
     op = "indexed_replace_"
     _segments(op, "dense", dense, indices, starts, ends, run_length, index_bases)
     _dense(op, "dense", dense, indices.device, FLOAT_DTYPES)
@@ -272,13 +266,13 @@ def indexed_replace_(  # type: ignore[no-untyped-def]
     _compact(op, "after", after, dtypes, indices, run_length)
 
 
-def bind(tensors, indices, starts, ends, run_length, index_bases) -> None:  # type: ignore[no-untyped-def]
+def bind(tensors, indices, starts, ends, run_length, index_bases) -> None:
     """Check the arguments that `ops.bind` binds: tensors and segments."""
     _movable("bind", "tensors", tensors, indices.device)
     _segments("bind", "tensors", tensors, indices, starts, ends, run_length, index_bases)
 
 
-def delta_encode(old, new) -> None:  # type: ignore[no-untyped-def]
+def delta_encode(old, new) -> None:
     op = "delta_encode"
     if not len(new):
         _fail(op, "new holds no tensor, expected at least one")
@@ -291,7 +285,7 @@ def delta_encode(old, new) -> None:  # type: ignore[no-untyped-def]
     _dense(op, "old", old, new[0].device, (new[0].dtype,))
 
 
-def delta_apply_(dense, indices, values, starts, ends) -> None:  # type: ignore[no-untyped-def]
+def delta_apply_(dense, indices, values, starts, ends) -> None:
     op = "delta_apply_"
     _segments(op, "dense", dense, indices, starts, ends)
     _movable(op, "dense", dense, indices.device)

@@ -4,15 +4,17 @@ A call takes n dense tensors and flat compact buffers over all of them. Segment 
 [starts[i], ends[i]), belongs to dense tensor i; `indices` holds positions in that tensor, flattened, each the first of
 `run_length` consecutive ones, or an offset from one of `index_bases`. Arithmetic is fp32 for every storage dtype, and
 each operation is rounded separately, so that every backend can give the same bits. The arithmetic of the optimizer
-steps is in step_ops.py.
+steps is in step_ops.py. The arguments of the ops have the types of schemas.py; `layout` is `run_length` and
+`index_bases`.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,27 +43,6 @@ def _segments(
             yield i, slice(start, end), tensor.view(-1), (runs[:, None] + within_run).view(-1)
 
 
-def _gradient(
-    i: int,
-    where: slice,
-    positions: Tensor,
-    grad: Tensor | None,
-    dense_grads: Sequence[Tensor] | None,
-    grad_scale: Tensor | None,
-    clip_coef: Tensor | None,
-) -> Tensor:
-    if dense_grads is not None:
-        g = dense_grads[i].view(-1)[positions].float()
-    else:
-        assert grad is not None  # the argument check requires exactly one of the two
-        g = grad[where].float()
-    if grad_scale is not None:
-        g = g / grad_scale
-    if clip_coef is not None:
-        g = g * clip_coef
-    return g
-
-
 def _store(target: Tensor, where: slice | Tensor, value: Tensor, random: Tensor | None) -> None:
     if random is not None and target.dtype != torch.float32:
         target[where] = stochastic_round(value, target.dtype, random)
@@ -71,24 +52,24 @@ def _store(target: Tensor, where: slice | Tensor, value: Tensor, random: Tensor 
 
 def _step(
     op: StepOp,
-    params: Sequence[Tensor],
-    indices: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    *states_lr_steps: Any,
-    grad: Tensor | None,
-    dense_grads: Sequence[Tensor] | None,
-    master: Tensor | None,
-    weights: Tensor | None,
-    params_hold_master: bool,
-    clip_coef: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    stochastic_rounding: bool,
-    seed: int,
-    run_length: int,
-    index_bases: Tensor | None,
-    **options: Any,
+    params,
+    indices,
+    starts,
+    ends,
+    *states_lr_steps,
+    grad,
+    dense_grads,
+    master,
+    weights,
+    params_hold_master,
+    clip_coef,
+    grad_scale,
+    found_inf,
+    stochastic_rounding,
+    seed,
+    run_length,
+    index_bases,
+    **options,
 ) -> None:
     """A step op: `op.update` on the active elements of each tensor."""
     *states, lr, steps = states_lr_steps
@@ -98,7 +79,11 @@ def _step(
     states = [state if name in used else None for name, state in zip(op.states, states, strict=True)]
     for i, where, param, positions in _segments(params, indices, starts, ends, run_length, index_bases):
         step = int(steps[i].item())
-        g = _gradient(i, where, positions, grad, dense_grads, grad_scale, clip_coef)
+        g = (grad[where] if dense_grads is None else dense_grads[i].view(-1)[positions]).float()
+        if grad_scale is not None:
+            g = g / grad_scale
+        if clip_coef is not None:
+            g = g * clip_coef
         if master is not None:
             p = master[where]
             held = p.to(param.dtype, copy=True) if params_hold_master else param[positions]
@@ -124,22 +109,11 @@ def _step(
 
 
 def masked_grad_gather_(
-    out: Tensor,
-    dense: Sequence[Tensor],
-    indices: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    *,
-    scale: Tensor | None = None,
-    accumulate: bool = False,
-    sum_sq: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    run_length: int = 1,
-    index_bases: Tensor | None = None,
+    out, dense, indices, starts, ends, *, scale=None, accumulate=False, sum_sq=None, found_inf=None, **layout
 ) -> None:
     if sum_sq is not None:
         sum_sq.zero_()
-    for i, where, tensor, positions in _segments(dense, indices, starts, ends, run_length, index_bases):
+    for i, where, tensor, positions in _segments(dense, indices, starts, ends, **layout):
         g = tensor[positions].float()
         if scale is not None:
             g = g * scale
@@ -154,18 +128,18 @@ def masked_grad_gather_(
 
 
 def tile_weight_grad_(
-    out: Tensor,
-    grad_outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    tiles: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
+    out,
+    grad_outputs,
+    inputs,
+    tiles,
+    starts,
+    ends,
     *,
-    tile_size: int,
-    scale: Tensor | None = None,
-    accumulate: bool = False,
-    sum_sq: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    tile_size,
+    scale=None,
+    accumulate=False,
+    sum_sq=None,
+    found_inf=None,
 ) -> None:
     if sum_sq is not None:
         sum_sq.zero_()
@@ -187,41 +161,22 @@ def tile_weight_grad_(
                 found_inf.fill_(math.inf)
 
 
-def indexed_swap_(
-    dense: Sequence[Tensor],
-    compact: Tensor,
-    indices: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    *,
-    run_length: int = 1,
-    index_bases: Tensor | None = None,
-) -> None:
-    for _, where, tensor, positions in _segments(dense, indices, starts, ends, run_length, index_bases):
+def indexed_swap_(dense, compact, indices, starts, ends, **layout) -> None:
+    for _, where, tensor, positions in _segments(dense, indices, starts, ends, **layout):
         bits, compact_bits = as_bits(tensor), as_bits(compact)
         held = bits[positions]
         bits[positions] = compact_bits[where]
         compact_bits[where] = held
 
 
-def indexed_replace_(
-    dense: Sequence[Tensor],
-    before: Tensor,
-    after: Tensor,
-    indices: Tensor,
-    starts: Sequence[int],
-    ends: Sequence[int],
-    *,
-    run_length: int = 1,
-    index_bases: Tensor | None = None,
-) -> None:
-    for _, where, tensor, positions in _segments(dense, indices, starts, ends, run_length, index_bases):
+def indexed_replace_(dense, before, after, indices, starts, ends, **layout) -> None:
+    for _, where, tensor, positions in _segments(dense, indices, starts, ends, **layout):
         bits, new = as_bits(tensor), as_bits(after[where].to(tensor.dtype))
         changed = new != as_bits(before[where].to(tensor.dtype))
         bits[positions[changed]] = new[changed]
 
 
-def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def delta_encode(old, new) -> tuple[Tensor, Tensor, Tensor]:
     index_dtype = torch.int64 if any(t.numel() > 2**31 - 1 for t in new) else torch.int32
     positions = [(as_bits(a) != as_bits(b)).nonzero().view(-1) for a, b in zip(old, new, strict=True)]
     values = [as_bits(b)[p].view(b.dtype) for b, p in zip(new, positions, strict=True)]
@@ -229,9 +184,7 @@ def delta_encode(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, 
     return torch.cat(positions).to(index_dtype), torch.cat(values), counts
 
 
-def delta_apply_(
-    dense: Sequence[Tensor], indices: Tensor, values: Tensor, starts: Sequence[int], ends: Sequence[int]
-) -> None:
+def delta_apply_(dense, indices, values, starts, ends) -> None:
     for _, where, tensor, positions in _segments(dense, indices, starts, ends):
         as_bits(tensor)[positions] = as_bits(values)[where]
 

@@ -14,9 +14,18 @@ weights are those of the shards' local tensors. Without FSDP2 all three are the 
 from .adamw import SparseAdamW
 from .graphed_step import GraphedStep
 from .lion import SparseLion
+from .options import SharedOptions
 from .sgd import SparseSGD
 from .sparse_optimizer import SparseOptimizer
 
 OPTIMIZERS = (SparseAdamW, SparseLion, SparseSGD)
 
-__all__ = ["OPTIMIZERS", "GraphedStep", "SparseAdamW", "SparseLion", "SparseOptimizer", "SparseSGD"]
+__all__ = [
+    "OPTIMIZERS",
+    "GraphedStep",
+    "SharedOptions",
+    "SparseAdamW",
+    "SparseLion",
+    "SparseOptimizer",
+    "SparseSGD",
+]

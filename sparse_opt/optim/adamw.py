@@ -20,9 +20,10 @@ class SparseAdamW(SparseOptimizer):
     With 16-bit weights and neither `master_weights` nor `stochastic_rounding`, updates smaller than half a unit in the
     last place are lost, as in torch: a bf16 weight w does not change for updates under about |w| / 512.
 
+    docs/optimizer.md has an example, the guarantees and the costs of each argument.
+
     Args:
         params: a model, `model.named_parameters()`, or parameter groups whose 'params' are (name, parameter) pairs.
-            Parameters with no active element are frozen, so that their gradients are never computed.
         mask: the elements that may change, by parameter name.
         lr: a float, or a tensor of one element (needed to change it under a CUDA graph).
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
@@ -38,30 +39,21 @@ class SparseAdamW(SparseOptimizer):
         master_weights: keep fp32 master weights for the active elements of 16-bit parameters.
         stochastic_rounding: round 16-bit stores of the step up or down at random, reproducibly.
         seed: seed of the stochastic rounding.
-        freeze_inactive: call `requires_grad_(False)` on parameters with no active element; `close()` undoes it.
+        freeze_inactive: call `requires_grad_(False)` on parameters with no active element, so that their gradients are
+            never computed; `close()` undoes it.
         keep_base_weights: keep a copy of the current active weights, for `base_weights()`.
-        offload_base_weights: keep that copy of parameters on a GPU in pinned host memory. `base_weights()` then copies
-            it to the GPU, where it stays until the context is left. Not with `fully_shard`.
+        offload_base_weights: keep that copy of parameters on a GPU in pinned host memory. Not with `fully_shard`.
         compact_weights: keep another copy of the active weights up to date, so that the step and `base_weights()` read
-            none of them from the model, and write only those that change; masters serve as the copy where there are
-            any. Writes to the weights by other code are noticed by their version counters, and cost a pass; writes
-            through `.data` are not, and must be followed by `refresh_master_weights()`. Not with `fully_shard`.
+            none of them from the model. Writes by other code through `.data` must be followed by
+            `refresh_master_weights()`; other writes are noticed. Not with `fully_shard`.
         amp_scaling: make compact gradients visible to `torch.amp.GradScaler`, through a parameter of one element that
             is appended to the first group. grads='dense' does not need it.
         model: the module that the parameters belong to, if `params` is not the module itself. Needed for
             `tile_backward`.
-        tile_backward: with a mask of pattern tile64 or tile128 and grads='compact', the linear layers and embeddings
-            of the model (`torch.nn.Linear`, transformers' `Conv1D`, `torch.nn.Embedding`) compute only the active tiles
-            of their weight gradients, and no dense gradient. Forward pass and input gradients keep their bits. The
-            layers' `forward` is replaced; `detach` and `close` restore it. None: use it where the weight's density
-            makes it faster; True: wherever possible; False: nowhere. `tiled_parameters` lists the parameters that use
-            it. Not supported: weights of several linear layers, parametrized layers, subclasses, layers with another
-            forward, weights with other hooks, embeddings with max_norm, scale_grad_by_freq or sparse; their gradients
-            stay dense. Those of an embedding and of the output layer that is tied to it are added. The gradient of a
-            use of the weight outside its layers is dense and is added to the tiles, and so is an embedding's under
-            `torch.compile`. Differentiating twice (create_graph=True) raises, and so does torch's compiled autograd of
-            linear layers, unless the model itself is compiled. Under `torch.compile`, and on the backends reference and
-            triton, `torch.autograd.grad` of a linear layer's weight raises.
+        tile_backward: with a mask of pattern tile64 or tile128 and grads='compact', compute only the active tiles of
+            the weight gradients of linear layers and embeddings, whose `forward` is replaced. None: where the weight's
+            density makes it faster; True: wherever possible; False: nowhere. `tiled_parameters` lists the parameters.
+            docs/masks.md lists the layers and uses that are not supported; their gradients stay dense.
         backend: reference, cpu, triton or cuda; the default is chosen by `sparse_opt.backends`.
         process_group: average the compact gradients over the ranks of this `torch.distributed.ProcessGroup`, next to
             the backward pass. Every rank holds the whole model, not wrapped in DistributedDataParallel. False: train on

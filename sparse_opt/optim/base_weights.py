@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import signal
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ContextDecorator, ExitStack
 from dataclasses import InitVar, dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .. import backends
+from ..masks.positions import index_dtype
+from ..ops import bind
 from ..tensors import BASE_VERSION
-from .buckets import Bucket
-from .compact_weights import CompactWeights
+from .buckets import Bucket, CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
 from .ranks import sharding
 from .ranks.sharding import Shard
-from .segments import LocalSegments, compact, fits_uint16, index_dtype, longest_run, pack_indices
-from .signals import UninterruptedContext
+from .segments import LocalSegments, compact, fits_uint16, longest_run, packed
+
+Handler = Callable[[int, FrameType | None], Any]
+
+# `signal` wraps this module; its functions convert every argument and result to enums, which takes 15 times as long.
+_signal = importlib.import_module("_signal")
+_SIGNALS = tuple(sorted(signal.valid_signals()))
 
 # Inside `base_weights()` the parameters have version counters of their own, so that a backward pass outside
 # through a graph built inside raises, and vice versa. Readers of trained weights see by them that these are not there:
 # `holds_base_weights`. On exit the bits are restored, and so are the version counters.
 _ELSEWHERE = itertools.count(BASE_VERSION)
+_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 @dataclass(eq=False)
@@ -44,23 +54,16 @@ class BaseWeights(LocalSegments):
             self.values = self.values.to("cpu").pin_memory()
         # `values` on the device while the model holds them; without `current`, the model's weights instead
         self._exchanged: Tensor | None = None
-        target = (self.params, self.indices, self.starts, self.ends)
-        self._bound = backends.bind("indexed_swap_", *target, **self.layout(), backend=backend)
-        op = "indexed_swap_" if self.current is None else "indexed_replace_"
-        self._op = backends.function(op, self.device, backend)
-
-    @classmethod
-    def of(cls, bucket: Bucket, backend: str | None, *, offload: bool) -> BaseWeights:
-        return cls(**bucket.shared(), values=compact(bucket), backend=backend, current=bucket.weights, offload=offload)
+        self._ops = bind(self.params, self.indices, self.starts, self.ends, **self.layout(), backend=backend)
 
     def enter_(self) -> None:
         """Put the base into the model, bit for bit."""
         self._check_sizes()
         values = self.values.to(self.device, non_blocking=True)
         if self.current is None:
-            self._swap(values)
+            self._ops.indexed_swap_(values)
         else:
-            self._replace(self.current.values, values)
+            self._ops.indexed_replace_(self.current.values, values)
         self._exchanged = values
 
     def leave_(self) -> None:
@@ -68,33 +71,37 @@ class BaseWeights(LocalSegments):
         self._check_sizes()
         assert self._exchanged is not None
         if self.current is None:
-            self._swap(self._exchanged)
+            self._ops.indexed_swap_(self._exchanged)
         else:
-            self._replace(self._exchanged, self.current.values)
+            self._ops.indexed_replace_(self._exchanged, self.current.values)
         self._exchanged = None
 
     def _check_sizes(self) -> None:
         if [p.numel() for p in self.params] != self.numels:
             raise RuntimeError("a parameter has another size than when its mask was bound")
 
-    def _swap(self, values: Tensor) -> None:
-        """Exchange the model's weights with `values`."""
-        if self._bound is not None:
-            self._bound.swap(values)
-        else:
-            self._op(self.params, values, self.indices, self.starts, self.ends, **self.layout())
-
-    def _replace(self, before: Tensor, after: Tensor) -> None:
-        """Write `after` to the model, which holds `before`."""
-        if self._bound is not None:
-            self._bound.replace(before, after)
-        else:
-            self._op(self.params, before, after, self.indices, self.starts, self.ends, **self.layout())
-
     def parts(self) -> Iterator[tuple[Shard, tuple[Tensor, Tensor]]]:
         """Yield (shard, (positions in its local tensor, values)) for each shard."""
         for i, shard in enumerate(self.shards):
             yield shard, (self.positions(i), self.values[self.segment(i)])
+
+
+def of_buckets(buckets: list[Bucket], backend: str | None, *, offload: bool) -> list[BaseWeights]:
+    """Return the current active weights as base weights.
+
+    Raises:
+        ValueError: `offload`, and parameters are sharded by fully_shard.
+    """
+    _require_offloadable(buckets, offload)
+    return [
+        BaseWeights(**b.shared(), values=compact(b), backend=backend, current=b.weights, offload=offload)
+        for b in buckets
+    ]
+
+
+def _require_offloadable(buckets: list[Bucket], offload: bool) -> None:
+    if offload and (sharded := [bucket for bucket in buckets if bucket.is_sharded]):
+        raise ValueError(f"offload_base_weights=True, but {sharded[0].names[0]!r} is sharded by fully_shard")
 
 
 def rebuild(
@@ -104,13 +111,17 @@ def rebuild(
 
     An element that is not in `held` has never changed, so its base value is the current weight. `held` may have
     shards that are in no bucket, because all their elements have left the mask.
+
+    Raises:
+        ValueError: as `of_buckets`.
     """
+    _require_offloadable(buckets, offload)
     active = {shard: (b, i) for b in buckets for i, shard in enumerate(b.shards)}
     longest = max(b.run_length for b in buckets)
     split: dict[tuple[Any, ...], list[tuple[Shard, Tensor, Tensor]]] = {}
     for shard in dict.fromkeys([*active, *held]):
         flat = shard.local.detach().view(-1)
-        nothing = torch.empty(0, dtype=index_dtype(shard.param), device=flat.device)
+        nothing = torch.empty(0, dtype=index_dtype(shard.param.numel()), device=flat.device)
         held_positions, held_values = held.get(shard, (nothing, flat[:0]))
         bucket, i = active.get(shard, (None, 0))
         union = torch.cat([held_positions, nothing if bucket is None else bucket.positions(i)]).unique(sorted=True)
@@ -119,49 +130,39 @@ def rebuild(
         run_length = longest_run(union, longest)
         narrow = fits_uint16(shard.param, union, run_length)
         key = (bucket, flat.device, flat.dtype, union.dtype, run_length, narrow)
-        split.setdefault(key, []).append((shard, union[::run_length], base))
+        split.setdefault(key, []).append((shard, union, base))
     bases = []
     for (bucket, _, _, _, run_length, narrow), parts in split.items():
-        shards, indices, values = (list(column) for column in zip(*parts, strict=True))
-        ends = list(itertools.accumulate(part.numel() for part in values))
-        starts = [end - part.numel() for end, part in zip(ends, values, strict=True)]
-        where = pack_indices(indices, starts, ends, narrow)
-        current = None
-        if bucket is not None and _equal(where, (bucket.indices, bucket.index_bases)):
-            where = bucket.indices, bucket.index_bases  # share one copy
-            if (starts, ends, shards) == (bucket.starts, bucket.ends, bucket.shards):
-                current = bucket.weights
+        shards, positions, values = (list(column) for column in zip(*parts, strict=True))
         local = [shard.local for shard in shards]
+        found = LocalSegments(local, *packed(positions, run_length, narrow), run_length, shards)
+        current = None
+        if bucket is not None and found.same_elements(bucket):
+            found, current = bucket, bucket.weights  # one copy of the indices
         base = torch.cat(values)
-        bases.append(BaseWeights(local, *where, starts, ends, run_length, shards, base, backend, current, offload))
+        bases.append(BaseWeights(**found.shared(), values=base, backend=backend, current=current, offload=offload))
     return bases
 
 
-def copied_(old: list[BaseWeights], new: list[BaseWeights]) -> bool:
-    """Copy the values of `new` into `old` if they are of the same elements; else return False."""
-    same = len(old) == len(new) and all(
-        (a.shards, a.starts, a.ends, a.run_length) == (b.shards, b.starts, b.ends, b.run_length)
-        and _equal((a.indices, a.index_bases), (b.indices, b.index_bases))
-        for a, b in zip(old, new, strict=False)
-    )
-    for a, b in zip(old, new, strict=False) if same else ():
-        a.values.copy_(b.values)
-    return same
+class InBaseWeights(ContextDecorator):
+    """The context manager of `SparseOptimizer.base_weights`, which has its contract.
 
+    The swapped parameters are constants inside, so that a graph built inside has no edge to them that could be used
+    outside. If a graph built outside runs backward inside, autograd would drop the gradients silently; a hook on every
+    such parameter, the collector's or one of this class, raises instead.
 
-def _equal(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:
-    return all(
-        x is y if x is None or y is None else x.dtype == y.dtype and torch.equal(x, y)
-        for x, y in zip(a, b, strict=True)
-    )
+    Python calls a signal handler in the main thread, between two instructions of the code that runs there, and raises
+    the handler's exception (KeyboardInterrupt on Ctrl-C) at that point. That may be before the first line of an
+    `__exit__` (or after the last line of a generator's `with` block), where no `try` protects the code, so the handlers
+    themselves have to be deferred. From entry to exit each Python handler is wrapped in another one, which calls it
 
+    - immediately if the signal arrives in the body of the `with` statement, or after it;
+    - after everything is undone, if the signal arrives during `__exit__`;
+    - after everything is done, if it arrives during `__enter__`; an exception of the handler then undoes the entry.
 
-class InBaseWeights(UninterruptedContext):
-    """Context manager that puts W0 into the model and restores the trained weights, also after exceptions and signals.
-
-    Inside, the swapped parameters are constants (`requires_grad` is False), so that a graph built inside has no edge to
-    them that could be used outside. If a graph built outside runs backward inside, autograd would drop the gradients
-    silently; a hook on every such parameter, the collector's or one of this class, raises instead.
+    Signals without a Python handler are not affected, nor are threads other than the main one, which run no handlers.
+    A caller that calls `__enter__` itself, as `contextlib.ExitStack` does, can be interrupted right after that call,
+    and a generator that contains the `with` statement outside of the generator, which is then not resumed.
 
     Args:
         prepare: returns the weights to swap; raises if the swap is not allowed.
@@ -176,12 +177,28 @@ class InBaseWeights(UninterruptedContext):
         root: Callable[[], nn.Module | None],
         named: Callable[[], Iterable[tuple[str, Parameter]]],
     ) -> None:
-        super().__init__()
         self._prepare, self._collector, self._root, self._named = prepare, collector, root, named
         self._undo = ExitStack()
+        self.is_deferring = self._is_entered = False
+        self._installed: list[tuple[int, _DeferringHandler]] = []
+        self._deferred: list[tuple[Handler, int, FrameType | None]] = []
 
-    def enter(self) -> None:
-        """See `UninterruptedContext`."""
+    def __enter__(self) -> None:
+        if self._is_entered:
+            raise RuntimeError(f"this {type(self).__name__} has been entered, and not left")
+        try:
+            self._is_entered = True
+            self._defer()
+            self._swap_in()
+            self._call_deferred()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._leave()
+
+    def _swap_in(self) -> None:
         bases = self._prepare()
         undo = self._undo.callback
         self._collector.enter_base()
@@ -195,10 +212,11 @@ class InBaseWeights(UninterruptedContext):
         undo(_set_requires_grad, trained, True)
         _set_requires_grad(trained, False)
         hooked = [shard.unsharded for shard in trained if not self._collector.has_hook_on(shard.unsharded)]
-        refuse, refusing = self._refuse, [_hooks_on(p) for p in hooked]
-        undo(_remove_hooks, refusing, refuse)
-        for hooks in refusing:
-            hooks[refuse] = refuse
+        for param in hooked:  # torch's method to register a hook refuses parameters that do not require grad
+            if param._post_accumulate_grad_hooks is None:
+                param._post_accumulate_grad_hooks = OrderedDict()
+            undo(param._post_accumulate_grad_hooks.pop, self, None)
+            param._post_accumulate_grad_hooks[self] = self._refuse
         root = self._root()
         undo(sharding.gather, sharding.incomplete(root))
         undo(sharding.reshard, root)
@@ -210,36 +228,87 @@ class InBaseWeights(UninterruptedContext):
         _set_versions(params, (next(_ELSEWHERE),) * len(params))
         torch.clear_autocast_cache()  # it holds casts of the previous weights
 
-    def leave(self) -> None:
-        """See `UninterruptedContext`. If undoing one change fails, the others are still undone."""
-        with torch.no_grad():
-            self._undo.close()
+    def _leave(self) -> None:
+        """Undo what `_swap_in` has done so far, each change even if another one fails, then call deferred handlers."""
+        try:
+            with torch.no_grad():
+                self._undo.close()
+        finally:
+            try:
+                self._is_entered = False
+                if threading.current_thread() is threading.main_thread():
+                    self._restore_handlers()
+            finally:
+                self.is_deferring = False
+                self._call_deferred()
 
     def _refuse(self, param: Tensor) -> None:
         name = next((name for name, p in self._named() if p is param), "a parameter")
         raise RuntimeError(inside_base_error(name))
 
+    # Signals
 
-def _set_versions(params: tuple[Parameter, ...], versions: tuple[int, ...]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(params, versions)
+    def _defer(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.is_deferring = True
+        for number in _SIGNALS:
+            handler = _signal.getsignal(number)
+            if callable(handler):
+                wrapper = _DeferringHandler(self, _unwrapped(handler))
+                self._installed.append((number, wrapper))
+                _signal.signal(number, wrapper)
+
+    def _restore_handlers(self) -> None:
+        """Restore all handlers, even if a restored one is called and raises meanwhile."""
+        if self._installed:
+            number, wrapper = self._installed[-1]
+            try:
+                if _signal.getsignal(number) is wrapper:  # otherwise the body has installed another one
+                    _signal.signal(number, _unwrapped(wrapper.handler))
+                self._installed.pop()
+            finally:
+                self._restore_handlers()
+
+    def _call_deferred(self) -> None:
+        if self._deferred:
+            handler, number, frame = self._deferred.pop(0)
+            try:
+                handler(number, frame)
+            finally:
+                self._call_deferred()
+
+    def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Call `handler` for a signal that arrived while `frame` was running, or defer it."""
+        caller = frame
+        while self.is_deferring and caller is not None:
+            if caller.f_code in _CODES and caller.f_locals.get("self") is self:
+                self._deferred.append((handler, number, caller.f_back))
+                return
+            caller = caller.f_back
+        handler(number, frame)
+
+
+_CODES = (InBaseWeights.__enter__.__code__, InBaseWeights.__exit__.__code__)
+
+
+class _DeferringHandler:
+    """A signal handler that wraps another one; the context decides when the other one is called."""
+
+    def __init__(self, context: InBaseWeights, handler: Handler) -> None:
+        self.context, self.handler = context, handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.context.handle(self.handler, number, frame)
+
+
+def _unwrapped(handler: Handler) -> Handler:
+    """Return the handler without the wrappers of contexts that are no longer in use."""
+    while isinstance(handler, _DeferringHandler) and not handler.context.is_deferring:
+        handler = handler.handler
+    return handler
 
 
 def _set_requires_grad(shards: Iterable[Shard], requires_grad: bool) -> None:
     for shard in shards:
         shard.param.requires_grad = shard.unsharded.requires_grad = requires_grad
-
-
-def _hooks_on(param: Parameter) -> dict[Any, Callable[[Tensor], None]]:
-    """Return the dictionary in which torch keeps post-accumulate-grad hooks.
-
-    `register_post_accumulate_grad_hook` itself refuses parameters that do not require grad.
-    """
-    hooks: dict[Any, Callable[[Tensor], None]] | None = param._post_accumulate_grad_hooks
-    if hooks is None:
-        hooks = param._post_accumulate_grad_hooks = OrderedDict()
-    return hooks
-
-
-def _remove_hooks(hooks_on: Iterable[dict[Any, Callable[[Tensor], None]]], key: object) -> None:
-    for hooks in hooks_on:
-        hooks.pop(key, None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +12,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import backends
-from ..masks.checks import require_own_memory
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, require_own_memory
+from ..masks.positions import index_dtype
 from ..ops.checks import FLOAT_DTYPES
 from .buckets import Bucket
 from .gradients.gradient_buffer import NativeGradientBuffer
 from .gradients.python_collection import PythonGradientBuffer
 from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
-from .segments import Segments, fits_uint16, index_dtype, pack_indices, run_length_of
-from .stepping import NativeStepper, Stepper
+from .segments import Segments, fits_uint16, packed, run_length_of
 
 
 class ModelLinks:
@@ -30,24 +28,40 @@ class ModelLinks:
 
     Args:
         model: None if it is unknown; then only `torch.utils.swap_tensors` is noticed.
-        steppers: of the active parameters. `torch.utils.swap_tensors` itself refuses those that a native one holds.
+        named: the parameters of the optimizer's groups.
+        buckets: of the active parameters. `torch.utils.swap_tensors` itself refuses those that a native object holds.
     """
 
-    def __init__(self, model: nn.Module | None, steppers: Sequence[Stepper]) -> None:
-        self._model = None if model is None else weakref.ref(model)
+    def __init__(self, model: nn.Module | None, named: Mapping[str, Parameter], buckets: Sequence[Bucket]) -> None:
+        self._model = model_reference(model)
+        self._named, self._ids = named, {id(param) for param in named.values()}
         inside = _ids(model)  # a model need not have all parameters that the optimizer was built from
-        self._shards = [s for stepper in steppers for s in stepper.bucket.shards if id(s.param) in inside]
-        python = [stepper for stepper in steppers if not isinstance(stepper, NativeStepper)]
-        swappable = [shard.param for stepper in python for shard in stepper.bucket.shards]
+        self._shards = [shard for bucket in buckets for shard in bucket.shards if id(shard.param) in inside]
+        swappable = [shard.param for bucket in buckets if bucket.bound is None for shard in bucket.shards]
         self._implementations = [(param, param._cdata) for param in swappable]
         self._find()
 
     def _find(self) -> None:
-        model = None if self._model is None else self._model()
+        model = self._model()
         links = [] if model is None else _links(model, {id(shard.param) for shard in self._shards}, set())
         self._dicts = [dictionary for dictionary, _, _ in links]
         self._keys = [key for _, key, _ in links]
         self._values = [value for _, _, value in links]
+
+    def require_intact(self, groups: list[dict[str, Any]]) -> None:
+        """Raise a RuntimeError that names a parameter which the model, or the optimizer's groups, no longer have."""
+        replaced = self.replaced()
+        given = {id(group["params"][0]) for group in groups if group["param_names"]}
+        if given - self._ids:
+            given = {id(param) for group in groups for param in group["params"]}
+            replaced = next((param for param in self._named.values() if id(param) not in given), None)
+        if replaced is not None:
+            name = next(name for name, param in self._named.items() if param is replaced)
+            raise RuntimeError(
+                f"{name!r} was replaced after the optimizer was built, as load_state_dict(assign=True), an assignment "
+                "to a layer's weight and accelerate's prepare do: call rebind(model) before the first step, or build a "
+                "new optimizer after it"
+            )
 
     def replaced(self) -> Parameter | None:
         """Return an active parameter that the model no longer has, None if it has all."""
@@ -58,7 +72,7 @@ class ModelLinks:
             return None
         # Parameters may have moved to another module, as by torch.nn.utils.parametrize. Under FSDP2 a module has its
         # unsharded ones from its forward to its backward pass; then the links stay as they are.
-        held = _ids(None if self._model is None else self._model())
+        held = _ids(self._model())
         if not held:
             return None
         for shard in self._shards:
@@ -67,6 +81,11 @@ class ModelLinks:
         if all(id(shard.param) in held for shard in self._shards):
             self._find()
         return None
+
+
+def model_reference(model: nn.Module | None) -> Callable[[], nn.Module | None]:
+    """Return a weak reference to the model, or to the one that `torch.compile` has wrapped."""
+    return (lambda: None) if model is None else weakref.ref(getattr(model, "_orig_mod", model))
 
 
 def _ids(model: nn.Module | None) -> set[int]:
@@ -131,15 +150,40 @@ def build_buckets(
 ) -> list[Bucket]:
     """Build the buckets of all groups, in the groups' order, without state and gradients, for a mask of `pattern`.
 
+    A bucket has the parameters that one op call can take: of one group, device, dtype and layout of the indices. The
+    run length follows from the mask's pattern; it is 1 for parameters whose rows, or shards, do not hold whole runs.
+    Indices take two bytes unless the active elements are scattered too widely.
+
     All ranks build the same buckets, of different shards.
     """
+    split: dict[tuple[Any, ...], tuple[list[str], list[Shard]]] = {}
+    for number, group in enumerate(groups):
+        # The last parameter may be a ScalerProxy's, which has no name.
+        for name, param in zip(group["param_names"], group["params"], strict=False):
+            if param in active:
+                shard = shards[param]
+                run_length = run_length_of(param.shape, pattern)
+                if shard.chunk % run_length:
+                    run_length = 1
+                narrow = fits_uint16(param, active[param], run_length)
+                key = (
+                    number,
+                    run_length,
+                    narrow,
+                    shard.is_whole,
+                    param.device,
+                    param.dtype,
+                    index_dtype(param.numel()),
+                )
+                names, its_shards = split.setdefault(key, ([], []))
+                names.append(name)
+                its_shards.append(shard)
     buckets: list[Bucket] = []
-    keys = list(_bucket_keys(groups, active, shards, pattern))
-    for group, names, its_shards, run_length, narrow in keys:
+    for (number, run_length, narrow, is_whole, *_), (names, its_shards) in split.items():
         positions = [active[shard.param] for shard in its_shards]
         unsharded = _segments_of([shard.unsharded for shard in its_shards], positions, run_length, narrow)
         local, first_slots = unsharded, [0] * len(names)
-        if not its_shards[0].is_whole:
+        if not is_whole:
             parts = [shard.local_positions(every) for shard, every in zip(its_shards, positions, strict=True)]
             first_slots = [first for _, first in parts]
             local = _segments_of([s.local for s in its_shards], [part for part, _ in parts], run_length, narrow)
@@ -149,9 +193,9 @@ def build_buckets(
                 shards=its_shards,
                 unsharded=unsharded,
                 first_slots=first_slots,
-                group=group,
+                group=groups[number],
                 names=names,
-                ordinal=len(buckets) + its_shards[0].number * len(keys),
+                ordinal=len(buckets) + its_shards[0].number * len(split),
                 ops=backends.functions(local.device, backend),
                 lr=torch.zeros(1, dtype=torch.float32, device=local.device),
                 steps=torch.zeros(len(names), dtype=torch.float32, device=local.device),
@@ -160,47 +204,16 @@ def build_buckets(
     return buckets
 
 
-def _bucket_keys(
-    groups: list[dict[str, Any]], active: dict[Parameter, Tensor], shards: Mapping[Parameter, Shard], pattern: str
-) -> Iterator[tuple[dict[str, Any], list[str], list[Shard], int, bool]]:
-    """Split each group's active parameters into sets that one op call can take: same device, dtype and index layout.
-
-    The last two results are the run length and whether indices take two bytes. The run length follows from the mask's
-    pattern; it is 1 for parameters whose rows, or shards, do not hold whole runs. Two bytes suffice unless the active
-    elements are scattered too widely.
-    """
-    for group in groups:
-        split: dict[tuple[Any, ...], tuple[list[str], list[Shard]]] = {}
-        # The last parameter may be a ScalerProxy's, which has no name.
-        for name, param in zip(group["param_names"], group["params"], strict=False):
-            if param in active:
-                shard = shards[param]
-                run_length = run_length_of(param.shape, pattern)
-                if shard.chunk % run_length:
-                    run_length = 1
-                narrow = fits_uint16(param, active[param], run_length)
-                key = (shard.is_whole, param.device, param.dtype, index_dtype(param), run_length, narrow)
-                names, its_shards = split.setdefault(key, ([], []))
-                names.append(name)
-                its_shards.append(shard)
-        for (*_, run_length, narrow), (names, its_shards) in split.items():
-            yield group, names, its_shards, run_length, narrow
-
-
 def _segments_of(params: Sequence[Tensor], positions: Sequence[Tensor], run_length: int, narrow: bool) -> Segments:
     """Concatenate the sorted `positions` in the flattened `params` on their device."""
+    indices, index_bases, starts, ends = packed(positions, run_length, narrow)
     device = params[0].device
-    ends = list(accumulate(part.numel() for part in positions))
-    starts = [end - part.numel() for end, part in zip(ends, positions, strict=True)]
-    indices, index_bases = pack_indices([part[::run_length] for part in positions], starts, ends, narrow)
     index_bases = None if index_bases is None else index_bases.to(device)
     return Segments(list(params), indices.to(device), index_bases, starts, ends, run_length)
 
 
-def bind(
-    bucket: Bucket, op: str, backend: str | None, *, values: Tensor, tiles: Tiles | None, compact: bool
-) -> Stepper:
-    """Set the bucket's gradient buffer, and return the object that prepares its steps.
+def bind(bucket: Bucket, op: str, backend: str | None, *, values: Tensor, tiles: Tiles | None, compact: bool) -> None:
+    """Set the bucket's gradient buffer and the native object that makes its steps.
 
     This is the only place that chooses between the native and the Python implementation of both. With dense gradients
     autograd delivers nothing, and one op call gathers all gradients if they are clipped.
@@ -210,8 +223,8 @@ def bind(
         values: memory of the compact gradient, [nnz of the whole parameters]; with dense gradients it may be [0].
         compact: whether the optimizer was built with grads='compact'.
     """
-    bound = _bound(bucket, op, backend)
-    bound_gradient = _bound(bucket.unsharded, op, backend) if bucket.is_sharded else bound
+    bucket.bound = _bound(bucket, op, backend)
+    bound_gradient = _bound(bucket.unsharded, op, backend) if bucket.is_sharded else bucket.bound
     buffer = {
         **bucket.unsharded.shared(),
         "names": bucket.names,
@@ -224,7 +237,6 @@ def bind(
         bucket.gradient = NativeGradientBuffer(**buffer, bound=bound_gradient)
     else:
         bucket.gradient = PythonGradientBuffer(**buffer)
-    return Stepper(bucket) if bound is None else NativeStepper(bucket, bound)
 
 
 def _bound(segments: Segments, op: str, backend: str | None) -> Any:

@@ -103,8 +103,9 @@ class GraphedStep:
         for buffer, tensor in zip(shapes.inputs, inputs, strict=True):
             buffer.copy_(tensor)  # waits for a copy from the host, whose tensor may be filled again after the call
         if shapes.graph is not None:
-            self.optimizer._require_countable()
-            self.optimizer._n_steps += 1
+            if self.optimizer.stochastic_rounding:
+                self.optimizer.history.require_countable()
+            self.optimizer.history.n_steps += 1
             shapes.graph.replay()
             return shapes.result
         if shapes.n_eager < self.n_warmup:
@@ -118,7 +119,7 @@ class GraphedStep:
     def _find_constants(self) -> list[Any]:
         """Return what a graph keeps from its capture: the optimizer's buffers, its options, the parameters' memory."""
         optimizer = self.optimizer
-        constants: list[Any] = [optimizer.generation, optimizer.max_grad_norm, optimizer._collector.is_attached]
+        constants: list[Any] = [optimizer.generation, optimizer.max_grad_norm, optimizer.collector.is_attached]
         for i, group in enumerate(optimizer.param_groups):
             if not isinstance(group["lr"], Tensor) or not group["lr"].is_cuda:
                 raise ValueError(
@@ -157,7 +158,7 @@ class GraphedStep:
         shapes.graph = graph
 
     def _require_no_gradients(self, when: str) -> None:
-        if self.optimizer._collector.has_unused():
+        if self.optimizer.collector.has_unused():
             raise RuntimeError(
                 f"the optimizer has gradients that no step has used, {when} a call of GraphedStep; its function must "
                 "take whole steps: call step() in it, or zero_grad() first"

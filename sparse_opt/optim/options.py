@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
@@ -46,37 +44,55 @@ class SharedOptions(TypedDict, total=False):
     process_group: ProcessGroup | Literal[False] | None
 
 
-def is_number(value: Any, minimum: float, below: float) -> bool:
+def is_number(value: Any, minimum: float = 0.0, below: float = NUMBER_LIMIT) -> bool:
     """Whether `value` is a number, including numpy's, with minimum <= value < below."""
     compared: Any = value  # numbers.Real is not typed as ordered
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return is_real and bool(minimum <= compared < below)
 
 
-def require_number(where: str, name: str, value: Any, *, minimum: float = 0.0, below: float = NUMBER_LIMIT) -> None:
-    """Raise a ValueError unless `value` is a number, minimum <= value < below. `where` is put before the message.
+def is_lr(value: Any) -> bool:
+    """Whether `value` is a learning rate. The value of a tensor is not checked, because it may be on a device."""
+    if not isinstance(value, Tensor):
+        return is_number(value)
+    return value.numel() == 1 and value.is_floating_point() and value.layout == torch.strided and not value.is_meta
 
-    Without `below`, the number has to be in the range of fp32.
+
+def are_betas(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_number(beta, 0.0, 1.0) for beta in value)
+
+
+def is_seed(value: Any) -> bool:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and 0 <= int(value) < SEED_LIMIT
+
+
+_NUMBER = "a finite number >= 0 in the range of fp32"
+# The check of each option of a parameter group, and what it expects.
+VALIDATORS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (is_lr, f"{_NUMBER}, or a tensor of one floating-point element"),
+    "betas": (are_betas, "two numbers, 0 <= beta < 1"),
+    "eps": (is_number, _NUMBER),
+    "weight_decay": (is_number, _NUMBER),
+    "momentum": (is_number, _NUMBER),
+    "dampening": (functools.partial(is_number, minimum=-math.inf), "a finite number in the range of fp32"),
+    "nesterov": (lambda value: isinstance(value, bool), "True or False"),
+    "seed": (is_seed, "an integer, 0 <= seed < 2**32"),
+}
+
+
+def require_valid(op: StepOp, group: Mapping[str, Any], names: Iterable[str], where: str = "") -> None:
+    """Raise a ValueError if one of the options of a parameter group in `names` is out of range.
+
+    Args:
+        where: put before the message.
     """
-    if is_number(value, minimum, below):
-        return
-    bound = "" if minimum == -math.inf else f" >= {minimum:g}"
-    bound += " in the range of fp32" if below == NUMBER_LIMIT else f" and < {below:g}"
-    raise ValueError(f"{where}{name} is {shown(value)}, expected a finite number{bound}")
-
-
-def require_lr(where: str, name: str, lr: Any) -> None:
-    """Raise a ValueError unless a learning rate is a number >= 0 or a floating-point tensor of one element.
-
-    The value of a tensor is not checked, because it may be on a device.
-    """
-    if not isinstance(lr, Tensor):
-        require_number(where, name, lr)
-    elif lr.numel() != 1 or not lr.is_floating_point() or lr.layout != torch.strided or lr.is_meta:
-        raise ValueError(
-            f"{where}{name} is a {lr.dtype} tensor of shape {list(lr.shape)} on {lr.device}, "
-            "expected one floating-point element"
-        )
+    for name in names:
+        is_valid, expected = VALIDATORS[name]
+        if not is_valid(group[name]):
+            raise ValueError(f"{where}{name} is {shown(group[name])}, expected {expected}")
+    if reason := op.why_invalid(op_options(op, group)):
+        raise ValueError(where + reason)
 
 
 def require_max_norm(name: str, value: Any, expected: str, *, positive: bool = False) -> float:
@@ -87,63 +103,20 @@ def require_max_norm(name: str, value: Any, expected: str, *, positive: bool = F
     Raises:
         ValueError: `value` is no number, negative or NaN, or 0 with `positive`; says what was `expected`.
     """
-    is_norm = is_number(value, 0.0, NUMBER_LIMIT) or (isinstance(value, numbers.Real) and value == math.inf)
+    is_norm = is_number(value) or (isinstance(value, numbers.Real) and value == math.inf)
     if not is_norm or (positive and value == 0):
         raise ValueError(f"{name} is {shown(value)}, expected {expected}, in the range of fp32 or infinite")
     return float(value)
 
 
-def require_betas(where: str, name: str, betas: Any) -> None:
-    """Raise a ValueError unless `betas` are two numbers, 0 <= beta < 1."""
-    pair = betas if isinstance(betas, (tuple, list)) and len(betas) == 2 else ()
-    if not pair or not all(is_number(beta, 0.0, 1.0) for beta in pair):
-        raise ValueError(f"{where}{name} are {shown(betas)}, expected two numbers, 0 <= beta < 1")
-
-
-def require_bool(where: str, name: str, value: Any) -> None:
-    """Raise a ValueError unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{where}{name} is {shown(value)}, expected True or False")
-
-
-def require_seed(where: str, name: str, seed: Any) -> None:
-    """Raise a ValueError unless `seed` is an integer, 0 <= seed < 2**32."""
-    is_integer = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
-    if not is_integer or not 0 <= int(seed) < SEED_LIMIT:
-        raise ValueError(f"{where}{name} is {shown(seed)}, expected an integer, 0 <= seed < 2**32")
-
-
 def shown(value: object) -> str:
     """Return `value` as text for an error message of one line."""
     if isinstance(value, Tensor):
-        return "a nested tensor" if value.is_nested else f"a {value.dtype} tensor of shape {list(value.shape)}"
+        if value.is_nested:
+            return "a nested tensor"
+        return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 100 else text[:97] + "..."
-
-
-# The check of each option of a parameter group.
-VALIDATORS: dict[str, Callable[[str, str, Any], None]] = {
-    "lr": require_lr,
-    "betas": require_betas,
-    "eps": require_number,
-    "weight_decay": require_number,
-    "momentum": require_number,
-    "dampening": functools.partial(require_number, minimum=-math.inf),
-    "nesterov": require_bool,
-    "seed": require_seed,
-}
-
-
-def checksum(groups: Sequence[Mapping[str, Any]], names: Iterable[str], previous: int = 0) -> int:
-    """Return a checksum of the options of parameter groups, continued from `previous`.
-
-    A learning rate that is a tensor on a device is left out: reading it would wait for the device.
-    """
-    for group in groups:
-        values = [group[name] for name in names if not (isinstance(group[name], Tensor) and not group[name].is_cpu)]
-        floats = [float(n) for value in values for n in (value if isinstance(value, (tuple, list)) else (value,))]
-        previous = zlib.crc32(struct.pack(f"{len(floats)}d", *floats), previous)
-    return previous
 
 
 def op_options(op: StepOp, group: Mapping[str, Any]) -> dict[str, float | bool]:

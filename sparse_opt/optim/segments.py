@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..masks.patterns import PATTERNS, matrix_shape
+from ..masks.positions import index_dtype
 from ..ops.narrow import bases_of, can_narrow, narrow_indices, widened
 from .ranks.sharding import Shard
 
@@ -80,6 +82,16 @@ class LocalSegments(Segments):
         """See `Segments`."""
         return {**super().shared(), "shards": self.shards}
 
+    def same_elements(self, other: LocalSegments) -> bool:
+        """Whether both are of the same elements of the same shards, with their indices in the same form."""
+        pairs = ((self.indices, other.indices), (self.index_bases, other.index_bases))
+        return (self.shards, self.starts, self.ends, self.run_length) == (
+            other.shards,
+            other.starts,
+            other.ends,
+            other.run_length,
+        ) and all(a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
     def positions_in_param(self, i: int) -> Tensor:
         """Return the position of every active element of `params[i]` in the flattened parameter of its shard."""
         first = self.shards[i].first
@@ -94,19 +106,18 @@ def compact(segments: Segments, dtype: torch.dtype | None = None) -> Tensor:
 
 def fits_uint16(param: Tensor, positions: Tensor, run_length: int) -> bool:
     """Whether the indices of sorted `positions` in the flattened parameter fit two bytes each."""
-    return run_length == 1 and index_dtype(param) == torch.int32 and can_narrow(positions)
+    return run_length == 1 and index_dtype(param.numel()) == torch.int32 and can_narrow(positions)
 
 
-def pack_indices(
-    parts: Sequence[Tensor], starts: Sequence[int], ends: Sequence[int], narrow: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Concatenate `parts`, the indices of each segment, and return (indices, index_bases)."""
-    indices = torch.cat(list(parts))
-    return narrow_indices(indices, starts, ends) if narrow else (indices, None)
-
-
-def index_dtype(param: Tensor) -> torch.dtype:
-    return torch.int64 if param.numel() >= 2**31 else torch.int32
+def packed(
+    positions: Sequence[Tensor], run_length: int, narrow: bool
+) -> tuple[Tensor, Tensor | None, list[int], list[int]]:
+    """Return (indices, index_bases, starts, ends) of segments with these sorted positions, one tensor each."""
+    ends = list(accumulate(part.numel() for part in positions))
+    starts = [end - part.numel() for end, part in zip(ends, positions, strict=True)]
+    indices = torch.cat([part[::run_length] for part in positions])
+    indices, index_bases = narrow_indices(indices, starts, ends) if narrow else (indices, None)
+    return indices, index_bases, starts, ends
 
 
 def run_length_of(shape: Sequence[int], pattern: str) -> int:

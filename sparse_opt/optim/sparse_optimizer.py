@@ -1,39 +1,402 @@
-"""SparseOptimizer: gradients, clipping, the step, base weights and saved state of parameters bound to a mask."""
+"""SparseOptimizer: parameter groups bound to a mask; their gradients, step, base weights and saved state."""
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Callable
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..masks.mask_set import MaskSet
+from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, options, state_entries
-from .bound_optimizer import BoundOptimizer, Params
+from . import base_weights, binding, options
+from . import state as compact_state
+from .buckets import Bucket, BucketStep
 from .clipping import clip_coefficient, global_norm
-from .ranks import checks
-from .ranks.group import raise_on_all
-from .state_loading import SavedState
-from .stepping import BucketStep, Stepper
+from .gradients import tile_layers
+from .gradients.collector import GradientCollector
+from .gradients.gradient_buffer import GradientBuffer
+from .gradients.reduction import GradientReducer
+from .gradients.tile_backward import Route
+from .ranks import agreement, sharding
+from .ranks.group import group_of, raise_on_all
+from .segments import compact
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
 
 __all__ = ["Params", "SparseOptimizer"]
 
-MAX_STEPS = 2**24  # where a count in fp32 stops
+Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
 
 
-class SparseOptimizer(BoundOptimizer):
+class SparseOptimizer(torch.optim.Optimizer):
     """Trains the active elements of a mask; state, gradients and clipping scale with their number (nnz).
 
     A subclass sets `_op`, the name of its step op, and passes the defaults of its groups' options, which
     `options.VALIDATORS` checks. The names of its states and the arguments of the op follow from `ops.STEP_OPS`.
     """
 
+    _op: str
     _step_supports_amp_scaling = True  # step() unscales and checks for inf, as in torch's fused optimizers
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the shared options in the signature of a subclass that takes them as `**shared`."""
+        super().__init_subclass__(**kwargs)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and own[-1].name == "shared":
+            names = {p.name for p in own}
+            base = inspect.signature(SparseOptimizer.__init__).parameters.values()
+            own[-1:] = [p for p in base if p.kind is p.KEYWORD_ONLY and p.name not in names]
+        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]  # inspect and help() read it
+
+    def __init__(
+        self,
+        params: Params,
+        mask: MaskSet,
+        defaults: dict[str, Any],
+        *,
+        grads: Literal["compact", "dense"] = "compact",
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        freeze_inactive: bool = True,
+        keep_base_weights: bool = True,
+        offload_base_weights: bool = False,
+        compact_weights: bool = False,
+        amp_scaling: bool = False,
+        model: nn.Module | None = None,
+        tile_backward: bool | None = None,
+        backend: str | None = None,
+        process_group: ProcessGroup | Literal[False] | None = None,
+        **unknown: Never,
+    ) -> None:
+        if unknown:  # Python's own error would name this class
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {next(iter(unknown))!r}")
+        if grads not in ("compact", "dense"):
+            raise ValueError(f"grads is {grads!r}, expected 'compact' or 'dense'")
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype is {state_dtype}, expected torch.float32 or torch.bfloat16")
+        if grad_dtype not in FLOAT_DTYPES:
+            raise ValueError(f"grad_dtype is {grad_dtype}, expected one of {FLOAT_DTYPES}")
+        if offload_base_weights and not keep_base_weights:
+            raise ValueError("offload_base_weights=True needs keep_base_weights=True")
+        self.defaults = {**defaults, "seed": seed}
+        options.require_valid(STEP_OPS[self._op], self.defaults, self.defaults)
+        self.grads = grads
+        if max_grad_norm is not None:
+            expected = "a number > 0, or None"
+            max_grad_norm = options.require_max_norm("max_grad_norm", max_grad_norm, expected, positive=True)
+        self.max_grad_norm = max_grad_norm
+        self.state_dtype, self.grad_dtype = state_dtype, grad_dtype
+        self.master_weights, self.stochastic_rounding = master_weights, stochastic_rounding
+        self.freeze_inactive, self.keep_base_weights = freeze_inactive, keep_base_weights
+        self.offload_base_weights, self.compact_weights = offload_base_weights, compact_weights
+        self.amp_scaling, self.tile_backward, self.backend = amp_scaling, tile_backward, backend
+        self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
+        self._buckets: list[Bucket] = []
+        self._bases: list[base_weights.BaseWeights] = []
+        self._frozen: list[Parameter] = []
+        self._routes: list[tuple[nn.Module, Route]] = []  # layers with a replaced forward
+        # Such a layer refers to itself; without this only the garbage collector would free it.
+        weakref.finalize(self, tile_layers.restore, self._routes).atexit = False
+        self._groups_fixed = self._closed = False
+        self.history = agreement.StepHistory()
+        self.generation = 0  # how often the compact buffers were allocated; a captured CUDA graph is valid for one
+
+        if isinstance(params, nn.Module):
+            params = getattr(params, "_orig_mod", params)  # torch.compile prefixes every name with "_orig_mod."
+            sharding.reshard(params)
+            mask = mask.resolve(params)
+            model, params = params if model is None else model, params.named_parameters()
+        self._root = binding.model_reference(model)
+        super().__init__(params, self.defaults)
+        self._groups_fixed = True
+        self._check_groups()
+        self.collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
+        self._process_group = process_group
+        self._bind(mask)
+
+    # Parameter groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built, as in torch; later calls raise, because the mask fixes the groups.
+
+        Raises:
+            RuntimeError: the optimizer is already built.
+            ValueError: the group has no parameter names, or holds a parameter twice.
+        """
+        if self._groups_fixed:
+            raise RuntimeError("the mask has fixed the parameter groups; build a new optimizer to add one")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        names = group.get("param_names")
+        if names is None or len(names) != len(group["params"]):
+            raise ValueError(
+                f"parameter group {len(self.param_groups) - 1} has no parameter names, which the mask requires; "
+                "pass a model, model.named_parameters(), or groups whose 'params' are (name, parameter) pairs"
+            )
+        if len({id(p) for p in group["params"]}) < len(group["params"]):
+            raise ValueError(f"parameter group {len(self.param_groups) - 1} holds a parameter twice")
+
+    def _named(self) -> Iterator[tuple[str, Parameter]]:
+        for group in self.param_groups:
+            yield from zip(group["param_names"], group["params"], strict=False)
+
+    def _check_groups(self) -> None:
+        for i, group in enumerate(self.param_groups):
+            for name in self.defaults:
+                if name not in group:
+                    raise ValueError(f"parameter group {i} has no option {name!r}")
+            options.require_valid(STEP_OPS[self._op], group, self.defaults, f"parameter group {i}: ")
+
+    # Binding to a mask
+
+    def _bind(self, mask: MaskSet) -> None:
+        """Train the active elements of the parameters in the groups, with new state and base weights."""
+        named = dict(self._named())
+        mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
+        self._shards = sharding.shards_of(named, self._root())
+        mesh = next((shard.mesh for shard in self._shards.values() if shard.mesh is not None), None)
+        self.process_group = group_of(self._process_group, self.grads, mesh)
+        if self.process_group is not None:
+            agreement.require_same_setup(self, mask, self.process_group)
+            agreement.require_same_weights(self._shards, named, self.process_group)
+        buckets = self._build(active, mask.pattern)
+        bases = []
+        if self.keep_base_weights:
+            bases = base_weights.of_buckets(buckets, self.backend, offload=self.offload_base_weights)
+        self._adopt(mask, buckets, bases)
+
+    @torch.no_grad()
+    def rebind(self, model: nn.Module) -> None:
+        """Train the parameters of the same names in `model` from now on, with the same mask and options.
+
+        For code that shards a model after it has built the optimizer, as accelerate does. State and base weights are
+        new, as those of an optimizer that is built for `model`; if it was built with process_group=False, the gradients
+        of sharded parameters are averaged over their mesh. Nothing changes if the optimizer trains the same parameters
+        already. Prefixes that activation checkpointing and `torch.compile` add to names are ignored. If it raises, the
+        optimizer is bound to neither model.
+
+        Raises:
+            RuntimeError: the optimizer has made a step with other parameters, or is closed, or the model holds its base
+                weights.
+            ValueError: the model has no parameter of a name; or as the constructor raises.
+        """
+        self._require_usable("rebind")
+        sharding.reshard(model)
+        params = {
+            name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): p
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
+        names = [name for group in self.param_groups for name in group["param_names"]]
+        if missing := [name for name in names if name not in params]:
+            raise ValueError(f"rebind: the model has no parameter {missing[0]!r}")
+        same = all(params[name] is p for name, p in zip(names, self._shards, strict=True))
+        same = same and self._links.replaced() is None
+        if not same and any(bool(bucket.steps.any()) for bucket in self._buckets):
+            raise RuntimeError("rebind: the optimizer has made a step, and its state is that of other parameters")
+        for group in self.param_groups:  # also if they are the same: accelerate may have exchanged them
+            group["params"] = [params[name] for name in group["param_names"]]
+        if same:
+            return
+        if self._process_group is False and any(sharding.is_dtensor(params[name]) for name in names):
+            self._process_group = None  # that of the mesh
+        frozen = {id(p) for p in self._frozen}
+        frozen_names = [name for name, p in zip(names, self._shards, strict=True) if id(p) in frozen]
+        self.detach()
+        for name in names:  # torch.utils.swap_tensors leaves the hooks behind, and the new tensor does not call them
+            params[name]._post_accumulate_grad_hooks = params[name]._post_accumulate_grad_hooks
+        self._frozen = [params[name] for name in frozen_names]
+        self._root = binding.model_reference(model)
+        self._bind(self.mask)
+
+    def _build(self, active: dict[Parameter, Tensor], pattern: str) -> list[Bucket]:
+        """Build the buckets with their state and gradient buffers. The model and the optimizer do not change."""
+        buckets = binding.build_buckets(self.param_groups, active, self._shards, pattern, self.backend)
+        compact_grads = self.grads == "compact"
+        tiles = tile_layers.choose(buckets, self._root(), pattern, grads=self.grads, tile_backward=self.tile_backward)
+        copies = {"master_weights": self.master_weights, "compact_weights": self.compact_weights}
+        for bucket, its_tiles in zip(buckets, tiles, strict=True):
+            bucket.allocate(STEP_OPS[self._op], self.state_dtype, **copies)
+            n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
+            # Behind the gradient are the elements of an `Agreement`, which one reduction averages with it.
+            n_more = agreement.n_elements(self.process_group)
+            values = torch.zeros(n_grads + n_more, dtype=self.grad_dtype, device=bucket.device)[:n_grads]
+            binding.bind(bucket, self._op, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
+        return buckets
+
+    def _adopt(self, mask: MaskSet, buckets: list[Bucket], bases: list[base_weights.BaseWeights]) -> None:
+        """Train the parameters of new buckets from now on. This is the part of binding that changes the model."""
+        self.detach()
+        if self.grads == "compact":
+            self.zero_grad()
+        self.mask, self._buckets, self._bases = mask, buckets, bases
+        self._links = binding.ModelLinks(self._root(), dict(self._named()), buckets)
+        self.generation += 1
+        self._publish_state()
+        reducer = None
+        if self.process_group is not None:
+            root = self._root()
+            params = (p for _, p in self._named()) if root is None else root.parameters()
+            order = [self._shards[p].unsharded for p in params if p in self._shards]
+            reducer = GradientReducer(
+                self.gradient_buffers,
+                self.process_group,
+                self.collector.lock,
+                {param: i for i, param in enumerate(order)},
+                self.history.progress,
+                self.collector.before_reduction,
+                self.collector.after_reduction,
+                overlap=not any(bucket.is_sharded for bucket in self._buckets),
+            )
+        self.collector.adopt(list(self.gradient_buffers), reducer)
+        self._attach()
+
+    @torch.no_grad()
+    def set_mask(self, mask: MaskSet) -> None:
+        """Replace the mask. Elements in both masks keep their state; new elements start with zero moments.
+
+        Step counts are per parameter and are kept, so bias correction does not scale up the moments of new elements:
+        Adam's first updates of them are up to (1 - beta1) / sqrt(1 - beta2) times the learning rate, about 3.2 with the
+        usual betas. Elements that leave the mask keep their values, and `base_weights` still restores them.
+
+        Raises:
+            RuntimeError: there are gradients that no step has used, or the model holds its base weights.
+        """
+        self._require_bound("set_mask")
+        if self.collector.has_unused():
+            raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
+        sharding.reshard(self._root())
+        mask, active = binding.active_parameters(dict(self._named()), mask, self._frozen, self._root())
+        if self.process_group is not None:
+            agreement.require_same_setup(self, mask, self.process_group)
+        buckets = self._build(active, mask.pattern)
+        compact_state.copy_common(self._buckets, buckets)
+        bases = []
+        if self.keep_base_weights:
+            held = dict(part for base in self._bases for part in base.parts())
+            bases = base_weights.rebuild(buckets, held, self.backend, offload=self.offload_base_weights)
+        self._adopt(mask, buckets, bases)
+
+    def _publish_state(self) -> None:
+        self.state.clear()
+        self.state.update(compact_state.entries(self._buckets, self._bases))
+
+    @property
+    def gradient_buffers(self) -> tuple[GradientBuffer, ...]:
+        """The compact gradients: one buffer for each parameter group, device, dtype and layout of the indices."""
+        return tuple(bucket.gradient for bucket in self._buckets)
+
+    @property
+    def holds_base_weights(self) -> bool:
+        """Whether the model holds its base weights, inside of `base_weights()`."""
+        return self.collector.inside_base
+
+    @property
+    def tiled_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients their layers compute tile by tile."""
+        return tuple(
+            name
+            for buffer in self.gradient_buffers
+            if buffer.tiles is not None
+            for i, name in enumerate(buffer.names)
+            if buffer.tiles.has(i)
+        )
+
+    def _require_usable(self, what: str) -> None:
+        """Raise an error that names the call `what` if the optimizer is closed, or inside `base_weights()`."""
+        if self._closed:
+            raise RuntimeError(f"{what}: the optimizer is closed")
+        if self.collector.inside_base:
+            raise RuntimeError(f"{what}: the model holds its base weights; leave base_weights() first")
+
+    def _require_bound(self, what: str) -> None:
+        """Raise an error as `_require_usable` and `check_binding` do."""
+        self._require_usable(what)
+        self.check_binding()
+
+    def check_binding(self) -> None:
+        """Check that the model still has the active parameters, by the identity of parameters and modules.
+
+        `step`, `clip_grad_norm_`, `compact_grad`, `base_weights`, `active_weights`, `set_mask` and `WeightSender` call
+        it. An optimizer that was built from parameters, without `model`, does not know the modules that have them, and
+        notices `torch.utils.swap_tensors` alone.
+
+        Raises:
+            RuntimeError: a parameter was replaced after the optimizer was built; names it.
+        """
+        self._links.require_intact(self.param_groups)
+
+    # Hooks, frozen parameters and tiled layers in the model
+
+    def _attach(self) -> None:
+        active = {shard.param: shard for bucket in self._buckets for shard in bucket.shards}
+        for param, shard in active.items():
+            shard.unsharded.requires_grad_(param.requires_grad)  # FSDP2 does so in the next forward pass
+        if self.freeze_inactive:
+            self._frozen = [p for _, p in self._named() if p not in active and p.requires_grad]
+            for p in self._frozen:
+                p.requires_grad_(False)
+        self.collector.attach()
+        root = self._root()
+        if root is not None:
+            for bucket, receiver in zip(self._buckets, self.collector.receivers, strict=True):
+                self._routes += tile_layers.install(root, bucket, receiver, everywhere=self.tile_backward is True)
+
+    def detach(self) -> None:
+        """Remove the optimizer's hooks from the model, unfreeze parameters, and restore every layer's own forward.
+
+        The optimizer keeps its state and its base weights. `attach` undoes this.
+        """
+        self.collector.detach()
+        tile_layers.restore(self._routes)
+        for p in self._frozen:
+            p.requires_grad_(True)
+        self._frozen = []
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Undo `detach`. Master weights are updated from weights that changed in between."""
+        self._require_usable("attach")
+        self.detach()
+        self.refresh_master_weights()
+        self._attach()
+
+    def close(self) -> None:
+        """Remove the hooks, restore every layer's own forward, and unfreeze parameters; `step` raises afterwards."""
+        if self.collector.inside_base:
+            raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
+        self.detach()
+        self._closed = True
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Update the master weights of active weights that were changed outside of the optimizer.
+
+        Call it after such a change; otherwise the next step restores the old values. Master weights of unchanged
+        weights keep their fp32 precision. The copy of `compact_weights` is updated, too.
+        """
+        for bucket in self._buckets:
+            if "master" in bucket.state:
+                master, weights = bucket.state["master"], compact(bucket)
+                master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
+            if bucket.weights is not None:
+                bucket.weights.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} holds hooks into its model and can't be copied or pickled; use state_dict()"
+        )
 
     # Gradients
 
@@ -51,9 +414,9 @@ class SparseOptimizer(BoundOptimizer):
         for bucket in self._buckets if self.grads == "compact" else ():
             buffer = bucket.gradient
             for i, shard in enumerate(bucket.shards):
-                if shard.param is param and self._collector.received(buffer)[i]:
+                if shard.param is param and self.collector.received(buffer)[i]:
                     buffer.finish()
-                    self._collector.wait_for_reduction()
+                    self.collector.wait_for_reduction()
                     return buffer.values[buffer.segment(i)]
         return None
 
@@ -63,9 +426,9 @@ class SparseOptimizer(BoundOptimizer):
         `model.zero_grad()` does not reach compact gradients. It may replace this call after `step`, which leaves none
         behind, but not in place of a step: the gradients of a skipped batch would be added to those of the next one.
         """
-        self._collector.forget()
-        for stepper in self._steppers:
-            stepper.release_grads()
+        self.collector.forget()
+        for bucket in self._buckets:
+            bucket.release_dense_grads()
         super().zero_grad(set_to_none or self.grads == "compact")
 
     def reuse_gradients(self) -> None:
@@ -73,32 +436,7 @@ class SparseOptimizer(BoundOptimizer):
 
         With grads='dense' every step uses `param.grad` anyway. Gradients that arrive before the next step are added.
         """
-        self._collector.reuse()
-
-    # Several ranks
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Context manager inside which backward passes add to this rank's own gradients, and nothing is averaged.
-
-        The next backward pass outside of it, or the next step, averages all of them. Without a process group it has no
-        effect.
-        """
-        reducer = self._collector.reducer
-        return nullcontext() if reducer is None else reducer.no_sync()
-
-    def check_ranks(self) -> None:
-        """Check that all ranks of the process group have the same weights, options and optimizer state, bit for bit.
-
-        This reads all of them once, synchronizes, and is a collective: all ranks must call it. It is for tests and
-        debugging; a step keeps the ranks equal by itself. Without a process group it does nothing.
-
-        Raises:
-            RuntimeError: some ranks differ from the first one; names the ranks and the first tensor that differs.
-        """
-        self._require_usable("check_ranks")
-        if self.process_group is not None:
-            checks.require_same_weights(self._shards, dict(self._named()), self.process_group)
-            checks.require_same_state(self, self._buckets, self.process_group)
+        self.collector.reuse()
 
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
@@ -115,24 +453,24 @@ class SparseOptimizer(BoundOptimizer):
 
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """Return (norm, coefficient that clips the gradients to max_norm); without gradients the latter is None."""
-        self._history = zlib.crc32(struct.pack("d", max_norm), self._history)
+        self.history.add_clipping(max_norm)
         self._check_gradients()
-        self._collector.reduce()
+        self.collector.reduce()
         if self.grads == "dense":
             for buffer in self.gradient_buffers:
                 buffer.gather_dense_grads()
-        received = [self._collector.received(buffer) for buffer in self.gradient_buffers]
-        reducer, grad_scale = self._collector.reducer, getattr(self, "grad_scale", None)
+        received = [self.collector.received(buffer) for buffer in self.gradient_buffers]
+        reducer, grad_scale = self.collector.reducer, getattr(self, "grad_scale", None)
         clipped = None
         if len(received) == 1 and all(received[0]) and reducer is None:
             clipped = self.gradient_buffers[0].clip(max_norm)
-        if clipped is not None and grad_scale is None and not self._collector.shown_proxies():
+        if clipped is not None and grad_scale is None and not self.collector.shown_proxies():
             return clipped
         if clipped is not None:
             norm = clipped[0]  # of the scaled gradients
         else:
             norm = global_norm(self.gradient_buffers, received) if reducer is None else reducer.norm()
-        norm = self._collector.unscaled(norm)
+        norm = self.collector.unscaled(norm)
         if grad_scale is not None:
             norm = norm / grad_scale.to(norm.device).squeeze()
         if not any(any(flags) for flags in received):
@@ -155,13 +493,12 @@ class SparseOptimizer(BoundOptimizer):
             ValueError: `max_norm` is no number, negative or NaN; or as in `step`.
             RuntimeError: as in `step`.
         """
-        self._require_usable("clip_grad_norm_")
-        self.check_binding()
+        self._require_bound("clip_grad_norm_")
         max_norm = options.require_max_norm("max_norm", max_norm, "a number >= 0")
         norm, clip_coef = self._clipping(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the active gradients is {norm.item()}, so they can't be clipped")
-        self._collector.clip_coef = clip_coef
+        self.collector.clip_coef = clip_coef
         self.grad_norm = norm
         return norm
 
@@ -196,41 +533,34 @@ class SparseOptimizer(BoundOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_binding()
-        self._require_countable()
+        if self.stochastic_rounding:
+            self.history.require_countable()
         self._check_groups()
         grad_scale, found_inf = self._amp_scaling()
-        norm, clip_coef = self.grad_norm, self._collector.clip_coef
+        norm, clip_coef = self.grad_norm, self.collector.clip_coef
         if self.max_grad_norm is not None and clip_coef is None:
             norm, clip_coef = self._clipping(self.max_grad_norm)
         elif self.grads == "compact":
             self._check_gradients()
-            self._collector.reduce()
-        steps = [self._prepare(stepper, grad_scale, found_inf, clip_coef) for stepper in self._steppers]
+            self.collector.reduce()
+        prepared = [self._prepare(bucket, grad_scale, found_inf, clip_coef) for bucket in self._buckets]
+        steps = [step for step in prepared if step is not None]
         for step in steps:
-            if step is not None:
-                step.check()
+            step.check()
         # Nothing has been written so far, except weights that differed from their masters.
         for step in steps:
-            if step is not None:
-                step.apply()
+            step.apply()
         self.grad_norm = norm
-        self._collector.mark_stepped()
-        self._n_steps += 1
+        self.collector.mark_stepped()
+        self.history.n_steps += 1
         if self.process_group is not None:
-            self._history = options.checksum(self.param_groups, self.defaults, self._history)
+            self.history.add_options(self.param_groups, self.defaults)
         return loss
-
-    def _require_countable(self) -> None:
-        if self.stochastic_rounding and self._n_steps >= MAX_STEPS:
-            raise RuntimeError(
-                f"step: {self._n_steps} steps were made, and step counts are fp32: the next one would repeat the "
-                "random bits of stochastic rounding; build a new optimizer with another seed"
-            )
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """Return (grad_scale, found_inf) as set on this optimizer by a GradScaler; None for what it has not set."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and self.grads == "compact" and not self._collector.scaler_proxies:
+        if found_inf is not None and self.grads == "compact" and not self.collector.scaler_proxies:
             raise RuntimeError(
                 "a GradScaler can't see compact gradients; build the optimizer with amp_scaling=True or grads='dense'"
             )
@@ -238,52 +568,24 @@ class SparseOptimizer(BoundOptimizer):
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
 
     def _prepare(
-        self, stepper: Stepper, grad_scale: Tensor | None, found_inf: Tensor | None, clip_coef: Tensor | None
+        self, bucket: Bucket, grad_scale: Tensor | None, found_inf: Tensor | None, clip_coef: Tensor | None
     ) -> BucketStep | None:
-        bucket, buffer = stepper.bucket, stepper.bucket.gradient
-        if bucket.weights is not None:
-            bucket.weights.sync()
         gathered = self.grads == "compact" or clip_coef is not None
-        buffer.finish()
-        op = STEP_OPS[self._op]
-        op_options = options.op_options(op, bucket.group)
-        for name in op.used_states(op_options):
-            if name not in bucket.state:
-                option = op.optional[name]
-                raise RuntimeError(f"{option} is {op_options[option]}, but was 0 when the optimizer was built")
-        arguments = {
-            **{name: bucket.state.get(name) for name in op.states},
-            **op_options,
-            "lr": bucket.refresh_lr(),
-            "grad": bucket.local_grad() if gathered else None,
-            "master": bucket.state.get("master"),
-            "weights": None if bucket.weights is None else bucket.weights.copy,
-            "params_hold_master": bucket.weights is not None and bucket.weights.copy is None,
-            "stochastic_rounding": self.stochastic_rounding,
-            "seed": int(bucket.group["seed"]) + (bucket.ordinal << 32),
-            **self._scalars(bucket.device, grad_scale, found_inf, clip_coef),
-        }
-        return stepper.prepare(op, self._collector.received(buffer) if gathered else None, arguments)
-
-    def _scalars(
-        self,
-        device: torch.device,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        clip_coef: Tensor | None,
-    ) -> dict[str, Tensor | None]:
-        """Return the device scalars of a step: gradient scale, clip coefficient, and the flag that skips the update."""
-        if found_inf is not None and grad_scale is None and self._collector.scaler_proxies:
-            factor = self._collector.scaler_proxies[device].factor  # GradScaler.unscale_ was called: it holds 1/scale
-            clip_coef = factor if clip_coef is None else factor * clip_coef.to(device)
-        found = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": clip_coef}
-        return {name: None if t is None else t.to(device, torch.float32) for name, t in found.items()}
+        if found_inf is not None and grad_scale is None and self.collector.scaler_proxies:
+            factor = self.collector.scaler_proxies[bucket.device].factor  # GradScaler.unscale_ has set it to 1/scale
+            clip_coef = factor if clip_coef is None else factor * clip_coef.to(bucket.device)
+        scalars = {"grad_scale": grad_scale, "found_inf": found_inf, "clip_coef": clip_coef}
+        return bucket.prepare_step(
+            STEP_OPS[self._op],
+            self.collector.received(bucket.gradient) if gathered else None,
+            {name: None if t is None else t.to(bucket.device, torch.float32) for name, t in scalars.items()},
+            stochastic_rounding=self.stochastic_rounding,
+        )
 
     # Base weights
 
     def _bases_to_swap(self) -> list[base_weights.BaseWeights]:
-        self._require_usable("base_weights")
-        self.check_binding()
+        self._require_bound("base_weights")
         if not self.keep_base_weights:
             raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
         self.sync_weights()
@@ -309,8 +611,7 @@ class SparseOptimizer(BoundOptimizer):
         Raises:
             RuntimeError: the model holds its base weights, or the optimizer is closed.
         """
-        self._require_usable("active_weights")
-        self.check_binding()
+        self._require_bound("active_weights")
         if not self.compact_weights:
             return None
         self.sync_weights()
@@ -338,7 +639,7 @@ class SparseOptimizer(BoundOptimizer):
         """
         return base_weights.InBaseWeights(
             self._bases_to_swap,
-            self._collector,
+            self.collector,
             self._root,
             lambda: ((name, self._shards[p].unsharded) for name, p in self._named()),
         )
@@ -357,8 +658,8 @@ class SparseOptimizer(BoundOptimizer):
         self._require_usable("state_dict")
         params, state = self.param_groups[0]["params"], self.state
         try:
-            self.param_groups[0]["params"] = params[: len(params) - self._collector.shown_proxies()]
-            self.state = state_entries.with_indices(state, self._buckets, self._bases)
+            self.param_groups[0]["params"] = params[: len(params) - self.collector.shown_proxies()]
+            self.state = compact_state.with_indices(state, self._buckets, self._bases)
             sharded = [shard for shard in self._shards.values() if not shard.is_whole]
             if sharded:
                 from .ranks import sharded_state
@@ -393,40 +694,41 @@ class SparseOptimizer(BoundOptimizer):
 
     @torch.no_grad()
     def _load(self, state_dict: dict[str, Any]) -> None:
+        op = STEP_OPS[self._op]
         with raise_on_all(self.process_group, self._buckets[0].device):
-            saved = SavedState.of(state_dict, self.param_groups, self._shards, self._buckets, self.defaults)
+            saved = compact_state.SavedState.of(
+                state_dict, self.param_groups, self._shards, self._buckets, self.defaults
+            )
             for i, (group, loaded) in enumerate(zip(self.param_groups, saved.options, strict=True)):
                 where = f"parameter group {i} of the saved state: "
-                self._check_options({**group, **loaded}, where)
+                merged = {**group, **loaded}
+                options.require_valid(op, merged, self.defaults, where)
+                used = op.used_states(options.op_options(op, merged))
                 for bucket in self._buckets:
-                    missing = set(self._state_names({**group, **loaded})) - bucket.state.keys()
+                    missing = set(used) - bucket.state.keys()
                     if bucket.group is group and missing:
                         raise ValueError(f"{where}its options require {sorted(missing)}, absent from this optimizer")
             bases = self._bases
             if bases:
                 held = saved.base_weights(self._buckets, self._shards)
-                bases = self._rebuilt_bases(self._buckets, held)
+                bases = base_weights.rebuild(self._buckets, held, self.backend, offload=self.offload_base_weights)
         if self.process_group is not None:
-            checks.require_same_saved_state(saved, self._shards, self.process_group, self._buckets[0].device)
+            agreement.require_same_saved_state(
+                saved.states, saved.names, self._shards, self.process_group, self._buckets[0].device
+            )
         # Nothing has changed so far.
         self.zero_grad()
-        saved.copy_(self._buckets)
-        self._n_steps = max(int(state["step"]) for state in saved.states.values() if "step" in state)
-        self._history = 0
-        for bucket in self._buckets:
-            if bucket.weights is not None:
-                bucket.weights.forget()
-        for group, loaded in zip(self.param_groups, saved.options, strict=True):
-            lr = group["lr"]
-            group.update(loaded)
-            if isinstance(lr, Tensor):  # a CUDA graph may read it
-                if any(other is not group and other["lr"] is lr for other in self.param_groups):
-                    lr = lr.clone()
-                value = loaded["lr"]
-                group["lr"] = lr.copy_(value.reshape(lr.shape)) if isinstance(value, Tensor) else lr.fill_(value)
+        saved.copy_states_(self._buckets)
+        self.history.restart(max(int(state["step"]) for state in saved.states.values() if "step" in state))
         for bucket in self._buckets:
             bucket.filled_lr = None
-        if not base_weights.copied_(self._bases, bases):
+            if bucket.weights is not None:
+                bucket.weights.forget()
+        saved.copy_options_(self.param_groups)
+        if len(bases) == len(self._bases) and all(a.same_elements(b) for a, b in zip(self._bases, bases, strict=True)):
+            for base, loaded_base in zip(self._bases, bases, strict=True):
+                base.values.copy_(loaded_base.values)
+        else:
             self._bases = bases
             self.generation += 1
         self._publish_state()
@@ -436,4 +738,29 @@ class SparseOptimizer(BoundOptimizer):
 
         With `offload_base_weights`, the base weights are in host memory, and are counted too.
         """
-        return state_entries.nbytes(self._buckets, self._bases)
+        return compact_state.nbytes(self._buckets, self._bases)
+
+    # Several ranks
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context manager inside which backward passes add to this rank's own gradients, and nothing is averaged.
+
+        The next backward pass outside of it, or the next step, averages all of them. Without a process group it has no
+        effect.
+        """
+        reducer = self.collector.reducer
+        return nullcontext() if reducer is None else reducer.no_sync()
+
+    def check_ranks(self) -> None:
+        """Check that all ranks of the process group have the same weights, options and optimizer state, bit for bit.
+
+        This reads all of them once, synchronizes, and is a collective: all ranks must call it. It is for tests and
+        debugging; a step keeps the ranks equal by itself. Without a process group it does nothing.
+
+        Raises:
+            RuntimeError: some ranks differ from the first one; names the ranks and the first tensor that differs.
+        """
+        self._require_usable("check_ranks")
+        if self.process_group is not None:
+            agreement.require_same_weights(self._shards, dict(self._named()), self.process_group)
+            agreement.require_same_state(self, self._buckets, self.process_group)

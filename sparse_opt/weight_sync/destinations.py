@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import ForeignMessage
 from ..masks.patterns import matrix_shape
 from ..tensors import dtype_name, is_wrapper, named_parameters_of
-from .layout import Layout, LayoutTensor
+from .encoding import Layout, LayoutTensor
 
 Range = tuple[int, int]
 # Name of a weight -> the disjoint parts of its matrix that a receiver has, each as rows r0:r1 and columns c0:c1.
@@ -168,13 +168,10 @@ class Addresses:
         # The dictionaries in which modules keep their submodules and parameters.
         self._submodules: list[tuple[dict[str, nn.Module | None], str, nn.Module | None]] = []
         self._parameters: list[tuple[str, Mapping[str, Tensor | None], str]] = []
-        if isinstance(weights, nn.Module):
-            self._find(weights, found)
-        else:
+        if not isinstance(weights, nn.Module):
             self._parameters = [(name, weights, name) for name in self._expected]
-
-    def _find(self, root: nn.Module, found: Mapping[str, Tensor]) -> None:
-        for prefix, module in root.named_modules(remove_duplicate=False):
+            return
+        for prefix, module in weights.named_modules(remove_duplicate=False):
             self._submodules += [(module._modules, key, child) for key, child in module._modules.items()]
             for key, param in module._parameters.items():
                 name = f"{prefix}.{key}" if prefix else key

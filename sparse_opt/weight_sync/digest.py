@@ -22,19 +22,14 @@ from torch import Tensor
 
 from ..tensors import BITS_DTYPE
 
-FACTOR_OF_NUMBER = 0x9E3779B97F4A7C15
-FACTOR_OF_BITS = 0xD1342543DE82EF95
-OFFSET = 0x2545F4914F6CDD1D
-FIRST_FACTOR = 0xBF58476D1CE4E5B9
-SECOND_FACTOR = 0x94D049BB133111EB
 _CHUNK = 2**22  # elements; bounds the scratch memory to some 100 MB
 
 
 def mix(numbers: Tensor, bits: Tensor) -> Tensor:
     """Return the mixed 64 bits of each pair as int64: [n] of numbers [n] int64 and zero-extended bits [n] int64."""
-    x = numbers * signed(FACTOR_OF_NUMBER) + bits * signed(FACTOR_OF_BITS) + signed(OFFSET)
-    x = (x ^ _shifted(x, 30)) * signed(FIRST_FACTOR)
-    x = (x ^ _shifted(x, 27)) * signed(SECOND_FACTOR)
+    x = numbers * signed(0x9E3779B97F4A7C15) + bits * signed(0xD1342543DE82EF95) + signed(0x2545F4914F6CDD1D)
+    x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ _shifted(x, 31)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,15 +12,24 @@ from torch import Tensor, nn
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim.ranks import sharding
-from ..optim.ranks.lost_ranks import REPORT_SECONDS, missing_ranks
-from .active_values import Source, WeightsOf, mask_of, named_weights, require_current
-from .backend import choose
-from .encoding import Encoding
-from .layout import Group, Layout
-from .sender import PendingMessage, WeightSender
+from ..optim.ranks.group import REPORT_SECONDS, missing_ranks
+from .encoding import Encoding, Group, Layout
+from .index import choose
+from .sender import (
+    ActiveValues,
+    PendingMessage,
+    Source,
+    WeightSender,
+    WeightsOf,
+    mask_of,
+    named_weights,
+    require_current,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+
+T = TypeVar("T")
 
 
 class DistributedWeightSender:
@@ -38,9 +47,10 @@ class DistributedWeightSender:
         channel.update()
 
     Args:
-        source, mask, encoding, backend: see `WeightSender`; the parameters may be DTensors of `fully_shard`.
+        source, mask, encoding, backend, dtype: see `WeightSender`; the parameters may be DTensors of `fully_shard`.
 
     Attributes:
+        version: of the weights at the last update, the same on all ranks.
         sender: on rank 0 the sender, whose `mask_message` and `state_message` are not collectives; None on the others.
 
     Raises:
@@ -55,31 +65,25 @@ class DistributedWeightSender:
         *,
         encoding: Encoding = "auto",
         backend: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if encoding not in get_args(Encoding):  # on all ranks: the others would wait for rank 0 in the collective
             raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
         if isinstance(source, nn.Module):
             sharding.reshard(source)
         self._values: _ShardedValues | None = None
-        self._version = 0
+        self.version = 0
         self.sender: WeightSender | None = None
         if any(sharding.is_dtensor(weight) for weight in named_weights(source).values()):
-            self._values = _ShardedValues(source, mask, backend)
+            self._values = _ShardedValues(source, mask, backend, dtype)
             if dist.get_rank() == 0:
-                self.sender = WeightSender.of_values(self._values, encoding=encoding)
+                self.sender = WeightSender(self._values, encoding=encoding)
             else:
                 self._values.take()
         else:
-
-            def build() -> None:
-                self.sender = WeightSender(source, mask, encoding=encoding, backend=backend)
-
-            self.on_rank_0(build)
-
-    @property
-    def version(self) -> int:
-        """The version of the weights at the last update, the same on all ranks."""
-        return self._version
+            self.sender = self.on_rank_0(
+                lambda: WeightSender(source, mask, encoding=encoding, backend=backend, dtype=dtype)
+            )
 
     def update(self) -> PendingMessage | None:
         """Return the message of the next version on rank 0, None on the others. See `WeightSender.update`.
@@ -87,24 +91,18 @@ class DistributedWeightSender:
         Raises:
             WeightSyncError: as `WeightSender.update`, on all ranks. Or a rank is lost, which is named.
         """
-        message: PendingMessage | None = None
-
-        def update() -> None:
-            nonlocal message
-            if self.sender is not None:
-                message = self.sender.update()
-
+        sender, message = self.sender, None
         if self._values is None:
-            self.on_rank_0(update)
-        elif self.sender is not None:
-            update()
+            message = self.on_rank_0(lambda: None if sender is None else sender.update())
+        elif sender is not None:
+            message = sender.update()
         else:
             self._values.take()
-        self._version += 1
+        self.version += 1
         return message
 
-    def on_rank_0(self, function: Callable[[], object]) -> None:
-        """Call a function on rank 0, and raise its error on all ranks. All ranks must call this.
+    def on_rank_0(self, function: Callable[[], T]) -> T | None:
+        """Call a function on rank 0 and return its result there; raise its error on all ranks, which must call this.
 
         Raises:
             WeightSyncError: on the other ranks, if the function raised an error, which rank 0 raises itself. Or a rank
@@ -114,33 +112,33 @@ class DistributedWeightSender:
 
         own: list[Exception] = []
 
-        def noted() -> None:
+        def noted() -> T:
             try:
-                function()
+                return function()
             except Exception as error:
                 own.append(error)
                 raise
 
         try:
-            on_rank_0(noted, WeightSyncError)
+            return on_rank_0(noted, WeightSyncError)
         except RuntimeError as error:
             if error in own:
                 raise
-            raise _lost_rank(error, dist.group.WORLD, f"version {self._version}") from error
+            raise _lost_rank(error, dist.group.WORLD, f"version {self.version}") from error
 
 
-class _ShardedValues:
-    """The active values of DTensors of `fully_shard`, collected on rank 0; see `active_values.ActiveValues`.
+class _ShardedValues(ActiveValues):
+    """The active values of DTensors of `fully_shard`, collected on rank 0.
 
     A rank has consecutive rows of each weight, and therefore a range of its active elements in their order.
     """
 
-    def __init__(self, source: Source, mask: MaskSet | None, backend: str | None) -> None:
+    def __init__(self, source: Source, mask: MaskSet | None, backend: str | None, dtype: torch.dtype | None) -> None:
         self._source = source
         self._collections = 0
         self.mask = mask_of(source, mask)
         named = named_weights(source)
-        self.layout = Layout.of(self.mask, named)
+        self.layout = Layout.of(self.mask, named, dtype)
         self._weights = {entry.name: named[entry.name] for entry in self.layout.tensors if entry.nnz}
         mesh, self.device = _mesh_and_device(named)
         self.backend = choose(self.device, backend)
@@ -148,23 +146,24 @@ class _ShardedValues:
         self._takes_part = not any(mesh.get_local_rank(i) for i in range(mesh.ndim - 1))
         self._group = mesh.get_group(mesh.ndim - 1)
         shards, own = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        cuts = {name: _cuts(name, weight, self.mask[name], shards, own) for name, weight in self._weights.items()}
-        names = {group.dtype: self.layout.names(group) for group in self.layout.groups}
+        ends = {name: _ends(name, weight, shards, own) for name, weight in self._weights.items()}
+        active = {
+            name: torch.searchsorted(self.mask[name], of.to(self.mask[name])).tolist() for name, of in ends.items()
+        }
         # For each dtype, by shard and tensor: the number of active elements.
         self._counts = {
-            dtype: [[cuts[name].active[r + 1] - cuts[name].active[r] for name in of] for r in range(shards)]
-            for dtype, of in names.items()
+            group.dtype: [[active[n][r + 1] - active[n][r] for n in self.layout.names(group)] for r in range(shards)]
+            for group in self.layout.groups
         }
-        parts = {name: slice(cut.active[own], cut.active[own + 1]) for name, cut in cuts.items()}
         indices = {
-            name: self.mask[name][part] - cuts[name].elements[own]
-            for name, part in parts.items()
-            if part.stop > part.start
+            name: self.mask[name][of[own] : of[own + 1]] - int(ends[name][own])
+            for name, of in active.items()
+            if of[own] < of[own + 1]
         }
         # Elements, since a shard may begin inside of a tile.
         local_mask = MaskSet(indices, {name: _local(self._weights[name]).shape for name in indices})
         self._local = {name: _local(self._weights[name]) for name in indices}
-        self._own = WeightsOf(self._local, local_mask, backend) if indices else None
+        self._own = WeightsOf(self._local, local_mask, backend, dtype) if indices else None
 
     @torch.no_grad()
     def take(self) -> dict[str, Tensor]:
@@ -223,35 +222,26 @@ def _lost_rank(error: RuntimeError, group: dist.ProcessGroup | None, round_name:
     )
 
 
-class _Cuts(NamedTuple):
-    """Where the shards of a weight begin, and the last one ends: elements of the weight, and active elements."""
-
-    elements: list[int]
-    active: list[int]
-
-
-def _cuts(name: str, weight: Tensor, positions: Tensor, shards: int, own: int) -> _Cuts:
-    """Return the cuts of a weight; one that is not sharded is in shard 0.
+def _ends(name: str, weight: Tensor, shards: int, own: int) -> Tensor:
+    """Return [shards + 1], the elements of a weight before each shard, and all; one that is not sharded is in shard 0.
 
     Raises:
         ValueError: a DTensor is sharded in another way than `fully_shard` does.
     """
     numel = weight.numel()
-    if not sharding.is_dtensor(weight):
-        return _Cuts([0] + [numel] * shards, [0] + [positions.numel()] * shards)
-    dtensor: Any = weight
-    *outer, last = dtensor.placements
-    chunk = -(-weight.shape[0] // shards) * (numel // weight.shape[0])  # fully_shard cuts rows as torch.chunk does
-    elements = [min(r * chunk, numel) for r in range(shards + 1)]
-    if not all(p.is_replicate() for p in outer) or not last.is_shard(0):
-        raise ValueError(
-            f"{name!r} is a DTensor with placements {dtensor.placements}, expected Shard(0) as of fully_shard"
-        )
-    if _local(weight).numel() != elements[own + 1] - elements[own]:
-        found = f"{name!r} has {_local(weight).numel()} elements in shard {own}"
-        raise ValueError(f"{found}, expected {elements[own + 1] - elements[own]}")
-    ends = torch.tensor(elements, dtype=positions.dtype, device="cpu")
-    return _Cuts(elements, torch.searchsorted(positions, ends).tolist())
+    chunk = numel
+    if sharding.is_dtensor(weight):
+        dtensor: Any = weight
+        *outer, last = dtensor.placements
+        if not all(p.is_replicate() for p in outer) or not last.is_shard(0):
+            raise ValueError(
+                f"{name!r} is a DTensor with placements {dtensor.placements}, expected Shard(0) as of fully_shard"
+            )
+        chunk = -(-weight.shape[0] // shards) * (numel // weight.shape[0])  # fully_shard cuts rows as torch.chunk does
+    ends = (torch.arange(shards + 1, device="cpu") * chunk).clamp(max=numel)
+    if sharding.is_dtensor(weight) and _local(weight).numel() != (expected := int(ends[own + 1] - ends[own])):
+        raise ValueError(f"{name!r} has {_local(weight).numel()} elements in shard {own}, expected {expected}")
+    return ends
 
 
 def _mesh_and_device(named: Mapping[str, Tensor]) -> tuple[DeviceMesh, torch.device]:

@@ -2,16 +2,19 @@
 
 docs/weight_sync.md describes them byte by byte. A `Message` is a safetensors file with string metadata; transports may
 move its header and its tensors apart. Senders make the tensors by `mask_tensors` and `GroupValues`; receivers read them
-by `checked_mask` and `values_of`, and compare the header with what they hold by `check_follows`.
+by `checked_mask`, and by `values_of` or `changed_tensors`, and compare the header with what they hold by
+`check_follows`. To send the bitmap of changed values in another form, change `GroupValues.tensors` and `values_of`: in
+memory, senders and receivers have it as `bitmap_of` returns it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -21,17 +24,19 @@ from torch import Tensor
 
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
 from ..masks import MaskSet
-from ..masks.patterns import PATTERNS, unit_grid
+from ..masks.patterns import PATTERNS, matrix_shape, unit_grid
 from ..tensors import compact_json, dtype_name, metadata_digest
-from .digest import digest_sum, to_hex
-from .layout import Group, Layout, LayoutTensor
+from .digest import digest_sum, mix, to_hex, zero_extended
 
 Kind = Literal["mask", "state", "update"]
 Encoding = Literal["auto", "values", "bitmap"]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FORMAT, FORMAT_VERSION = "sparse_opt.weight_sync", "1"
 _REQUIRED = ("kind", "version", "mask_digest", "result_digest", "payload_digest", "tensors")
 _DIGITS = 18  # of a version, which is below 2^63 then
+_CHUNK = 2**20  # bytes of a bitmap that are expanded at once
 _OPTIONAL = ("base_version", "base_digest", "layout")
+_NUMBERS = ("version", "base_version")
 Entry = tuple[str, str, list[int]]  # of a tensor: name, dtype as torch names it, and shape
 
 
@@ -68,37 +73,20 @@ class Message:
         return self
 
     @property
-    def entries(self) -> list[Entry]:
-        """Name, dtype and shape of each tensor."""
-        return [(name, dtype_name(t), list(t.shape)) for name, t in self.tensors.items()]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(t.nbytes for t in self.tensors.values())
 
+    @property
+    def n_values(self) -> int:
+        """Number of the values that a state or an update carries."""
+        return sum(t.numel() for name, t in self.tensors.items() if name.endswith((".values", ".changed")))
+
     def header(self) -> dict[str, str]:
         """Return everything but the tensors' data as strings, with a digest: for transports that move the tensors."""
-        return dict(self._header)
-
-    @cached_property
-    def _header(self) -> dict[str, str]:
-        header = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "kind": self.kind,
-            "version": str(self.version),
-            "mask_digest": self.mask_digest,
-            "result_digest": self.result_digest,
-            "payload_digest": self.payload_digest,
-            "tensors": compact_json(self.entries),
-        }
-        optional = {
-            "base_version": None if self.base_version is None else str(self.base_version),
-            "base_digest": self.base_digest,
-            "layout": self.layout,
-        }
-        header.update({key: value for key, value in optional.items() if value is not None})
+        header = {"format": FORMAT, "format_version": FORMAT_VERSION, "tensors": listed(self.tensors)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tensors"}
+        header |= {name: str(value) for name, value in values.items() if value is not None}
         return {**header, "digest": metadata_digest(header)}
 
     @classmethod
@@ -108,27 +96,19 @@ class Message:
         Raises:
             DamagedMessage: the header's digest or a field is wrong, or the tensors are not those of the header.
         """
-        fields = checked_header(header)
-        for name, dtype, shape in tensor_list(fields):
+        checked = checked_header(header)
+        entries = tensor_list(checked)
+        for name, dtype, shape in entries:
             if name not in tensors:
                 raise DamagedMessage(f"the message lacks the tensor {name!r}")
             found = [dtype_name(tensors[name]), list(tensors[name].shape)]
             if found != [dtype, shape]:
                 raise DamagedMessage(f"{name!r} is {found[0]} {found[1]}, expected {dtype} {shape}")
-        names = [name for name, _, _ in tensor_list(fields)]
-        if unknown := sorted(set(tensors) - set(names)):
+        if unknown := sorted(set(tensors) - {name for name, _, _ in entries}):
             raise DamagedMessage(f"the message has the tensor {unknown[0]!r}, which its header does not list")
-        return cls(
-            kind=fields["kind"],  # type: ignore[arg-type]  # checked_header has compared it
-            version=int(fields["version"]),
-            mask_digest=fields["mask_digest"],
-            result_digest=fields["result_digest"],
-            payload_digest=fields["payload_digest"],
-            tensors={name: tensors[name] for name in names},
-            base_version=int(fields["base_version"]) if "base_version" in fields else None,
-            base_digest=fields.get("base_digest"),
-            layout=fields.get("layout"),
-        )
+        values: dict[str, Any] = {name: checked[name] for name in (*_REQUIRED, *_OPTIONAL) if name in checked}
+        values |= {name: int(values[name]) for name in _NUMBERS if name in values}
+        return cls(**{**values, "tensors": {name: tensors[name] for name, _, _ in entries}})
 
     def to_bytes(self) -> bytes:
         """Return a safetensors file with the header as its metadata. Copies tensors of a GPU to the host."""
@@ -159,34 +139,40 @@ def checked_header(header: Any) -> dict[str, str]:
     """
     if not isinstance(header, Mapping) or not all(isinstance(v, str) for pair in header.items() for v in pair):
         raise DamagedMessage(f"the header of a message is a {type(header).__name__}, expected strings by name")
-    fields = {key: value for key, value in header.items() if key != "digest"}
-    if (fields.get("format"), fields.get("format_version")) != (FORMAT, FORMAT_VERSION):
+    found = {key: value for key, value in header.items() if key != "digest"}
+    if (found.get("format"), found.get("format_version")) != (FORMAT, FORMAT_VERSION):
         raise DamagedMessage(
-            f"the header has format {fields.get('format')!r}, version {fields.get('format_version')!r}, expected "
+            f"the header has format {found.get('format')!r}, version {found.get('format_version')!r}, expected "
             f"{FORMAT!r}, version {FORMAT_VERSION!r}"
         )
-    if header.get("digest") != metadata_digest(fields):
-        raise DamagedMessage(f"the header has digest {header.get('digest')}, expected {metadata_digest(fields)}")
+    if header.get("digest") != metadata_digest(found):
+        raise DamagedMessage(f"the header has digest {header.get('digest')}, expected {metadata_digest(found)}")
     for key in _REQUIRED:
-        if key not in fields:
+        if key not in found:
             raise DamagedMessage(f"the header of a message has no {key}")
-    if unknown := sorted(set(fields) - {*_REQUIRED, *_OPTIONAL, "format", "format_version"}):
+    if unknown := sorted(set(found) - {*_REQUIRED, *_OPTIONAL, "format", "format_version"}):
         raise DamagedMessage(f"the header of a message has the unknown field {unknown[0]!r}")
-    if fields["kind"] not in get_args(Kind):
+    if found["kind"] not in get_args(Kind):
+        raise DamagedMessage(f"the kind of a message is {found['kind']!r}, expected one of {', '.join(get_args(Kind))}")
+    for key in _NUMBERS:
+        text = found.get(key, "0")
+        if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
+            raise DamagedMessage(
+                f"the {key} of a message is {text[:32]!r} ({len(text)} characters), expected a number of at most "
+                f"{_DIGITS} digits"
+            )
+    expected = {"mask": {"layout"}, "state": set(), "update": {"base_version", "base_digest"}}[found["kind"]]
+    if found.keys() & set(_OPTIONAL) != expected:
         raise DamagedMessage(
-            f"the kind of a message is {fields['kind']!r}, expected one of {', '.join(get_args(Kind))}"
-        )
-    for key in ("version", "base_version"):
-        if key in fields and not (fields[key].isascii() and fields[key].isdecimal() and len(fields[key]) <= _DIGITS):
-            found = f"{fields[key][:32]!r} ({len(fields[key])} characters)"
-            raise DamagedMessage(f"the {key} of a message is {found}, expected a number of at most {_DIGITS} digits")
-    expected = {"mask": {"layout"}, "state": set(), "update": {"base_version", "base_digest"}}[fields["kind"]]
-    if fields.keys() & set(_OPTIONAL) != expected:
-        raise DamagedMessage(
-            f"a message of kind {fields['kind']!r} has the fields {sorted(fields.keys() & set(_OPTIONAL))}, expected "
+            f"a message of kind {found['kind']!r} has the fields {sorted(found.keys() & set(_OPTIONAL))}, expected "
             f"{sorted(expected)}"
         )
-    return fields
+    return found
+
+
+def listed(tensors: Mapping[str, Tensor]) -> str:
+    """Return the JSON that `tensor_list` reads."""
+    return compact_json([(name, dtype_name(t), list(t.shape)) for name, t in tensors.items()])
 
 
 def tensor_list(header: Mapping[str, str]) -> list[Entry]:
@@ -205,6 +191,143 @@ def tensor_list(header: Mapping[str, str]) -> list[Entry]:
         if not (isinstance(name, str) and known and sizes):
             raise DamagedMessage(f"the list of a message's tensors has the entry {[name, dtype, shape]}")
     return entries
+
+
+@dataclass(frozen=True)
+class LayoutTensor:
+    """A tensor of the mask: its name, shape, the name of its dtype, and its number of active elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nnz: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the tensor as a matrix."""
+        return matrix_shape(self.shape)
+
+    @property
+    def positions_dtype(self) -> torch.dtype:
+        """int32, or int64 for tensors of 2**31 or more elements."""
+        return torch.int32 if math.prod(self.shape) < 2**31 else torch.int64
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one dtype.
+
+    Attributes:
+        first: number of the group's first active element in the layout.
+        members: indices of the tensors in the layout, in order.
+        starts: [members + 1] active elements of the group before each of them, and all.
+    """
+
+    dtype: str
+    first: int
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def nnz(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a mask in sorted order of their names, those without active elements included."""
+
+    pattern: str
+    tensors: tuple[LayoutTensor, ...]
+
+    @classmethod
+    def of(cls, mask: MaskSet, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Layout:
+        """Build the layout of a mask over weights of the same names.
+
+        Args:
+            dtype: of all values that are sent; None for those of the weights.
+
+        Raises:
+            ForeignMessage: a dtype is not bfloat16, float16 or float32; names the tensor.
+        """
+        tensors = []
+        for name in sorted(mask.indices):
+            found = dtype_name(weights[name]) if dtype is None else str(dtype).removeprefix("torch.")
+            if mask[name].numel() and found not in DTYPES:
+                raise ForeignMessage(f"{name!r} is {found}, expected one of {', '.join(DTYPES)}")
+            tensors.append(LayoutTensor(name, mask.shapes[name], found, mask[name].numel()))
+        return cls(mask.pattern, tuple(tensors))
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The dtypes of tensors with active elements, in sorted order of their names."""
+        groups: list[Group] = []
+        first = 0
+        active = [i for i, t in enumerate(self.tensors) if t.nnz]
+        for dtype in sorted({self.tensors[i].dtype for i in active}):
+            members = tuple(i for i in active if self.tensors[i].dtype == dtype)
+            starts = (0, *accumulate(self.tensors[i].nnz for i in members))
+            groups.append(Group(dtype, first, members, starts))
+            first += starts[-1]
+        return tuple(groups)
+
+    def names(self, group: Group) -> list[str]:
+        """Return the names of a group's tensors, in order."""
+        return [self.tensors[i].name for i in group.members]
+
+    def split(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the active values of each tensor by name, as views of those of each dtype."""
+        parts: dict[str, Tensor] = {}
+        for group in self.groups:
+            sizes = [self.tensors[i].nnz for i in group.members]
+            parts.update(zip(self.names(group), values[group.dtype].split(sizes), strict=True))
+        return parts
+
+    def joined(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the active values [nnz] of each dtype, in new memory, from those of each tensor by name."""
+        return {
+            group.dtype: torch.cat([values[name].to(group.torch_dtype) for name in self.names(group)])
+            for group in self.groups
+        }
+
+    def to_json(self) -> str:
+        """Return compact JSON with sorted keys."""
+        tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "nnz": t.nnz} for t in self.tensors]
+        return compact_json({"pattern": self.pattern, "tensors": tensors})
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """Read the layout of a mask message.
+
+        Raises:
+            DamagedMessage: it is malformed.
+        """
+        try:
+            content = json.loads(text)
+            pattern, tensors = content["pattern"], tuple(_tensor(entry) for entry in content["tensors"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedMessage(f"the layout of a mask message is malformed: {error!r}") from error
+        if pattern not in PATTERNS:
+            raise DamagedMessage(f"the layout has the pattern {pattern!r}, expected one of {', '.join(PATTERNS)}")
+        names = [t.name for t in tensors]
+        if names != sorted(set(names)):
+            raise DamagedMessage("the tensors of the layout are not in sorted order of their names")
+        for t in tensors:
+            if not 0 <= t.nnz <= math.prod(t.shape) or (t.nnz and t.dtype not in DTYPES):
+                raise DamagedMessage(f"the layout lists {t.name!r} as {t.dtype} {list(t.shape)} with nnz {t.nnz}")
+        return cls(pattern, tensors)
+
+
+def _tensor(entry: Any) -> LayoutTensor:
+    shape: Sequence[int] = entry["shape"]
+    name, dtype, nnz = entry["name"], entry["dtype"], entry["nnz"]
+    if not (isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in [nnz, *shape])):
+        raise ValueError(f"{entry} is not name, shape, dtype and nnz of a tensor")
+    return LayoutTensor(name, tuple(shape), dtype, nnz)
 
 
 def units_of(mask: MaskSet, entry: LayoutTensor) -> Tensor:
@@ -241,21 +364,10 @@ def checked_mask(message: Message) -> tuple[Layout, dict[str, Tensor]]:
     """Return the layout of a mask message, and the units of each tensor with active elements, by the tensor's name.
 
     Raises:
-        DamagedMessage: positions or their digest are wrong.
+        DamagedMessage: positions are missing, not ascending, out of range, or not as many as the layout states; or
+            their digest is another one.
     """
-    layout = Layout.from_json(message.layout or "")
-    units = _checked_units(layout, message.tensors)
-    if (found := _digest_of_units(units)) != message.payload_digest:
-        raise DamagedMessage(f"the positions have digest {found}, expected {message.payload_digest}")
-    return layout, units
-
-
-def _checked_units(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the units of each tensor with active elements, by the tensor's name.
-
-    Raises:
-        DamagedMessage: positions are missing, not ascending, out of range, or not as many as the layout states.
-    """
+    layout, tensors = Layout.from_json(message.layout or ""), message.tensors
     units = {}
     for i, entry in enumerate(layout.tensors):
         key = f"positions.{i}"
@@ -278,7 +390,9 @@ def _checked_units(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, T
         units[entry.name] = given
     if extra := sorted(set(tensors) - {f"positions.{i}" for i in range(len(layout.tensors))}):
         raise DamagedMessage(f"the mask message has the tensor {extra[0]!r}, expected positions only")
-    return units
+    if (found := _digest_of_units(units)) != message.payload_digest:
+        raise DamagedMessage(f"the positions have digest {found}, expected {message.payload_digest}")
+    return layout, units
 
 
 def active_elements(units: Tensor, entry: LayoutTensor, pattern: str) -> int:
@@ -296,6 +410,8 @@ def active_elements(units: Tensor, entry: LayoutTensor, pattern: str) -> int:
 
 class GroupValues(NamedTuple):
     """What a message carries for the tensors of one dtype: all values, or a bitmap and the changed ones, or nothing.
+
+    `tensors` writes it to a message, and `values_of` reads it.
 
     Attributes:
         values: [nnz].
@@ -315,14 +431,11 @@ class GroupValues(NamedTuple):
         return GroupValues(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in self))
 
 
-def form_of(encoding: Encoding, count: int, size: int, nnz: int) -> Literal["values", "changed", "nothing"]:
-    """Return in which form an update sends `count` changed ones of nnz values of `size` bytes: the smaller one."""
-    if encoding == "values":
-        return "values"
-    if count == 0:
-        return "nothing"
-    smaller = count * size + bitmap_bytes(nnz) < nnz * size
-    return "changed" if encoding == "bitmap" or smaller else "values"
+def sends_all(encoding: Encoding, values: Tensor, count: int) -> bool:
+    """Return whether an update sends all values [nnz], and not a bitmap and the `count` changed ones."""
+    if encoding == "auto" and count:
+        return bitmap_bytes(values.numel()) + count * values.element_size() >= values.nbytes
+    return encoding == "values"
 
 
 def values_of(message: Message, layout: Layout) -> list[GroupValues]:
@@ -356,25 +469,25 @@ class ChangedTensor(NamedTuple):
     """The elements of a tensor that a message changes.
 
     Attributes:
-        first: element number of the tensor's first active element.
         numbers: [n] int64, ascending: which of the tensor's active elements they are.
         values: [n].
     """
 
     entry: LayoutTensor
-    first: int
     numbers: Tensor
     values: Tensor
 
 
-def changed_tensors(message: Message, layout: Layout, device: torch.device) -> Iterator[ChangedTensor]:
-    """Yield the tensors whose elements a state or an update carries; all of a dtype that is sent as a whole.
+def changed_tensors(message: Message, layout: Layout, device: torch.device) -> list[ChangedTensor]:
+    """Return the tensors whose elements a state or an update carries; all of a dtype that is sent as a whole.
 
-    For receivers that hand the values on. Their digest is not compared.
+    For receivers that hand the values on.
 
     Raises:
-        DamagedMessage: as `values_of`; or a bitmap marks other elements than the changed values are of.
+        DamagedMessage: as `values_of`; or a bitmap marks other elements than the changed values are of, or the values
+            do not have the message's digest.
     """
+    found, payload = [], 0
     for group, part in zip(layout.groups, values_of(message, layout), strict=True):
         whole, bitmap, changed = part.to(device)
         if whole is not None:
@@ -386,11 +499,13 @@ def changed_tensors(message: Message, layout: Layout, device: torch.device) -> I
                 raise DamagedMessage(f"{group.dtype}.bitmap marks element {int(numbers[-1])}, the mask has {group.nnz}")
         else:
             continue
+        payload += int(mix(numbers + group.first, zero_extended(values)).sum())
         cuts = torch.searchsorted(numbers, torch.tensor(group.starts, dtype=torch.int64, device=device)).tolist()
         for index, start, low, high in zip(group.members, group.starts, cuts, cuts[1:], strict=False):
             if low < high:
-                entry, first = layout.tensors[index], group.first + start
-                yield ChangedTensor(entry, first, numbers[low:high] - start, values[low:high])
+                found.append(ChangedTensor(layout.tensors[index], numbers[low:high] - start, values[low:high]))
+    check_payload(message, payload)
+    return found
 
 
 def check_follows(message: Message, mask_digest: str | None, version: int | None, digest: str | None) -> None:
@@ -456,11 +571,9 @@ def bitmap_of(marked: Tensor) -> Tensor:
 
 def set_bits(bitmap: Tensor) -> Tensor:
     """Return the ascending numbers [n] of the set bits of a bitmap, int64."""
-    return torch.cat([*_set_bits(bitmap), bitmap.new_empty(0, dtype=torch.int64)])
-
-
-def _set_bits(bitmap: Tensor, chunk: int = 2**20) -> Iterator[Tensor]:
     shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
-    for begin in range(0, bitmap.numel(), chunk):
-        bits = (bitmap[begin : begin + chunk, None] >> shifts) & 1
-        yield bits.view(-1).nonzero().view(-1) + 8 * begin
+    found = [bitmap.new_empty(0, dtype=torch.int64)]
+    for begin in range(0, bitmap.numel(), _CHUNK):
+        bits = (bitmap[begin : begin + _CHUNK, None] >> shifts) & 1
+        found.append(bits.view(-1).nonzero().view(-1) + 8 * begin)
+    return torch.cat(found)

@@ -10,11 +10,20 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import named_parameters_of
-from .backend import Backend, Changes, Index, choose
 from .destinations import Addresses, Destination, PlacedTensor, place, whole_weight
 from .digest import HostCopy, from_hex, to_hex
-from .encoding import GroupValues, Message, check_count, check_follows, check_payload, checked_mask, values_of
-from .layout import Group, Layout
+from .encoding import (
+    Group,
+    GroupValues,
+    Layout,
+    Message,
+    check_count,
+    check_follows,
+    check_payload,
+    checked_mask,
+    values_of,
+)
+from .index import Backend, Changes, Index, choose
 from .sender import PendingMessage
 
 Destinations = Mapping[str, Sequence[Destination]]
@@ -58,6 +67,10 @@ class WeightReceiver:
             over `weights`; an empty list means that this receiver has no part of the weight. Or a function that returns
             them for the layout of a mask message.
         backend: "reference" (plain torch), "triton", or None for the fastest on the device of the weights.
+
+    Attributes:
+        version: the sender's version of the weights. None: a state message is needed.
+        digest: of all active weights at this version, as the sender stated it; None without a version.
     """
 
     def __init__(
@@ -71,19 +84,9 @@ class WeightReceiver:
         self._destinations = destinations or {}
         self._backend = backend
         self._mask: _Mask | None = None
-        self._version: int | None = None
-        self._digest: str | None = None
+        self.version: int | None = None
+        self.digest: str | None = None
         self._sums: list[int] = []  # the digest of each group, if the receiver is whole
-
-    @property
-    def version(self) -> int | None:
-        """The sender's version of the weights. None: a state message is needed."""
-        return self._version
-
-    @property
-    def digest(self) -> str | None:
-        """The digest of all active weights at this version, as the sender stated it; None without a version."""
-        return self._digest
 
     @property
     def mask_digest(self) -> str | None:
@@ -138,7 +141,7 @@ class WeightReceiver:
             self._receive_mask(message)
         else:
             self._receive_values(message)
-        return self._version
+        return self.version
 
     def verify(self, expected: str | None = None) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
@@ -147,26 +150,25 @@ class WeightReceiver:
 
         Args:
             expected: for a receiver of parts: `WeightSender.digest_of(receiver.parts)`, by a sender that is at the
-                version of this receiver. `verify` of a transport's sender asks for it by itself. None for a whole one,
-                which has the digest.
+                version of this receiver. None for a whole one, which has the digest.
 
         Raises:
             WeightSyncError: the weights differ, or were replaced; there is no version yet; or the receiver has only
                 parts, and `expected` is None.
         """
-        if self._version is None:
+        if self.version is None:
             raise WeightSyncError("the weights cannot be verified: the receiver has no version")
         if expected is None and not self.is_whole:
             raise WeightSyncError(
                 "the weights cannot be verified: the receiver has only parts of them, and messages have the digest of "
-                "all active weights: pass WeightSender.digest_of(receiver.parts), or call verify() of the sender's "
-                "channel"
+                "all active weights: pass WeightSender.digest_of(receiver.parts), or call update(verify=True) of the "
+                "sender's channel"
             )
-        expected = self._digest if expected is None else expected
+        expected = self.digest if expected is None else expected
         found = self.read_digest()
         if found != expected:
             raise WeightSyncError(
-                f"the active weights have digest {found}, expected {expected} at version {self._version}: they were "
+                f"the active weights have digest {found}, expected {expected} at version {self.version}: they were "
                 "changed by others"
             )
 
@@ -186,14 +188,14 @@ class WeightReceiver:
     def _receive_mask(self, message: Message) -> None:
         layout, units = checked_mask(message)
         held = self._mask
-        known = held is not None and held.digest == message.mask_digest and self._digest == message.result_digest
+        known = held is not None and held.digest == message.mask_digest and self.digest == message.result_digest
         mask = self._build(message.mask_digest, layout, units)
         sums: list[int] = []
         if mask.is_whole:
             sums = _sums_of_weights(mask)
             known = to_hex(sum(sums)) == message.result_digest
         self._mask, self._sums = mask, sums
-        self._version, self._digest = (message.version, message.result_digest) if known else (None, None)
+        self.version, self.digest = (message.version, message.result_digest) if known else (None, None)
 
     def _build(self, digest: str, layout: Layout, units: Mapping[str, Tensor]) -> _Mask:
         given = self._destinations(layout) if callable(self._destinations) else self._destinations
@@ -226,16 +228,18 @@ class WeightReceiver:
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
-        check_follows(message, None if mask is None else mask.digest, self._version, self._digest)
+        check_follows(message, None if mask is None else mask.digest, self.version, self.digest)
         assert mask is not None
-        received = []
+        received, results = [], []
         parts = [part.to(mask.device) for part in values_of(message, mask.layout)]
         for group, index, part in zip(mask.layout.groups, mask.indices, parts, strict=True):
             changes = None
-            if part.bitmap is not None and part.changed is not None:
+            if part.values is not None:
+                results.append(mask.backend.digest_sum(part.values, group.first))
+            elif part.bitmap is not None and part.changed is not None:
                 changes = index.changes(part.bitmap, part.changed.numel())
+                results.append(changes.sums(part.changed, read_old=mask.is_whole))
             received.append(_Received(group, index, part, changes))
-        results = _sums(mask, received)
         found = HostCopy(results)
         self._require_in_place(mask)  # while the device computes the digests
         # All values are compared on the device, which then need not wait for the host between digest and writes.
@@ -245,7 +249,7 @@ class WeightReceiver:
         sums = self._verify(mask, message, received, found.numbers)
         if valid is None:
             _write(received)
-        self._version, self._digest, self._sums = message.version, message.result_digest, sums
+        self.version, self.digest, self._sums = message.version, message.result_digest, sums
 
     def _require_in_place(self, mask: _Mask) -> None:
         if (name := mask.addresses.replaced()) is not None:
@@ -255,7 +259,7 @@ class WeightReceiver:
         """Return the new digest of each group, as far as it is known. Raises DamagedMessage.
 
         Args:
-            results: of `_sums`, flattened.
+            results: for each group in order, the digest of its values, or what `ReferenceChanges.sums` returns.
         """
         found = iter(results)
         sent, sums = 0, list(self._sums)
@@ -286,17 +290,6 @@ def _sums_of_weights(mask: _Mask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
     return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
-
-
-def _sums(mask: _Mask, received: Sequence[_Received]) -> list[Tensor]:
-    """Return for each group with changes the digest of its values, or what `ReferenceChanges.sums` returns."""
-    sums = []
-    for group, _, part, changes in received:
-        if part.values is not None:
-            sums.append(mask.backend.digest_sum(part.values, group.first))
-        elif changes is not None and part.changed is not None:
-            sums.append(changes.sums(part.changed, read_old=mask.is_whole))
-    return sums
 
 
 def _all_valid(message: Message, received: Sequence[_Received], results: Sequence[Tensor]) -> Tensor | None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import WeightSyncError
 from ..masks import MaskSet
-from .active_values import ActiveValues, Source, WeightsOf
-from .destinations import Parts
+from ..optim import SparseOptimizer
+from ..tensors import holds_base_weights, is_wrapper, named_parameters_of
+from .destinations import Parts, place, whole_weight
 from .digest import HostCopy, to_hex
-from .encoding import Encoding, GroupValues, Message, form_of, mask_tensors, units_of
-from .reference import only_parts
+from .encoding import Encoding, GroupValues, Layout, Message, mask_tensors, sends_all, units_of
+from .index import Backend, Index, choose, only_parts
+
+Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 class WeightSender:
@@ -27,11 +33,18 @@ class WeightSender:
 
     Args:
         source: an optimizer, with its mask and parameters, or a module or its parameters by name, with `mask`. Of an
-            optimizer with `compact_weights` the sender reads those, and not the model.
+            optimizer with `compact_weights` the sender reads those, and not the model. Or the values themselves, whose
+            mask, backend and dtype are used.
         mask: the active elements; None for an optimizer, whose mask is used.
         encoding: "values" sends all active values in every update, "bitmap" a bitmap and the changed values, "auto"
             whichever is smaller, for each dtype.
         backend: "reference" (plain torch), "triton", or None for the fastest on the device of the weights.
+        dtype: of the values that are sent and compared, as bfloat16 for an engine that has weights of fp32 in it; None
+            for that of each weight.
+
+    Attributes:
+        mask: the active elements.
+        device: of the active values, and of the tensors of updates and states.
 
     Raises:
         ValueError: an argument does not fit the others, or a weight cannot be sent; names it.
@@ -40,57 +53,45 @@ class WeightSender:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | ActiveValues,
         mask: MaskSet | None = None,
         *,
         encoding: Encoding = "auto",
         backend: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self._start(WeightsOf(source, mask, backend), encoding)
-
-    @classmethod
-    def of_values(cls, values: ActiveValues, *, encoding: Encoding = "auto") -> WeightSender:
-        """Build a sender whose active values are read by `values`, from weights that are elsewhere or in parts."""
-        sender = cls.__new__(cls)
-        sender._start(values, encoding)
-        return sender
-
-    def _start(self, values: ActiveValues, encoding: Encoding) -> None:
         if encoding not in get_args(Encoding):
             raise ValueError(f"encoding is {encoding!r}, expected one of {', '.join(get_args(Encoding))}")
+        values = source if isinstance(source, ActiveValues) else WeightsOf(source, mask, backend, dtype)
         self._values, self._encoding = values, encoding
-        self._mask, self._layout, self._device, self._backend = (
-            values.mask,
-            values.layout,
-            values.device,
-            values.backend,
-        )
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.mask, self.device, self._layout = values.mask, values.device, values.layout
+        self._backend = values.backend
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         sent, gathered = self._take()
         self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
+
+    @property
+    def sender(self) -> WeightSender:
+        """This sender. A `DistributedWeightSender` has one on rank 0 only."""
+        return self
+
+    def on_rank_0(self, function: Callable[[], T]) -> T | None:
+        """Call a function and return its result, as `DistributedWeightSender` does on rank 0 only."""
+        return function()
 
     @property
     def version(self) -> int:
         """The version of the weights that the last update has sent."""
         return self._sent.version
 
-    @property
-    def mask(self) -> MaskSet:
-        return self._mask
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the active values, and of the tensors of updates and states."""
-        return self._device
-
     def mask_message(self) -> Message:
         """Return the message that every receiver needs first: the positions, and the digest of the current version."""
         sent = self._sent
-        tensors, payload = mask_tensors(self._mask, self._layout)
+        tensors, payload = mask_tensors(self.mask, self._layout)
         return Message(
             kind="mask",
             version=sent.version,
-            mask_digest=self._mask.digest,
+            mask_digest=self.mask.digest,
             result_digest=sent.totals.digest,
             payload_digest=payload,
             tensors=tensors,
@@ -101,13 +102,13 @@ class WeightSender:
         """Return all active values of the current version, for receivers that join late or have lost an update."""
         sent = self._sent
         digest = sent.totals.digest  # the host has waited for the values then
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             for values in sent.values.values():
-                values.record_stream(torch.cuda.current_stream(self._device))
+                values.record_stream(torch.cuda.current_stream(self.device))
         tensors = {
             name: tensor for dtype, of in sent.values.items() for name, tensor in GroupValues(of).tensors(dtype).items()
         }
-        return Message("state", sent.version, self._mask.digest, digest, digest, tensors)
+        return Message("state", sent.version, self.mask.digest, digest, digest, tensors)
 
     @torch.no_grad()
     def update(self) -> PendingMessage:
@@ -134,7 +135,7 @@ class WeightSender:
                     bitmap, of_dtype, changed = self._backend.compare(old, values, group.first, capacity)
                     changes[group.dtype] = bitmap, changed
                     found.append(of_dtype)
-                totals = _Totals(HostCopy(found), new, per_dtype=3)
+                totals = _Totals(HostCopy(found), new)
         self._sent = sent = _Sent(base.version + 1, new, totals)
         base_totals = base.totals  # the message does not keep the values of its base
         return PendingMessage(sent.version, self._stream, lambda: self._message(sent, base_totals, changes))
@@ -149,19 +150,21 @@ class WeightSender:
         tensors: dict[str, Tensor] = {}
         payload = 0
         for (dtype, values), (whole, changed, count) in zip(sent.values.items(), sent.totals.rows, strict=True):
-            form = form_of(self._encoding, count, values.element_size(), values.numel())
-            if form == "values":
-                tensors |= GroupValues(values).tensors(dtype)
+            if sends_all(self._encoding, values, count):
+                part = GroupValues(values)
                 payload += whole
-            elif form == "changed":
+            elif count:
                 bitmap, first = changes[dtype]
                 found = first[:count] if count <= first.numel() else self._backend.select(values, bitmap, count)
-                tensors |= GroupValues(None, bitmap, found).tensors(dtype)
+                part = GroupValues(None, bitmap, found)
                 payload += changed
+            else:
+                continue
+            tensors |= part.tensors(dtype)
         return Message(
             kind="update",
             version=sent.version,
-            mask_digest=self._mask.digest,
+            mask_digest=self.mask.digest,
             result_digest=sent.totals.digest,
             payload_digest=to_hex(payload),
             tensors=tensors,
@@ -189,20 +192,19 @@ class WeightSender:
             for part in ranges:
                 if len(part) != 4 or not all(type(n) is int for n in part):
                     raise ValueError(f"a part of {name!r} is {part}, expected the numbers r0, r1, c0, c1")
-        units = {name: units_of(self._mask, entries[name]) for name in parts}
+        units = {name: units_of(self.mask, entries[name]) for name in parts}
         total = 0
         for group in self._layout.groups:
-            of_group = [self._layout.tensors[i] for i in group.members]
             values = sent.values[group.dtype]
-            if any(entry.name in parts for entry in of_group):
-                values = only_parts(values, group, of_group, self._layout.pattern, units, parts)
+            if any(name in parts for name in self._layout.names(group)):
+                values = only_parts(values, group, self._layout, units, parts)
             total += int(self._backend.digest_sum(values, group.first))
         return to_hex(total)
 
     def _take(self) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Gather the active values on the current stream; with an event that follows them on a GPU."""
         values = self._values.take()
-        return values, None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        return values, None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def _digests_of(self, values: Mapping[str, Tensor], gathered: torch.cuda.Event | None) -> HostCopy:
         """Begin to compute the digests of all active values."""
@@ -230,23 +232,20 @@ class _Totals:
     """Digests and counts of one version, on their way to the host.
 
     Args:
-        totals: for each dtype the digest, or with `per_dtype` 3 what `reference.compare` returns.
+        totals: for each dtype the digest, or what `index.compare` returns.
         values: all active values by dtype.
     """
 
-    def __init__(self, totals: HostCopy, values: Mapping[str, Tensor], *, per_dtype: Literal[1, 3] = 1) -> None:
-        self._totals, self._per_dtype = totals, per_dtype
-        self._sizes = [v.numel() for v in values.values()]
+    def __init__(self, totals: HostCopy, values: Mapping[str, Tensor]) -> None:
+        self._totals, self._sizes = totals, [v.numel() for v in values.values()]
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        numbers = iter(self._totals.numbers)
-        found = []
-        for numel in self._sizes:
-            digest = next(numbers)
-            found.append((digest, digest, numel) if self._per_dtype == 1 else (digest, next(numbers), next(numbers)))
-        return found
+        numbers = self._totals.numbers
+        if len(numbers) == len(self._sizes):
+            return [(digest, digest, numel) for digest, numel in zip(numbers, self._sizes, strict=True)]
+        return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
 
     @cached_property
     def digest(self) -> str:
@@ -294,3 +293,119 @@ class PendingMessage:
     def to_bytes(self) -> bytes:
         """`wait`, and return `Message.to_bytes`."""
         return self.wait().to_bytes()
+
+
+class ActiveValues(ABC):
+    """The active values of some weights, as they are now."""
+
+    mask: MaskSet
+    layout: Layout
+    device: torch.device
+    backend: Backend
+
+    @abstractmethod
+    def take(self) -> dict[str, Tensor]:
+        """Return the values [nnz] of each dtype of the layout, in new memory on `device`, on the current stream."""
+
+
+class WeightsOf(ActiveValues):
+    """The active values of whole weights on one device.
+
+    Args:
+        source, mask, backend, dtype: see `WeightSender`.
+
+    Raises:
+        ValueError, MaskError: as `WeightSender`.
+    """
+
+    def __init__(
+        self, source: Source, mask: MaskSet | None, backend: str | None, dtype: torch.dtype | None = None
+    ) -> None:
+        self._source = source
+        named = named_weights(source)
+        self.mask = mask_of(source, mask)
+        self._stored = Layout.of(self.mask, named)
+        self.layout = self._stored if dtype is None else Layout.of(self.mask, named, dtype)
+        devices = {weight.device for weight in self._weights().values()}
+        devices = devices or {named[name].device for name in self.mask.names[:1]}  # the mask is empty
+        if len(devices) > 1:
+            raise ValueError(f"the weights are on {' and '.join(sorted(map(str, devices)))}, expected one device")
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self.backend = choose(self.device, backend)
+        self._addresses: dict[str, int] = {}
+        self._indices: tuple[Index, ...] = ()
+
+    @torch.no_grad()
+    def take(self) -> dict[str, Tensor]:
+        """See `ActiveValues.take`.
+
+        Raises:
+            WeightSyncError: the optimizer's mask was replaced, or the model holds its base weights.
+            ValueError: a weight is not a plain tensor.
+        """
+        require_current(self._source, self.mask)
+        held = self._source.active_weights() if isinstance(self._source, SparseOptimizer) else None
+        if held is not None:
+            parts: dict[str, Tensor] = {}
+            for names, values in held:
+                parts.update(zip(names, values.split([self.mask[name].numel() for name in names]), strict=True))
+            return self.layout.joined(parts)
+        found = self._taken()
+        # The host checks whether weights have moved while the GPU reads; the indices keep the memory they read alive.
+        weights = self._weights()
+        addresses = {name: weight.data_ptr() for name, weight in weights.items()}
+        if addresses != self._addresses:
+            placed = place(self._stored, {name: [whole_weight(name, weight)] for name, weight in weights.items()})
+            units = {entry.name: units_of(self.mask, entry) for entry in self._stored.tensors if entry.nnz}
+            self._indices = self.backend.build_indices(self._stored, units, placed, self.device)
+            self._addresses = addresses
+            found = self._taken()
+        return found if self.layout is self._stored else self.layout.joined(self._stored.split(found))
+
+    def _taken(self) -> dict[str, Tensor]:
+        return {group.dtype: index.take() for group, index in zip(self._stored.groups, self._indices, strict=False)}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights with active elements as they are now."""
+        named = named_weights(self._source)
+        weights = {entry.name: named[entry.name] for entry in self._stored.tensors if entry.nnz}
+        require_current(self._source, self.mask, weights.values())
+        for name, weight in weights.items():
+            if is_wrapper(weight):
+                kind = type(weight).__name__
+                raise ValueError(f"{name!r} is a {kind}, expected a plain tensor; see DistributedWeightSender")
+        return weights
+
+
+def named_weights(source: Source) -> dict[str, Tensor]:
+    """Return the parameters of a source by name."""
+    if isinstance(source, SparseOptimizer):
+        groups = source.param_groups
+        return {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+    return named_parameters_of(source)
+
+
+def mask_of(source: Source, mask: MaskSet | None) -> MaskSet:
+    """Return the mask of a source, with its names.
+
+    Raises:
+        ValueError: both an optimizer and a mask are given, or neither.
+        MaskError: the mask does not fit the weights.
+    """
+    if isinstance(source, SparseOptimizer):
+        if mask is not None:
+            raise ValueError("mask is not valid with an optimizer, whose own mask is used")
+        return source.mask
+    if mask is None:
+        raise ValueError("mask is None, expected a MaskSet unless the source is an optimizer")
+    return mask.resolve(named_weights(source))
+
+
+def require_current(source: Source, mask: MaskSet, weights: Iterable[Tensor] = ()) -> None:
+    """Raise WeightSyncError if an optimizer has another mask by now, or its model or the weights hold base weights."""
+    if isinstance(source, SparseOptimizer) and source.mask is not mask:
+        raise WeightSyncError("the optimizer's mask was replaced: build a new WeightSender")
+    if holds_base_weights(weights) or (isinstance(source, SparseOptimizer) and source.holds_base_weights):
+        raise WeightSyncError("the model holds its base weights: leave base_weights() first")
+    if isinstance(source, SparseOptimizer):
+        source.check_binding()

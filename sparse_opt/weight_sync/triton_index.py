@@ -17,7 +17,7 @@ from .. import backends
 from ..errors import ForeignMessage
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from .destinations import Placed, PlacedTensor
-from .layout import Group
+from .encoding import Group, Layout
 
 Table = Any  # triton_kernels.weight_sync.IndexTable
 _REACH = 2**16  # units of a program are less than this apart
@@ -25,18 +25,18 @@ _INT32_END = 2**31
 
 
 class TritonIndex:
-    """`reference.ReferenceIndex` with Triton kernels; arguments as there."""
+    """`index.ReferenceIndex` with Triton kernels; arguments as there."""
 
     def __init__(
         self,
         group: Group,
-        names: Sequence[str],
-        pattern: str,
+        layout: Layout,
         units: Mapping[str, Tensor],
         placed: Mapping[str, PlacedTensor],
         device: torch.device,
     ) -> None:
         self._group, self._device = group, device
+        names, pattern = layout.names(group), layout.pattern
         tensors = [placed[name] for name in names]
         # The tables have addresses; these keep the memory alive.
         self._memory = [part.tensor for tensor in tensors for part in tensor.destinations]
@@ -74,7 +74,7 @@ class TritonIndex:
 
 
 class TritonChanges:
-    """`reference.ReferenceChanges` with Triton kernels.
+    """`index.ReferenceChanges` with Triton kernels.
 
     A list of the changed elements and their addresses is made first, if it takes no more memory than all values would:
     digests and writes then cost as much as the changed elements, and not as all of them.
@@ -118,7 +118,7 @@ class TritonChanges:
 
 
 def _kernels() -> Any:
-    """Return triton_kernels.weight_sync; `backend.choose` has checked that it can be imported."""
+    """Return triton_kernels.weight_sync; `index.choose` has checked that it can be imported."""
     module: Any = backends.triton_module()[0]
     return module.weight_sync
 

@@ -52,7 +52,7 @@ def test_list_shows_what_the_headers_say(sparse_opt, files):
     for step in steps[1:]:
         assert step["changed"] == changed_between(files.states[step["step"] - 1], files.states[step["step"]])
         assert step["share"] == step["changed"] / step["numel"]
-        assert step["level"] in ("fast", "packed", "tight")
+        assert step["level"] in ("packed", "tight")
         file = files.delta_log / f"step_{step['step']:08d}.patch.safetensors"
         assert step["bytes"] == file.stat().st_size
         assert step["bytes_per_change"] == step["bytes"] / step["changed"]
@@ -70,7 +70,6 @@ def test_list_shows_what_the_headers_say(sparse_opt, files):
 def test_info_of_a_log(sparse_opt, files):
     log = DeltaLog.open(files.delta_log)
     found = as_json(sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--largest", 2, "--json"))
-    assert found["kind"] == "delta log"
     assert re.fullmatch("[0-9a-f]{32}", found["run_id"])
     assert found["steps"] == {"count": 4, "first": 0, "last": 3}
     assert (found["elements"], found["tensors"]) == (log.layout.numel, len(log.layout.tensors))
@@ -213,7 +212,7 @@ def test_squash_in_words_and_wrongly(sparse_opt, own_log, pt_log):
     assert "step 9" in sparse_opt(
         "delta", "squash", "--delta_log_dir", own_log, "--from", 0, "--to", 9
     ).failed_in_one_line(1)
-    assert "holds no delta log" in sparse_opt(
+    assert "holds a log of .pt files" in sparse_opt(
         "delta", "squash", "--delta_log_dir", pt_log, "--from", 0, "--to", 2
     ).failed_in_one_line(1)
     text = sparse_opt("delta", "squash", "--delta_log_dir", own_log, "--from", 1, "--to", 3).done()
@@ -239,29 +238,14 @@ def test_export_of_a_state_and_of_changes(sparse_opt, files, tmp_path):
     assert sum(t.numel() for key, t in load_file(values).items() if key.endswith(".indices")) == changed
 
 
-def test_export_of_pt_files(sparse_opt, files, tmp_path):
-    words = ("--delta_log_dir", files.delta_log, "--step", 3, 1, "--format", "pt", "--output", tmp_path / "deltas")
-    found = as_json(sparse_opt("delta", "export", *words, "--json"))
-    assert (found["steps"], set(found["inexact"])) == ([1, 3], {"1", "3"})
-    names = sorted(path.name for path in (tmp_path / "deltas").iterdir())
-    assert names == ["base_state.pt", "deltas_step_1.pt", "deltas_step_3.pt"]
-    assert "not empty" in sparse_opt("delta", "export", *words).failed_in_one_line(2)
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("--step", 1, 2, "--format", "state", "--output", "a.safetensors"), 2, "format state takes one step"),
         (("--step", 1, "--since", 0, "--format", "state", "--output", "a.safetensors"), 2, "format state has none"),
         (("--step", 1, "--format", "state", "--output", "a.pt"), 2, "a.pt ends in .pt, expected .safetensors"),
         (("--step", 0, "--format", "values", "--output", "a.safetensors"), 2, "it is the base, with no step before it"),
         (("--step", 9, "--format", "values", "--output", "a.safetensors"), 1, "step 9 is not logged"),
         (("--step", 1, "--since", 2, "--format", "values", "--output", "a.safetensors"), 1, "expected a step before 1"),
-        (
-            ("--step", 1, "--dtype", "bfloat16", "--format", "state", "--output", "a.safetensors"),
-            2,
-            "is a delta log, expected",
-        ),
     ],
 )
 def test_export_refuses_in_one_line(sparse_opt, files, tmp_path, monkeypatch, words, code, message):
@@ -286,48 +270,26 @@ def pt_log(files, tmp_path):
     return folder
 
 
-def test_pt_files_are_listed_described_and_verified(sparse_opt, files, pt_log):
-    found = as_json(sparse_opt("delta", "list", "--delta_log_dir", pt_log, "--json"))
-    assert [(step["step"], step["kind"]) for step in found["steps"]] == [
-        (0, "base"),
-        (1, "difference"),
-        (2, "difference"),
-    ]
-    assert found["steps"][2]["changed"] == changed_between(files.states[1], files.states[2])
-    assert " difference " in sparse_opt("delta", "list", "--delta_log_dir", pt_log).done()
-    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", pt_log, "--json"))
-    assert (found["kind"], found["differences"], list(found["dtypes"])) == (
-        "folder of .pt files",
-        "to the base",
-        ["float32"],
-    )
-    assert "differences: to the base" in sparse_opt("delta", "info", "--delta_log_dir", pt_log).done()
-    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", pt_log, "--step", 2, "--json"))
-    assert found["changed"] == changed_between(files.states[1], files.states[2])
-    assert "all 3 steps" in sparse_opt("delta", "verify", "--delta_log_dir", pt_log).done()
-    file = pt_log / "deltas_step_1.pt"
-    file.write_bytes(file.read_bytes()[:-100])
-    outcome = sparse_opt("delta", "verify", "--delta_log_dir", pt_log)
-    assert outcome.code == 1
-    assert "broken: deltas_step_1.pt; lost steps: 1" in outcome.err
+@pytest.mark.parametrize("action", ["list", "info", "verify"])
+def test_the_error_for_pt_files_names_the_command_that_converts_them(sparse_opt, pt_log, action):
+    line = sparse_opt("delta", action, "--delta_log_dir", pt_log).failed_in_one_line(1)
+    assert f"expected a delta log: convert it: sparse-opt delta convert --from {pt_log} --to NEW_DIR" in line
+    line = sparse_opt("mask", "find", "--delta_log_dir", pt_log, "--list_steps").failed_in_one_line(1)
+    assert "sparse-opt delta convert" in line
 
 
-def test_masks_and_figures_of_pt_files_are_those_of_the_delta_log(sparse_opt, files, pt_log, tmp_path):
+def test_converted_pt_files_give_the_masks_and_checkpoints_of_the_run(sparse_opt, files, pt_log, tmp_path):
+    new = tmp_path / "converted"
+    sparse_opt("delta", "convert", "--from", pt_log, "--to", new, "--dtype", "bfloat16").done()
     masks = []
-    for folder in (pt_log, files.delta_log):
+    for folder in (new, files.delta_log):
         output = tmp_path / f"{folder.name}.safetensors"
         words = ("--delta_log_dir", folder, "--target_step", 2, "--sparsity_percent", 90, "--output", output)
         sparse_opt("mask", "find", *words).done()
         masks.append(MaskSet.load(output))
     assert masks[0].digest == masks[1].digest
-    sparse_opt("analyze", "sparsity", "--delta_log_dir", pt_log).done()
-
-
-def test_pt_files_are_reconstructed_in_the_dtype_of_the_run(sparse_opt, files, pt_log, tmp_path):
-    words = ("--model_name", files.model, "--delta_log_dir", pt_log, "--step", 2, "--output_dir", tmp_path / "rebuilt")
-    outcome = sparse_opt("delta", "reconstruct", *words, "--dtype", "bfloat16")
-    outcome.done()
-    assert outcome.err == ""
+    words = ("--model_name", files.model, "--delta_log_dir", new, "--step", 2, "--output_dir", tmp_path / "rebuilt")
+    sparse_opt("delta", "reconstruct", *words).done()
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "rebuilt", dtype="auto").state_dict()
     for name, tensor in state.items():
         assert torch.equal(as_bits(tensor), as_bits(files.states[2][name])), name
@@ -339,7 +301,7 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
     assert outcome.err.splitlines() == [
         "sparse-opt: every weight of the base is a bfloat16 value: --dtype bfloat16 halves the states"
     ]
-    words = ("--dtype", "bfloat16", "--level", "fast", "--model_name", "tiny")
+    words = ("--dtype", "bfloat16", "--level", "tight", "--model_name", "tiny")
     outcome = sparse_opt("delta", "convert", "--from", pt_log, "--to", tmp_path / "log", *words)
     assert outcome.done().startswith(f"{tmp_path / 'log'}: 3 steps, ")
     assert outcome.err == ""

@@ -4,14 +4,12 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparse_opt import backends
-from sparse_opt.tuning import Tuning, files
 
 
 def report_of(outcome):
@@ -90,7 +88,7 @@ def test_without_torch_it_says_so(sparse_opt, monkeypatch, flags):
 
 def test_runs_outside_the_repository(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "sparse_opt.cli", "doctor"], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-m", "sparse_opt", "doctor"], capture_output=True, text=True, cwd=tmp_path
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert torch.__version__ in result.stdout
@@ -148,58 +146,6 @@ def test_a_variable_that_a_gpu_cannot_follow_is_shown_for_that_gpu(sparse_opt, t
     out = sparse_opt("doctor").out
     assert "SPARSE_OPT_BACKEND=cuda on cuda:0, cuda:2 tensors: in force for every op" in out
     assert "SPARSE_OPT_BACKEND=cuda on cuda:1 tensors: backend 'cuda' (SPARSE_OPT_BACKEND) cannot run: T4" in out
-
-
-def test_advises_a_profile_and_batch_size_by_the_gpus_memory():
-    from sparse_opt.cli import doctor
-
-    def torch_with(major, gib):
-        properties = SimpleNamespace(name="A GPU", major=major, total_memory=gib * 2**30)
-        cuda = SimpleNamespace(is_available=lambda: True, get_device_properties=lambda index: properties)
-        return SimpleNamespace(cuda=cuda)
-
-    found = doctor._advice(torch_with(9, 80))
-    text = "\n".join(doctor._advice_lines(found))
-    assert "balanced" in text and "per_device_train_batch_size=32 gradient_accumulation_steps=1" in text
-    assert "RFT on A GPU, sequences of 1024 tokens" in text and "within 90% of 80.0 GiB" in text
-    old = "\n".join(doctor._advice_lines(doctor._advice(torch_with(7, 16))))
-    assert "conservative" in old and "balanced" not in old and "fp16=true" in old
-
-
-def test_without_a_gpu_the_advice_says_so(sparse_opt):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert report_of(sparse_opt("doctor", "--json"))["rft_advice"]["rows"] == []
-    assert "RFT profiles: no GPU was found. This CPU has " in sparse_opt("doctor").out
-
-
-def test_says_which_launch_sizes_each_gpu_has(sparse_opt, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gpus = {"NVIDIA H200": (9, 0), "NVIDIA B200": (10, 0), "NVIDIA L4": (8, 9), "NVIDIA A100": (8, 0)}
-    keys = [files.Key(name, f"{major}.{minor}", torch.__version__, "3.7.0") for name, (major, minor) in gpus.items()]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(keys))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: list(gpus.values())[index or 0])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: list(gpus)[index or 0])
-    properties = SimpleNamespace(name="a GPU", major=8, minor=0, total_memory=1 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(backends, "tuning_key", lambda index: keys[index])
-    monkeypatch.setattr(backends, "compute_capability", lambda index: list(gpus.values())[index])
-    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
-    older = files.save(replace(keys[1], torch="2.10.0"), Tuning(), [])
-    damaged = files.save(keys[2], Tuning(), [])
-    damaged.write_text("{}")
-    tuned = files.save(keys[3], Tuning(), [])
-
-    found = report_of(sparse_opt("doctor", "--json"))["tuning"]
-    assert found["cuda:0"] == {"source": "built-in for the H200", "warning": "", "error": ""}
-    assert found["cuda:1"]["source"] == "conservative default"
-    assert str(older) in found["cuda:1"]["warning"]
-    assert str(damaged) in found["cuda:2"]["error"]
-    out = sparse_opt("doctor").out
-    assert "launch sizes cuda:0: built-in for the H200\n" in out
-    assert f"launch sizes cuda:1: conservative default; {older} was measured with other versions" in out
-    assert f"launch sizes cuda:2: none; the kernel tuning of this GPU, {damaged}, cannot be used" in out
-    assert f"launch sizes cuda:3: tuned on {files.load(keys[3]).date} ({tuned})\n" in out
 
 
 def test_what_native_collection_of_gradients_would_save(sparse_opt, monkeypatch):

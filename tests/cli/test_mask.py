@@ -6,31 +6,8 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet
-from sparse_opt import files as atomic_files
 from sparse_opt.cli.mask.output import PATTERNS
 from sparse_opt.masks.patterns import PATTERNS as PATTERNS_THERE_ARE
-
-
-def test_find_keeps_what_moved_most(sparse_opt, files, tmp_path):
-    words = ("--delta_log_dir", files.delta_log, "--sparsity_percent", 90, "--target_step", 2, "--output", tmp_path)
-    found = json.loads(sparse_opt("mask", "find", *words, "--min_tensor_keep", 0, "--json").done())
-    assert found["file"] == str(tmp_path / "sparsity_90.0pct_magnitude_step2.safetensors")
-    mask = MaskSet.load(found["file"])
-    assert mask.metadata["model"] == "tiny"
-    assert (mask.nnz, mask.digest) == (found["nnz"], found["digest"])
-    moved = {n: (files.states[2][n].float() - files.states[0][n].float()).abs().view(-1) for n in mask.names}
-    assert mask.nnz == round(0.1 * sum(t.numel() for t in moved.values()))
-    least_kept = min(moved[n][mask[n].long()].min() for n in mask.names if mask[n].numel())
-    most_left = max(moved[n][~mask.bool(n).view(-1)].max() for n in mask.names)
-    assert 0 < most_left <= least_kept
-
-
-def test_find_chooses_tensors_and_a_file_name(sparse_opt, files, tmp_path):
-    output = tmp_path / "new" / "mine.safetensors"
-    words = ("--delta_log_dir", files.delta_log, "--output", output, "--mlp_only", "--pool", "tensor")
-    sparse_opt("mask", "find", *words, "--exclude", "*.0.*", "*down_proj*").done()
-    names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
-    assert sorted(MaskSet.load(output).names) == names
 
 
 def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, files, tmp_path):
@@ -39,31 +16,6 @@ def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, f
     outcome.done()
     assert outcome.err.startswith("sparse-opt: warning: only ")
     assert outcome.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("--target_step", 7), 1, "step 7 is not logged"),
-        (("--target_step", 0), 1, "no element of step 0 has changed"),
-        (("--sparsity_percent", 100), 2, "'sparsity_percent' is 100.0"),
-        (("--min_tensor_keep", -1), 2, "'min_tensor_keep' is -1.0"),
-        (("--min_tensor_keep", 0.5), 1, "min_tensor_keep 0.5 keeps"),
-        (("--sparsity_percent", "ninety"), 2, "'ninety'"),
-        (("--method", "fishy"), 2, "'fisher'"),
-        (("--sparsty_percent", 90), 2, "(from '--sparsty_percent'); the nearest is 'sparsity_percent'"),
-    ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
-)
-def test_find_refuses_in_one_line_and_writes_nothing(sparse_opt, files, tmp_path, words, code, said):
-    call = ("mask", "find", "--delta_log_dir", files.delta_log, "--output", tmp_path / "masks", *words)
-    assert said in sparse_opt(*call).failed_in_one_line(code)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_find_where_there_is_no_log(sparse_opt, tmp_path):
-    call = ("mask", "find", "--delta_log_dir", tmp_path / "none", "--output", tmp_path)
-    assert "holds no delta log" in sparse_opt(*call).failed_in_one_line(1)
 
 
 def test_random_is_the_library_s_mask_of_the_model(sparse_opt, files, tmp_path):
@@ -134,13 +86,6 @@ def test_info_profiles_a_model_by_part(sparse_opt, files, tmp_path):
     assert "MLP down" in sparse_opt("mask", "info", tmp_path / "mask.safetensors").done()
 
 
-@pytest.mark.parametrize("kept", [0, 7, 60, -1])
-def test_info_of_a_truncated_file(sparse_opt, tmp_path, kept):
-    file = MaskSet({"w": torch.tensor([0, 5])}, {"w": (2, 4)}).save(tmp_path / "mask.safetensors")
-    file.write_bytes(file.read_bytes()[:kept])
-    assert str(file) in sparse_opt("mask", "info", file).failed_in_one_line(1)
-
-
 def test_output_that_cannot_be_written_leaves_nothing(sparse_opt, files, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for output in (tmp_path / "file" / "masks", tmp_path / "file" / "mask.safetensors"):
@@ -161,20 +106,6 @@ def test_output_of_another_suffix_is_refused(sparse_opt, files, tmp_path, action
     (tmp_path / "v1.5").mkdir()
     sparse_opt("mask", action, *source, "--output", tmp_path / "v1.5").done()
     assert len(list((tmp_path / "v1.5").glob("*.safetensors"))) == 1
-
-
-def test_a_failed_write_names_the_mask_and_no_temporary_file(sparse_opt, files, tmp_path, monkeypatch):
-    def into_no_folder(tensors, path, metadata):
-        save_file(tensors, tmp_path / "gone" / path.name, metadata)
-
-    save_file = atomic_files.save_file
-    monkeypatch.setattr(atomic_files, "save_file", into_no_folder)
-    output = tmp_path / "mask.safetensors"
-    call = ("mask", "random", "--model_name", files.model, "--density", 0.1, "--output", output)
-    line = sparse_opt(*call).failed_in_one_line(1)
-    assert f"{output}: cannot write the mask: " in line
-    assert "No such file or directory" in line
-    assert "tmp" not in line.replace(str(output), "")
 
 
 def test_permission_denied_is_one_line(sparse_opt, files, tmp_path, monkeypatch):

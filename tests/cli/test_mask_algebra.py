@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 
 import pytest
 import torch
 
 from sparse_opt import MaskSet
-from sparse_opt.cli.mask import _parser
 from sparse_opt.masks.algebra import intersect, invert, union
 
 SHAPES = {"model.layers.0.mlp.up_proj.weight": (64, 48), "model.norm.weight": (32,)}
@@ -79,12 +76,3 @@ def test_refusals_name_the_cause_and_write_nothing(sparse_opt, masks, tmp_path):
     ):
         assert said in sparse_opt("mask", *words).failed_in_one_line(code)
     assert sorted(tmp_path.iterdir()) == there
-
-
-@pytest.mark.parametrize("action", ["compare", "convert", "invert", "union", "intersect", "info"])
-def test_help_teaches_with_examples_that_are_understood(sparse_opt, action):
-    text = sparse_opt("mask", action, "--help").done()
-    examples = re.findall(r"^  sparse-opt mask (.*)$", text, re.MULTILINE)
-    assert examples
-    for example in examples:
-        assert _parser().parse_words(shlex.split(example)).action == action

@@ -32,10 +32,9 @@ def test_later_settings_win_and_files_come_first(tmp_path):
 @pytest.mark.parametrize(
     ("words", "json", "by"),
     [
-        (["--json", "--per_tensor"], True, "tensor"),
+        (["--json", "--by", "tensor"], True, "tensor"),
         (["--json", "true", "by=layer"], True, "layer"),
-        (["--json", "--no-json", "per_tensor=no"], False, "component"),
-        (["json=on", "--by", "tensor"], True, "tensor"),
+        (["--json", "--no-json"], False, "component"),
     ],
 )
 def test_switches_take_values(words, json, by):

@@ -131,6 +131,9 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
         (("--resume_from_checkpoint", tmp_path), "expected a checkpoint's folder"),
         (("stray",), "cannot read 'stray'"),
         (("--seed", "--max_steps", 3), "'--seed': expected a value"),
+        (("--master_weights", "maybe"), "option '--master_weights' is 'maybe', expected true or false"),
+        (("--master_weights=maybe",), "option '--master_weights' is 'maybe', expected true or false"),
+        (("--dataset_name", "nowhere.jsonl", "--mask_density", 0.1), "dataset nowhere.jsonl: no such file or folder"),
         (("--vllm_options", "{1}", "--mask_density", 0.1), "--vllm_options {1}: "),
         (("--mask", "nowhere.safetensors"), "--mask nowhere.safetensors: no such file"),
         (("--model_name_or_path", "nowhere/at_all"), "--model_name_or_path nowhere/at_all: "),
@@ -179,7 +182,7 @@ def interrupted(train, monkeypatch):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(train, interrupted, tmp_path, monkeypatch):
-    monkeypatch.setattr("sparse_opt.integrations.trl.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("sparse_opt.progress.SECONDS_BETWEEN_LINES", 0.0)
     words = ("--max_steps", 4, "--save_steps", 2, "--mask_density", 0.2, "--logging_steps", 1, "--statistics_steps", 1)
     words += ("--log_margins", "--learning_rate", 1e-3)
     whole = train("dpo", *words, "--output_dir", tmp_path / "whole")
@@ -195,19 +198,30 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(train, interrupted, tmp_
     (tmp_path / "out" / "checkpoint-3").mkdir()  # as a run that is killed while it saves leaves it
     refused = train("dpo", *words, "--resume_from_checkpoint", "true")
     assert refused.code == 1 and "checkpoint-3: has no sparse_opt_manifest.json" in refused.err
-    assert f"the last intact one is {kept.name}" in refused.err
-    train("dpo", *words, "--resume_from_checkpoint", kept).done()
+    assert f"the last intact one is {kept.name}: repeat the command with --resume_from_checkpoint {kept}" in refused.err
+    resumed = train("dpo", *words, "--resume_from_checkpoint", kept)
+    assert "missing keys" not in resumed.err and resumed.done()  # of the output layer, tied to the embedding
     assert not any(elements.any() for elements in changed(tmp_path / "whole", tmp_path / "out").values())
     for name in ("update_statistics.jsonl", "logs/margins/margins_log.jsonl"):
         assert (tmp_path / "out" / name).read_text() == (tmp_path / "whole" / name).read_text()
     assert [json.loads(line)["step"] for line in (tmp_path / "out" / "memory.jsonl").open()] == [1, 2, 3, 4, 4]
 
 
+def test_a_new_run_replaces_what_an_earlier_one_wrote_about_its_steps(train, tmp_path):
+    statistics, margins = tmp_path / "out/update_statistics.jsonl", tmp_path / "out/logs/margins"
+    train("dpo", "--statistics_steps", 1, "--log_margins").done()
+    train("dpo", "--statistics_steps", 1, "--log_margins", "--max_steps", 1).done()
+    assert [json.loads(line)["step"] for line in statistics.open()] == [1]
+    assert [path.name for path in margins.rglob("*.npy")] == ["step_00001.npy"]
+    train("dpo").done()
+    assert not statistics.exists() and not list(margins.rglob("*.*"))
+
+
 @pytest.mark.parametrize("words", [(), ("--mask_density", 0.2)], ids=["dense", "sparse"])
 def test_a_run_that_is_refused_changes_nothing_in_the_folder_of_another(train, tmp_path, words):
     train("dpo", *words, "--save_steps", 1).done()
     before = (tmp_path / "out" / "options.yaml").read_bytes()
-    lock = FileLock.acquire(tmp_path / "out" / "_run.lock")
+    lock = FileLock(tmp_path / "out" / "_run.lock")
     try:
         refused = train("dpo", *words, "--save_steps", 1, "--seed", 7)
     finally:
@@ -232,6 +246,8 @@ def test_a_complete_run_that_is_resumed_trains_no_further_step(train, tmp_path, 
     resumed = train("dpo", *words, "--save_steps", 1, "--learning_rate", 1e-3, "--resume_from_checkpoint", "true")
     assert "trained to step 2 " in resumed.done()
     assert not any(elements.any() for elements in changed(tmp_path / "complete", tmp_path / "out").values())
+    further = train("dpo", *words, "--save_steps", 1, "--max_steps", 3, "--resume_from_checkpoint", "true")
+    assert "trained to step 3 " in further.done()
 
 
 def test_options_and_rows_without_effect(train, tmp_path):
@@ -278,8 +294,11 @@ def test_two_processes(files, rows, tmp_path):
 
 def test_a_mask_for_another_model(train, files, tmp_path):
     mask = MaskSet.random(AutoModelForCausalLM.from_pretrained(files.wider_model), density=0.1)
-    line = train("dpo", "--mask", mask.save(tmp_path / "mask.safetensors")).error_line(1)
+    file = mask.save(tmp_path / "mask.safetensors")
+    line = train("dpo", "--mask", file).failed_in_one_line(1)
+    assert f"--mask {file}: mask does not fit the model: " in line
     assert "model.layers.0.mlp.down_proj.weight is [32, 32] in the mask, [16, 32] in the model" in line
+    assert line.endswith(": make a mask for this model ('sparse-opt mask'), or train the model of this mask")
 
 
 def test_out_of_gpu_memory_says_what_to_lower(train, monkeypatch):

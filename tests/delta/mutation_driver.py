@@ -227,7 +227,20 @@ class Mutations:
         del metadata["header_digest"]
         key = self.source.choice(sorted(metadata))
         old = metadata[key]
-        values = ["", "-1", "1", "tight", "fast", "mask", "base", old[:-1], old * 2, "9" * 5000, "[" * 9000, '{"a":1}']
+        values = [
+            "",
+            "-1",
+            "1",
+            "tight",
+            "packed",
+            "mask",
+            "base",
+            old[:-1],
+            old * 2,
+            "9" * 5000,
+            "[" * 9000,
+            '{"a":1}',
+        ]
         if key == "layout":
             layout = json.loads(old)
             spec = self.source.choice(layout["tensors"])
@@ -278,7 +291,7 @@ def main(root: Path, count: int, seed: int) -> None:
         make_log(root / str(i), i, level, against, masked)
         for i, (level, against, masked) in enumerate(
             [
-                ("fast", "previous", False),
+                ("packed", "previous", False),
                 ("packed", "base", True),
                 ("packed", "previous", True),
                 ("tight", "previous", False),

@@ -241,8 +241,11 @@ def test_forged_headers(logged: Any) -> None:
         ({"tensor_digests": ()}, "0 tensor digests, expected 3"),
         ({"mask_digest": "0" * 32}, "belongs to a log with the mask 0{32}, expected none"),
         ({"masked": True}, "needs the mask of the log: .*mask.safetensors: no such mask file"),
-        ({"level": "fast"}, "damaged: the patch of bfloat16: it holds"),
-        ({"level": "other"}, "damaged: its patch is 'other' over 'dense'"),
+        ({"level": "tight"}, "damaged: the patch of bfloat16: it holds"),
+        (
+            {"level": "fast"},
+            "its level is 'fast', expected packed or tight: rewrite the log with the version .* --level packed",
+        ),
     ]:
         original = logged.file(2).read_bytes()
         rewrite(logged, 2, lambda payload: None, **fields)
@@ -291,14 +294,14 @@ def test_a_log_of_the_first_format(logged: Any) -> None:
     for step in logged.states:
         rewrite_metadata(logged.file(step), format_version="1")
     log = DeltaLog.open(logged.directory, logged.states[0])
-    message = f"{logged.file(0)}: step 0: format version is '1', expected '2'"
+    message = f"{logged.file(0)}: step 0: format version is '1', expected '2': rewrite the log with the version of "
     for call in (lambda: log.load(8), lambda: log.append(9), log.info, lambda: log.layout):
         with pytest.raises(DeltaLogError) as error:
             call()
-        assert str(error.value) == message
+        assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("level", ["fast", "packed", "tight"])
+@pytest.mark.parametrize("level", ["packed", "tight"])
 def test_a_tensor_is_read_by_its_own_records_alone(tmp_path: Path, states: Any, same_bits: Compare, level: str) -> None:
     """Damage in the records of another tensor does not matter; reading that tensor is refused."""
     before = {name: states.bits((9000,), torch.bfloat16) for name in ("a", "b")}

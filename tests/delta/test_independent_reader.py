@@ -1,4 +1,4 @@
-"""A plain Python reader of `fast` and `packed`, written from docs/formats.md alone, compared with DeltaLog.load."""
+"""A plain Python reader of `packed`, written from docs/formats.md alone, compared with DeltaLog.load."""
 
 from __future__ import annotations
 
@@ -40,18 +40,6 @@ class Stream:
         return value
 
 
-def decode_fast(words: list[int], mode: int, n: int, record: bytes, size: int) -> None:
-    runs = -(-len(words) // 256)
-    if mode == 0:
-        in_run, offsets = record[n * size :][:runs], iter(record[n * size + runs :])
-        places = [256 * run + next(offsets) for run in range(runs) for _ in range(in_run[run])]
-    else:
-        bits = numbers(record[: -(-len(words) // 32) * 4], 4)
-        places, record = [k for k in range(len(words)) if bits[k // 32] >> k % 32 & 1], record[4 * len(bits) :]
-    for place, word in zip(places, numbers(record[: n * size], size), strict=True):
-        words[place] = word
-
-
 def decode_packed(words: list[int], mode: int, n: int, record: bytes, size: int, b: int, is_float: bool) -> list[str]:
     """The kinds of changes met."""
     stream, t, top, every = Stream(record), len(words), 1 << 8 * size - 1, (1 << 8 * size) - 1
@@ -81,7 +69,7 @@ def rebuild(path: Path, state: dict[str, bytes], layout: list[Any], mask: dict[s
     metadata, parts = parse(path)
     if metadata["kind"] == "keyframe":
         return parts
-    level, masked, found = metadata["level"], metadata["space"] == "mask", dict(state)
+    masked, found = metadata["space"] == "mask", dict(state)
     for group in {dtype for _, dtype, _ in layout}:
         heads, records, tile = numbers(parts[f"{group}.heads"], 2), parts[f"{group}.records"], 0
         for name, shape in [(name, shape) for name, dtype, shape in layout if dtype == group and state[name]]:
@@ -91,17 +79,11 @@ def rebuild(path: Path, state: dict[str, bytes], layout: list[Any], mask: dict[s
             for begin in range(0, len(chosen), 8192):
                 places, t = chosen[begin : begin + 8192], min(8192, len(chosen) - begin)
                 words, n, mode = [whole[place] for place in places], heads[tile] % 2**14, heads[tile] >> 14
-                if level == "packed":
-                    length = 4 * numbers(parts[f"{group}.sizes"], 2)[tile]
-                else:
-                    lengths = n * size + -(-t // 256) + n, -(-t // 32) * 4 + n * size, t * size
-                    length = -(-lengths[mode] // 4) * 4 if n else 0
+                length = 4 * numbers(parts[f"{group}.sizes"], 2)[tile]
                 record, records, tile = records[:length], records[length:], tile + 1
                 met[f"mode {mode}" if n else "unchanged"] += 1
                 if n and mode == 2:
                     words = numbers(record[: t * size], size)
-                elif n and level == "fast":
-                    decode_fast(words, mode, n, record, size)
                 elif n:
                     met.update(decode_packed(words, mode, n, record, size, parts[f"{group}.width"][0], group in FLOATS))
                 for place, word in zip(places, words, strict=True):
@@ -147,8 +129,7 @@ def stepped(states: Any, state: dict[str, Tensor], share: float, by: int) -> dic
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "mask"])
-@pytest.mark.parametrize("level", ["fast", "packed"])
-def test_the_reader_made_from_the_page(tmp_path: Path, states: Any, level: str, masked: bool) -> None:
+def test_the_reader_made_from_the_page(tmp_path: Path, states: Any, masked: bool) -> None:
     state = states.state() | {
         "large": states.bits((91, 97), torch.bfloat16),
         "large.int": states.bits((8192,), torch.int16),
@@ -157,7 +138,7 @@ def test_the_reader_made_from_the_page(tmp_path: Path, states: Any, level: str, 
     }
     mask = MaskSet.random({name: state[name] for name in ("large", "wide")}, density=0.5) if masked else None
     kept = {0: state}
-    with DeltaLog.create(tmp_path / "log", state, level=level, mask=mask) as log:
+    with DeltaLog.create(tmp_path / "log", state, mask=mask) as log:
         for step, (share, by) in enumerate([(0.01, 1), (0.1, 3), (0.4, 2), (0.9, 0), (0.03, 100), (0.0, 1)], start=1):
             new = stepped(states, kept[step - 1], share, by)
             for name, tensor in new.items() if mask is not None and step % 2 else ():
@@ -180,5 +161,5 @@ def test_the_reader_made_from_the_page(tmp_path: Path, states: Any, level: str, 
         assert found == {name: as_bytes(tensor) for name, tensor in expected.items()}
         assert found == {name: as_bytes(tensor) for name, tensor in log.load(step).items()}
     assert spaces == {"keyframe", "dense", *(["mask"] if masked else [])}
-    kinds = {"one", "field", "escaped"} if level == "packed" else set()
-    assert set(met) == {"unchanged", "mode 0", "mode 1", "mode 2"} | kinds, "every form of a record and of a change"
+    forms = {"unchanged", "mode 0", "mode 1", "mode 2"}
+    assert set(met) == forms | {"one", "field", "escaped"}, "every form of a record and of a change"

@@ -173,7 +173,7 @@ def test_a_new_file_whose_directory_cannot_be_synced_is_taken_back(
 
 def lose_lock(directory: Path) -> WriterLock:
     (directory / "writer.lock").unlink()
-    return WriterLock.acquire(directory)
+    return WriterLock(directory)
 
 
 def test_squash_and_truncate_stop_too(logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +185,13 @@ def test_squash_and_truncate_stop_too(logged: Any, monkeypatch: pytest.MonkeyPat
     ):
         taken: list[WriterLock] = []
 
-        class Lost(WriterLock):
-            @classmethod
-            def acquire(cls, directory: Path, *, make: bool = False, into: list[WriterLock] = taken) -> WriterLock:
-                lock = WriterLock.acquire(directory, make=make)
-                into.append(lose_lock(directory))
-                return lock
+        def lost(directory: Path, into: list[WriterLock] = taken) -> WriterLock:
+            lock = WriterLock(directory)
+            into.append(lose_lock(directory))
+            return lock
 
         with monkeypatch.context() as patched:
-            patched.setattr("sparse_opt.delta.log.WriterLock", Lost)
+            patched.setattr("sparse_opt.delta.log.WriterLock", lost)
             with pytest.raises(DeltaLogError, match=LOST.format(r"step_0000000\d\.\w+\.safetensors", r"\d")):
                 work()
         assert contents(logged.directory) == before

@@ -46,7 +46,7 @@ def step_(state: dict[str, Tensor], mask: MaskSet, seed: int) -> None:
         words[positions] += seed
 
 
-@pytest.mark.parametrize("level", ["fast", "packed", "tight"])
+@pytest.mark.parametrize("level", ["packed", "tight"])
 @pytest.mark.parametrize("against", ["previous", "base"])
 def test_patches_over_the_mask(
     tmp_path: Path, state: dict[str, Tensor], mask: MaskSet, same_bits: Compare, level: str, against: Any
@@ -109,13 +109,13 @@ def test_a_masked_patch_stores_no_positions(tmp_path: Path, mask: MaskSet) -> No
     sizes = {}
     for name, given in (("masked", mask), ("plain", None)):
         moved = {"w": state["w"].clone()}
-        with DeltaLog.create(tmp_path / name, moved, mask=given, level="fast") as log:
+        with DeltaLog.create(tmp_path / name, moved, mask=given) as log:
             moved["w"][mask["w"].long()] = torch.randn(mask.nnz).bfloat16()
             info = log.append(1).wait()
             assert info.changed == mask.nnz == 10_000
             sizes[name] = info.bytes
     assert 2 * mask.nnz < sizes["masked"] < 2 * mask.nnz + 2500
-    assert sizes["plain"] - sizes["masked"] > 0.9 * mask.nnz
+    assert sizes["plain"] - sizes["masked"] > 0.65 * mask.nnz  # 5.25 bits a position
 
 
 def test_the_mask_is_stored_with_the_steps(tmp_path: Path, state: dict[str, Tensor], mask: MaskSet) -> None:

@@ -18,7 +18,7 @@ from sparse_opt.errors import DeltaLogError
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
-@pytest.fixture(params=["fast", "packed", "tight"])
+@pytest.fixture(params=["packed", "tight"])
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

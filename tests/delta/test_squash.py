@@ -39,7 +39,7 @@ def test_squash(logged: Any, same_bits: Compare, a: int, b: int, kind: str) -> N
 def test_a_log_that_codes_against_its_base_keeps_to_it(tmp_path: Path, states: Any, same_bits: Compare) -> None:
     state = states.state()
     kept = {0: state}
-    with DeltaLog.create(tmp_path / "log", state, against="base", level="fast") as log:
+    with DeltaLog.create(tmp_path / "log", state, against="base") as log:
         for step in range(1, 6):
             kept[step] = states.change(state, 0.02)
             log.append(step, kept[step])

@@ -41,7 +41,7 @@ from trainer_lab import WORDS, Lab, make_tokenizer, rows_of
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.integrations import SparseArguments, callback, references, trainer
-from sparse_opt.optim.base_weights import BaseWeights
+from sparse_opt.ops import BoundOps
 
 STEPS = 8
 MASTERS, ROUNDED = {"master_weights": True}, {"stochastic_rounding": True}
@@ -222,7 +222,7 @@ class Attack:
         phases = {
             "beginning": (Trainer, "_prepare_for_training", 1),
             "reference": (references.BaseWeightsReference, "forward", STEPS),
-            "swap": (BaseWeights, "_swap", 2 * STEPS),
+            "swap": (BoundOps, "indexed_swap_", 2 * STEPS),
             "forward": (trainer.SparseTrainer, "training_step", STEPS),
             "backward": (Accelerator, "backward", STEPS),
             "clip": (trainer.SparseTrainer, "_clip", STEPS),

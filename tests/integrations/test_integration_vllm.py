@@ -33,10 +33,10 @@ class StandIn:
         self.kinds, self.sizes, self.cached, self.lose_next = [], [], False, False
 
     def sync_weights(self):
-        raise AssertionError("all weights are sent")
+        assert self.model.device.type == "cuda" and not self.kinds, "all weights are sent"
 
     def collective_rpc(self, method, args=()):
-        worker = SimpleNamespace(vllm_config=self, device=torch.device("cpu"), get_model=lambda: self.served)
+        worker = SimpleNamespace(vllm_config=self, device=self.model.device, get_model=lambda: self.served)
         return [method(worker, *args)]
 
     def reset_prefix_cache(self, *, reset_connector):
@@ -49,7 +49,8 @@ class StandIn:
         self.cached = True
         for served, trained in zip(self.served.parameters(), self.model.parameters(), strict=True):
             assert torch.equal(served, trained)
-        ids = [self.served.generate(torch.tensor([p]), max_new_tokens=6, do_sample=True)[0, len(p) :] for p in prompts]
+        tensors = [torch.tensor([prompt], device=self.served.device) for prompt in prompts]
+        ids = [self.served.generate(t, max_new_tokens=6, do_sample=True)[0, t.shape[1] :] for t in tensors]
         return prompts, [i.tolist() for i in ids], [[[0.0]] * len(i) for i in ids], None
 
 
@@ -97,6 +98,9 @@ def test_a_colocated_vllm_gets_the_changed_values(lab, stand_in):
 def test_vllm_is_started_with_the_given_options(lab, stand_in, monkeypatch):
     """In addition to those with which TRL starts it."""
     monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", None)  # TRL makes none
+    monkeypatch.setattr(
+        VLLMGeneration, "sync_weights", lambda _: None
+    )  # on a GPU it writes all weights into vLLM's model
     monkeypatch.setattr(os, "environ", os.environ.copy())  # vLLM reads the variables of a launcher, which TRL sets
     started = []
 

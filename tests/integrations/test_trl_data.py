@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, ScriptArguments, SFTConfig, SFTTrainer
 
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.integrations.trl.data import load_rows
-from sparse_opt.integrations.trl.log_warnings import LogWarnings
-from sparse_opt.integrations.trl.rows_digest import RowsDigest, rows_digest
+from sparse_opt.integrations.trl.console import LogWarnings
+from sparse_opt.integrations.trl.data import RowsDigest, load_rows, rows_digest
 from sparse_opt.integrations.trl.tokenized_rows import check_tokenized
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ CONTENT }}<eos>{% endfor %}"

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from sparse_opt import __version__
 from sparse_opt.errors import MaskError
-from sparse_opt.mask_finding.find import find_from_model
+from sparse_opt.mask_finding import find_from_model, find_mask
 from sparse_opt.mask_finding.model_scores import calibrated_scores, weight_scores
-from sparse_opt.mask_finding.select import find_mask
 from sparse_opt.tensors import canonical_names
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")

@@ -13,10 +13,10 @@ from torch import Tensor
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.mask_finding import select as mask_selection
-from sparse_opt.mask_finding import topk, units
+from sparse_opt.mask_finding import topk
 from sparse_opt.mask_finding.select import find_mask
-from sparse_opt.mask_finding.units import unit_scores, unit_sizes
-from sparse_opt.masks.patterns import PATTERNS, expand_units, unit_grid
+from sparse_opt.mask_finding.topk import unit_scores
+from sparse_opt.masks.patterns import PATTERNS, expand_units, unit_grid, unit_sizes
 
 UNIT_PATTERNS = [pattern for pattern in PATTERNS if pattern != "element"]
 
@@ -163,8 +163,8 @@ def test_sums_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPat
     bits = scores.view(-1).view(torch.int32)
     whole = {pattern: unit_scores(bits, scores.shape, pattern).bits for pattern in UNIT_PATTERNS}
     threads = torch.get_num_threads()
-    monkeypatch.setattr(units, "_BLOCK", 1000)
-    monkeypatch.setattr(units, "_BLOCK_COLUMNS", 256)
+    monkeypatch.setattr(topk, "_BLOCK", 1000)
+    monkeypatch.setattr(topk, "_BLOCK_COLUMNS", 256)
     torch.set_num_threads(1)
     try:
         for pattern, sums in whole.items():
@@ -174,7 +174,7 @@ def test_sums_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_tile_of_the_edge_counts_its_own_elements() -> None:
-    sizes = unit_sizes((65, 130), "tile64", torch.device("cpu"))
+    sizes = unit_sizes(torch.arange(6), (65, 130), "tile64")
     assert sizes.tolist() == [64 * 64, 64 * 64, 64 * 2, 64, 64, 2]
 
 

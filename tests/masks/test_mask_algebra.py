@@ -10,9 +10,8 @@ import torch
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
+from sparse_opt.masks import PATTERNS, intersect, invert, union
 from sparse_opt.masks import positions as position_sets
-from sparse_opt.masks.algebra import intersect, invert, union
-from sparse_opt.masks.patterns import PATTERNS
 
 SHAPES = {"a.0.weight": (130, 200), "a.0.bias": (77,), "empty": (0, 3), "scalar": ()}
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
-from sparse_opt.masks.mask_set import MaskStats
+from sparse_opt.masks import MaskStats
 
 
 def positions(*values: int) -> Tensor:

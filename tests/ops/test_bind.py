@@ -154,3 +154,16 @@ def test_signatures_are_those_of_the_functions_without_what_is_bound(op):
     assert list(found) == ["self", *own]
     assert all(found[name].kind == p.kind for name, p in own.items())
     assert all(found[name].default == p.default for name, p in own.items() if name != "dense")
+
+
+def test_arguments_that_a_step_does_not_have_are_named():
+    case = make(torch.device("cpu"))
+    bound, states = bound_to(case, "reference"), (case.exp_avg, case.exp_avg_sq, case.lr)
+    for arguments, options, name in (
+        ((*states, case.steps), {"beta": 0.9}, "beta"),
+        (states, {}, "steps"),
+        ((*states, case.steps), {"lr": case.lr}, "lr"),
+        ((*states, case.steps, case.grad), {}, "positional"),
+    ):
+        with pytest.raises(TypeError, match=name):
+            bound.indexed_adamw_(*arguments, **options)

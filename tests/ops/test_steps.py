@@ -220,7 +220,7 @@ def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype,
 @pytest.mark.parametrize("layout", ["element", "narrow"])
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_lengths_next_to_block_lengths(op, layout, compact, place):
-    """All in fp32, whose steps on a CPU look up to 512 slots ahead in a ring of 1024, 16 at a time."""
+    """All in fp32; a step on a CPU prefetches up to 640 slots ahead, in blocks of 64."""
     slow = place == ("cpu", "triton")  # in the interpreter, whose blocks have 1024 slots
     lengths = [n + off for n in (16, 256, 512, 768, 1024, 2048, *([] if slow else [8192])) for off in (-1, 0, 1)]
     case = make(torch.device(place[0]), shapes=[(n,) for n in lengths], mask="full", layout=layout)
@@ -236,7 +236,7 @@ def test_lengths_next_to_block_lengths(op, layout, compact, place):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
-    """At most as many active elements as granules, a case of its own on GPUs; lists around a table's size."""
+    """At most as many active elements as granules; lists around a table's size."""
     long = dtype == torch.bfloat16 and place != ("cpu", "triton")  # slow in the interpreter, and Triton has one table
     shapes = [(41, 1 + 3400 // (i + 1)) for i in range(12 if long else 3)]
     device = torch.device(place[0])

@@ -23,7 +23,6 @@ from cases import VARIANTS as OTHER_OPTIONS
 
 from sparse_opt.backends import TRITON_MINIMUM
 from sparse_opt.ops import STEP_OPS
-from sparse_opt.tuning import H200, Tuning
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -261,24 +260,25 @@ ON_OTHER_GPUS = (
 STEPS_ON_OTHER_GPUS = tuple(f"{op}-stochastic" for op in STEP_OPS)
 
 
-def _sizes(name: str, table: Tuning) -> dict[str, int]:
-    """The constants of a variant that a table of launch sizes has."""
+def _sizes(name: str, sizes: Any) -> dict[str, int]:
+    """In the child: the constants of a variant that are launch sizes."""
+    from sparse_opt.triton_kernels import launch
+
     if name.startswith("swap"):
-        return {"BLOCK": table.triton_swap_slots}
+        return {"BLOCK": sizes.swap_slots}
     if name.startswith("delta-apply"):
-        return {"BLOCK": table.triton_apply_slots}
-    written = {"CHANGES": table.triton_encode_changes} if name.startswith("delta-write") else {}
-    return {"BLOCK": table.triton_encode_elements, **written} if name.startswith("delta") else {}
+        return {"BLOCK": launch.STEP_SLOTS}
+    written = {"CHANGES": launch.CHANGES} if name.startswith("delta-write") else {}
+    return {"BLOCK": sizes.encode_elements, **written} if name.startswith("delta") else {}
 
 
-def _options(name: str, expected: dict[str, Any], table: Tuning) -> dict[str, Any]:
+def _options(name: str, expected: dict[str, Any], sizes: Any) -> dict[str, Any]:
     """In the child: what the launcher has a variant compiled with."""
     from sparse_opt.triton_kernels import launch, tile_weight_grad, weight_sync
 
     if name in PRODUCTS:
-        tuning = launch.Tuning(**table.of("triton"))
         operand_size = 4 if expected["OPERAND"] == "float32" else 2
-        tile = tile_weight_grad.tile_options(expected["TILE"], operand_size, tuning)
+        tile = tile_weight_grad.tile_options(expected["TILE"], operand_size, sizes)
         assert tile.step == expected["STEP"]
         return tile.compiler_options(aligned=expected["ALIGN"] > 1)
     if name in TILES:
@@ -293,7 +293,7 @@ def _options(name: str, expected: dict[str, Any], table: Tuning) -> dict[str, An
             name.split("-")[1], weight_sync.TILE_BLOCK if tiled else weight_sync.BLOCK
         )
         return weight_sync.OPTIONS
-    assert "BLOCK" in _sizes(name, table) or expected.get("BLOCK", launch.SLOTS) == launch.SLOTS, name
+    assert "BLOCK" in _sizes(name, sizes) or expected.get("BLOCK", launch.SLOTS) == launch.SLOTS, name
     return launch.SLOT_OPTIONS
 
 
@@ -306,11 +306,13 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from sparse_opt.triton_kernels import launch
+
     compiled = {}
-    table = H200 if capability == 90 else Tuning()
+    sizes = launch.SIZES_OF_SM_90 if capability == 90 else launch.Sizes()
     for name in names:
         module, kernel_name, expected = VARIANTS[name]
-        expected = {**expected, **_sizes(name, table)}
+        expected = {**expected, **_sizes(name, sizes)}
         kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
         signature, constants, specialized = {}, {}, []
         for p in kernel.params:
@@ -326,7 +328,7 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
                     specialized.append(f"{p.name} (width by value)")
         assert set(signature) == set(expected), name
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        options = _options(name, expected, table)
+        options = _options(name, expected, sizes)
         result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         compiled[name] = {
             "ptx": result.asm["ptx"],

@@ -20,11 +20,10 @@ import torch
 from cases import make, step_call
 
 from sparse_opt.ops import STEP_OPS
-from sparse_opt.tuning import Tuning
 
 pytest.importorskip("triton.backends.amd", reason="needs a triton with its AMD backend")
 
-from sparse_opt.triton_kernels import step_rules, steps
+from sparse_opt.triton_kernels import launch, step_rules, steps
 
 WAVEFRONT = 64
 SHARED_BYTES = 64 << 10  # of a workgroup on gfx942 (its local data share)
@@ -112,7 +111,7 @@ def _compile_delta_encode() -> list[str]:
     compiled = []
     for name in ("delta-mark", "delta-write"):
         module, kernel_name, expected = variants.VARIANTS[name]
-        expected = {**expected, **variants._sizes(name, Tuning())}
+        expected = {**expected, **variants._sizes(name, launch.Sizes())}
         kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
         constants = {
             p.name: getattr(tl, expected[p.name]) if isinstance(expected[p.name], str) else expected[p.name]
@@ -122,9 +121,8 @@ def _compile_delta_encode() -> list[str]:
         signature = {p.name: "constexpr" if p.is_constexpr else expected[p.name] for p in kernel.params}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         target = GPUTarget("hip", "gfx942", WAVEFRONT)
-        assert (
-            "amdgcn" in triton.compile(source, target=target, options=variants._options(name, expected, Tuning())).asm
-        )
+        options = variants._options(name, expected, launch.Sizes())
+        assert "amdgcn" in triton.compile(source, target=target, options=options).asm
         compiled.append(kernel_name)
     return compiled
 

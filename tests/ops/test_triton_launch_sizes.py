@@ -1,9 +1,6 @@
-"""The Triton kernels give the same bits with every table of launch sizes: the defaults, the least, the most."""
+"""The Triton kernels give the same bits with the launch sizes of every GPU."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,36 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
 
-from cases import make
 
-from sparse_opt import backends, ops, triton_kernels
+from sparse_opt import ops, triton_kernels
 from sparse_opt.tensors import as_bits
-from sparse_opt.tuning import ALLOWED, Tuning
 
 if not triton_kernels.interpreted() and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a CUDA GPU", allow_module_level=True)
 
 DEVICE = torch.device("cpu") if triton_kernels.interpreted() else torch.device("cuda", 0)
-ENTRIES = {name: values for name, values in ALLOWED.items() if name.startswith("triton_")}
-LEAST = replace(Tuning(), **{name: min(values) for name, values in ENTRIES.items()})
-MOST = replace(Tuning(), **{name: max(values) for name, values in ENTRIES.items()})
-TABLES = {"least": LEAST, "most": MOST}
-
-
-@pytest.fixture
-def use() -> Iterator[Callable[[Tuning], None]]:
-    yield lambda table: backends.set_tuning(DEVICE, table)
-    backends.set_tuning(DEVICE, Tuning())
-
-
-def step() -> list[Tensor]:
-    case = make(DEVICE, dtype=torch.bfloat16, mask="ragged", moment_dtype=torch.bfloat16, seed=1)
-    options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-    ops.indexed_adamw_(
-        case.params, case.indices, case.starts, case.ends, *case.states, case.lr, case.steps,
-        dense_grads=case.dense_grads, stochastic_rounding=True, seed=5, backend="triton", **case.layout, **options,
-    )  # fmt: skip
-    return [*case.params, *case.states]
 
 
 def swap() -> list[Tensor]:
@@ -79,7 +54,6 @@ def tiles(size: int) -> list[Tensor]:
 
 
 CALLS = {
-    "step": step,
     "swap": swap,
     "delta": encode_and_apply,
     "tile64": lambda: tiles(64),
@@ -88,25 +62,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_every_table_gives_the_same_bits(use, call):
-    use(Tuning())
-    expected = [tensor.clone() for tensor in call()]
-    assert all(tensor.isfinite().all() for tensor in expected)
-    for name, table in TABLES.items():
-        use(table)
-        for tensor, other in zip(call(), expected, strict=True):
-            assert torch.equal(as_bits(tensor), as_bits(other)), name
+def test_the_sizes_of_every_gpu_give_the_same_bits(call, monkeypatch):
+    from sparse_opt.triton_kernels import delta_codec, indexed_swap, launch, tile_weight_grad
 
-
-def test_the_launchers_read_the_table(use, monkeypatch):
-    from sparse_opt.triton_kernels import indexed_swap, steps
-
-    sizes = []
-    for module in (steps, indexed_swap):
-        segments = module.segments
-        monkeypatch.setattr(module, "segments", lambda *args, of=segments: sizes.append(args[-1]) or of(*args))
-    for table in (LEAST, MOST):
-        use(table)
-        step()
-        swap()
-    assert sizes == [256, 256, 2048, 2048]
+    found = []
+    for sizes in (launch.Sizes(), launch.SIZES_OF_SM_90):
+        for module in (delta_codec, indexed_swap, tile_weight_grad):
+            monkeypatch.setattr(module, "sizes_of", lambda device, sizes=sizes: sizes)
+        found.append([tensor.clone() for tensor in call()])
+    for tensor, other in zip(*found, strict=True):
+        assert tensor.isfinite().all()
+        assert torch.equal(as_bits(tensor), as_bits(other))

@@ -17,14 +17,11 @@ from torch import nn
 
 import sparse_opt.optim.base_weights
 import sparse_opt.optim.gradients.collector
-import sparse_opt.optim.signals
 from sparse_opt import MaskSet, SparseAdamW, backends
-from sparse_opt.optim.base_weights import BaseWeights
+from sparse_opt.ops import BoundOps
 
 # In these tests a signal arrives before every line, or before every instruction of the library.
-OURS = [
-    m.__file__ for m in (sparse_opt.optim.signals, sparse_opt.optim.base_weights, sparse_opt.optim.gradients.collector)
-]
+OURS = [m.__file__ for m in (sparse_opt.optim.base_weights, sparse_opt.optim.gradients.collector)]
 TRACED = [*OURS, contextlib.__file__, torch.autograd.grad_mode.__file__]
 
 
@@ -267,22 +264,21 @@ def test_another_thread_touches_no_handler(backend):
 @pytest.mark.parametrize("fails", ["enter", "leave"])
 def test_a_swap_that_fails_half_way(backend, fails, monkeypatch):
     trained = Trained(backend)
-    swap, second = BaseWeights._swap, []
+    swap, second = BoundOps.indexed_swap_, []
 
-    def failing(base, values):
-        if base.params[0] is trained.params["b"]:
-            second.append(base)
+    def failing(bound, values):
+        if bound.tensors[0] is trained.params["b"]:
+            second.append((bound, values))
             if len(second) == (1 if fails == "enter" else 2):
                 raise RuntimeError("no kernel")
-        swap(base, values)
+        swap(bound, values)
 
-    monkeypatch.setattr(BaseWeights, "_swap", failing)
+    monkeypatch.setattr(BoundOps, "indexed_swap_", failing)
     with pytest.raises(RuntimeError, match="no kernel"), trained.optimizer.base_weights():
         pass
     if fails == "leave":  # as the error states; everything else is unchanged
         assert torch.equal(trained.params["a"], trained.before[0])
-        with torch.no_grad():
-            swap(second[0], second[0].values)
+        swap(*second[0])
         torch._C._autograd._unsafe_set_version_counter(tuple(trained.params.values()), tuple(trained.versions))
     trained.assert_unharmed()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

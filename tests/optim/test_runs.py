@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.masks.patterns import expand_units, unit_grid
-from sparse_opt.optim.segments import expanded, longest_run, run_length_of
+from sparse_opt.optim.segments import expanded, longest_run
 
 RUN_LENGTH = {"run16": 16, "run32": 32, "tile64": 64, "tile128": 64}
 # Under Triton's interpreter a step takes a tenth of a second.
@@ -222,19 +221,6 @@ def test_indices_are_held_by_run(pattern, device):
     state = optimizer.state_dict()["state"]
     shared = {s["indices"].untyped_storage().data_ptr() for s in state.values()}
     assert len(shared) == 1  # of one storage, which torch.save writes once
-
-
-@pytest.mark.parametrize("pattern", RUN_LENGTH)
-@pytest.mark.parametrize("shape", [(128,), (10,), (5, 128), (3, 4, 64), (7, 48), (9, 33), (130, 192), (0, 64), ()])
-def test_run_lengths_of_shapes(shape, pattern):
-    length = run_length_of(shape, pattern)
-    rows_hold_runs = bool(shape) and shape[-1] % RUN_LENGTH[pattern] == 0
-    assert length == (RUN_LENGTH[pattern] if rows_hold_runs else 1)
-    assert run_length_of(shape, "element") == 1
-    units = unit_grid(shape, pattern)
-    positions = expand_units(torch.arange(0, units[0] * units[1], 2), shape, pattern)
-    assert positions.numel() % length == 0
-    assert torch.equal(expanded(positions[::length], length), positions)
 
 
 def test_longest_run():

@@ -11,7 +11,7 @@ import torch
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 from sparse_opt.errors import MaskError
-from sparse_opt.optim.base_weights import BaseWeights
+from sparse_opt.ops import BoundOps
 
 # 2.weight has rows of whole runs of 16, and 0.weight does not.
 PATTERNS = ("element", "run16")
@@ -79,14 +79,14 @@ def test_base_weights_survive_a_swap_that_fails_half_way(device, monkeypatch):
     (model["a"].sum() + model["b"].sum()).backward()
     optimizer.step()
     now = bits(model)
-    swap = BaseWeights._swap
+    swap = BoundOps.indexed_swap_
 
-    def fail_for_second(base, values):
-        if base.params[0] is model["b"]:
+    def fail_for_second(bound, values):
+        if bound.tensors[0] is model["b"]:
             raise RuntimeError("no")
-        swap(base, values)
+        swap(bound, values)
 
-    monkeypatch.setattr(BaseWeights, "_swap", fail_for_second)
+    monkeypatch.setattr(BoundOps, "indexed_swap_", fail_for_second)
     with pytest.raises(RuntimeError, match="no"), optimizer.base_weights():
         pass
     assert same(bits(model), now)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
-from sparse_opt.analysis import mask_overlap as mask_compare
+from sparse_opt.analysis import compare_masks
 from sparse_opt.mask_finding.model_scores import weight_scores
 from sparse_opt.mask_finding.select import find_mask
 from sparse_opt.masks import algebra as mask_algebra
@@ -230,7 +230,7 @@ def masks(folder: Path, device: torch.device) -> Results:
     found |= {f"dense {n}": made["element"].bool(n) for n in made["element"].names}
     assert all(tensor.device.type == "cpu" for tensor in found.values())
     numbers = [made["element"].jaccard(made["other"]), made["element"].density_of(model), made["bool"].sparsity]
-    compared = mask_compare.compare({"a": made["element"], "b": made["other"]})
+    compared = compare_masks({"a": made["element"], "b": made["other"]})
     numbers += [compared[0].total.jaccard, compared[0].total.jaccard_chance]
     found["numbers"] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     digests = "".join(mask.digest for mask in made.values()).encode()

@@ -26,7 +26,7 @@ FILES = (
 
 # Settings and functions of the build.
 BUILD = runpy.run_path(str(CHECKOUT / "csrc/build_native.py"))
-RULES = CHECKOUT / "csrc/kernels/rules"
+RULES = CHECKOUT / "csrc/step/rules"
 GENERATED = CHECKOUT / BUILD["GENERATED"]
 generate = runpy.run_path(str(RULES / "generate.py"))["generate"]
 

@@ -62,5 +62,5 @@ def test_compiles(source: Path, cuda_headers):
 
 def test_an_error_is_found(cuda_headers, tmp_path):
     source = tmp_path / "call.cpp"
-    source.write_text('#include "kernels/cuda/kernels.h"\nvoid call() { sparse_opt::cuda::indexed_swap(1); }\n')
+    source.write_text('#include "swap/swap.h"\nvoid call() { sparse_opt::cuda::indexed_swap(1); }\n')
     assert "indexed_swap" in check(source, cuda_headers).stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import tomllib
 
 import pytest
@@ -24,6 +25,16 @@ def test_every_exported_name_resolves(name):
     assert name in dir(sparse_opt)
 
 
+# The page that documents what a package exports.
+PAGES = {"sparse_opt.optim": "optimizer.md", "sparse_opt.masks": "masks.md", "sparse_opt.mask_finding": "masks.md"}
+
+
+@pytest.mark.parametrize("package", PAGES)
+def test_a_packages_exports_are_on_its_page(package, checkout):
+    page, module = (checkout / "docs" / PAGES[package]).read_text(encoding="utf-8"), importlib.import_module(package)
+    assert [name for name in module.__all__ if not (hasattr(module, name) and re.search(rf"\b{name}\b", page))] == []
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'sparse_opt' has no attribute 'SparseAdam'"):
         _ = sparse_opt.SparseAdam
@@ -34,6 +45,12 @@ def test_optimizers_do_not_need_the_training_libraries(forked_python, tmp_path):
     look = f"import sys, sparse_opt; sparse_opt.SparseAdamW; print([m for m in {training!r} if m in sys.modules])"
     imported = forked_python("-c", look, cwd=tmp_path)
     assert imported.stdout.strip() == "[]", imported.stderr
+
+
+def test_the_optimizers_load_few_modules(forked_python, tmp_path):
+    look = "import sys, sparse_opt.optim; print(*[m for m in sys.modules if m.split('.')[0] == 'sparse_opt'])"
+    imported = forked_python("-c", look, cwd=tmp_path)
+    assert 1 < len(imported.stdout.split()) <= 55, imported.stdout + imported.stderr
 
 
 def test_names_resolve_without_the_extension(forked_python, tmp_path):

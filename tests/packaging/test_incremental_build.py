@@ -21,7 +21,7 @@ FILES = (
     "LICENSE",
     "csrc/build_native.py",
     "csrc/cxx_flags.txt",
-    "csrc/kernels/rules/generate.py",
+    "csrc/step/rules/generate.py",
 )
 SOURCES = {
     "csrc/shape.h": "int shape();",
@@ -32,17 +32,17 @@ SOURCES = {
 # What the sources of two rules include, and a source that includes the list of rules.
 RULES = {
     "sparse_opt/cuda_archs.py": "def select(requested, supported): return '8.0', ()",
-    "csrc/kernels/rules/rule.h": """\
+    "csrc/step/rules/rule.h": """\
 #pragma once
 struct StepArguments {};
 using cudaStream_t = void*;
 struct RuleDefaults {};""",
-    "csrc/kernels/cuda/step/step.cuh": """\
+    "csrc/step/step.cuh": """\
 #pragma once
-#include "kernels/rules/rule.h"
+#include "step/rules/rule.h"
 namespace sparse_opt::cuda {
 template <typename Rule>
-void step(const StepArguments&, const typename Rule::Options&, typename Rule::TensorScalars*, void*, cudaStream_t) {}
+void step(const StepArguments&, const typename Rule::Options&, typename Rule::TensorScalars*, cudaStream_t) {}
 }""",
     "csrc/module.cpp": """\
 #include "generated/rules.h"
@@ -148,7 +148,7 @@ def project_with_rules(project) -> Project:
 
 def write_rule(project: Project, struct: str, op: str = "") -> None:
     name = struct.lower()
-    project.write(f"csrc/kernels/rules/{name}.h", RULE.format(struct=struct, op=op or f"indexed_{name}_"))
+    project.write(f"csrc/step/rules/{name}.h", RULE.format(struct=struct, op=op or f"indexed_{name}_"))
 
 
 def test_a_build_compiles_the_objects_that_depend_on_a_change(project):
@@ -202,9 +202,9 @@ def test_a_build_compiles_the_kernels_of_the_rules_that_have_changed(project_wit
     rules = {"indexed_adamw.o", "indexed_lion.o"}
     assert project.build() == {"module.o", "first.o", "second.o", *rules}
     assert project.build() == set()
-    project.edit("csrc/kernels/rules/lion.h")
+    project.edit("csrc/step/rules/lion.h")
     assert project.build() == {"module.o", "indexed_lion.o"}
-    project.edit("csrc/kernels/rules/rule.h")
+    project.edit("csrc/step/rules/rule.h")
     assert project.build() == {"module.o", *rules}
 
 
@@ -214,7 +214,7 @@ def test_a_new_header_is_a_new_rule(project_with_rules):
     write_rule(project, "Sgd")
     assert project.build() == {"module.o", "indexed_sgd.o"}
     assert b"indexed_sgd_" in project.extension.read_bytes()
-    (project.folder / "csrc/kernels/rules/sgd.h").unlink()
+    (project.folder / "csrc/step/rules/sgd.h").unlink()
     assert project.build() == {"module.o"}
     assert b"indexed_sgd_" not in project.extension.read_bytes()
 
@@ -223,8 +223,8 @@ def test_a_header_with_other_names_ends_the_build(project):
     write_rule(project, "Lion", op="indexed_lyon_")
     built = project.run()
     assert built.returncode != 0
-    message = 'csrc/kernels/rules/lion.h: expected kOp = "indexed_lion_"; found indexed_lyon_'
+    message = 'csrc/step/rules/lion.h: expected kOp = "indexed_lion_"; found indexed_lyon_'
     assert f"sparse-opt: {message}\n" in built.stderr
-    project.write("csrc/kernels/rules/lion.h", RULE.format(struct="Lyon", op="indexed_lion_"))
+    project.write("csrc/step/rules/lion.h", RULE.format(struct="Lyon", op="indexed_lion_"))
     message = "expected one struct derived from RuleDefaults and named lion, in any capitalization; found Lyon"
     assert message in project.run().stderr

@@ -23,7 +23,7 @@ def checkout_copy(clean_copy, tmp_path) -> Path:
 
 
 def test_an_extension_older_than_a_source_is_not_loaded(checkout_copy, forked_python):
-    source = checkout_copy / "csrc/kernels/arguments.h"
+    source = checkout_copy / "csrc/common/arguments.h"
     os.utime(source, (1001, 1001))
     run = forked_python("-c", REPORT, cwd=checkout_copy)
     outdated = f"the extension was built before the last change of {source}: run `make build`"

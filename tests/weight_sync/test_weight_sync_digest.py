@@ -12,7 +12,7 @@ from samples import change, make_weights
 from sparse_opt import MaskSet
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.weight_sync import WeightSender
-from sparse_opt.weight_sync.backend import choose
+from sparse_opt.weight_sync.index import choose
 
 UNSIGNED = {2: np.uint16, 4: np.uint32}
 

@@ -8,11 +8,12 @@ import torch
 from sparse_opt import MaskSet
 from sparse_opt.masks.patterns import expand_units, matrix_shape, unit_grid
 from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.backend import choose
-from sparse_opt.weight_sync.layout import Layout, LayoutTensor
+from sparse_opt.weight_sync.encoding import Layout, LayoutTensor
+from sparse_opt.weight_sync.index import choose
+from sparse_opt.weight_sync.sender import ActiveValues
 
 
-class NumberedValues:
+class NumberedValues(ActiveValues):
     """The active values of a weight that no process holds: 0, 1, 2, ... plus `base`, in fp32."""
 
     def __init__(self, mask: MaskSet, device: str) -> None:
@@ -38,7 +39,7 @@ def test_slices_of_a_large_tensor(place, pattern, shape):
     positions = expand_units(units, shape, pattern)
     mask = MaskSet({"w": positions}, {"w": shape}, pattern=pattern)
     values = NumberedValues(mask, device)
-    sender = WeightSender.of_values(values)
+    sender = WeightSender(values)
     last, right = (max(rows - 200, 0), rows), (columns - 130, columns)
     end = torch.zeros(130, last[1] - last[0], device=device).t()
     top, left = (0, min(rows, 3)), (0, 100)

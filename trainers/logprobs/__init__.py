@@ -4,10 +4,7 @@ The logits of one pair of 512 tokens over 128k words are 0.26 GB in bf16, and a 
 in fp32 and as gradients. If a model's logits are exactly the product of its output layer, they are computed from the
 hidden states one slice of the vocabulary at a time, and are never held as a whole, forward or backward
 (`linear_logprobs`). The logits of other models are used as returned (`selected_logprobs`). `output_layer.py` detects
-which case applies.
-
-If the model's layers are compiled, so is the work on a slice's logits, and up to 256 MiB of logits (in bf16) are one
-slice, of which as many values are kept for the backward pass.
+which case applies. If the model's layers are compiled, so is the work on a slice's logits (`fused.py`).
 """
 
 from __future__ import annotations

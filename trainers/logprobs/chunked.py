@@ -1,9 +1,7 @@
 """Log-probabilities of labels without all fp32 logits at once, from logits or from hidden states.
 
 `selected_logprobs` takes logits in chunks of rows. `linear_logprobs` computes the logits one slice of the vocabulary at
-a time. If `fused`, the work on a slice's logits between its two matrix products is compiled: one or two kernels read
-the logits and write the input of the second product. A batch with few logits is then one slice, of which that input is
-kept for the backward pass (`fused.OneSlice`); all others are computed a second time there, and never held as a whole.
+a time, and a second time in the backward pass.
 """
 
 from __future__ import annotations
@@ -80,9 +78,7 @@ def linear_logprobs(
     The products are accumulated in fp32 (accumulating slices in bf16 biases training, as TRL found:
     https://github.com/huggingface/trl, kernels/chunked_logprob.py) and rounded once. The gradient of the weight is
     computed from kept or recomputed values, one slice of words at a time and over all positions at once, so that each
-    of its elements is one product with one rounding, as in a linear layer (in `fused.OneSlice` the product's second
-    operand is rounded, too). It is computed at the end of the backward pass, see `WeightGrad`. Fused losses of other
-    libraries keep this gradient in fp32, twice the size of a bf16 weight, from the start of the backward pass on.
+    of its elements is one product with one rounding, as in a linear layer; when and where says `WeightGrad`.
 
     Args:
         hidden: [..., H] bf16, fp16 or fp32.
@@ -91,8 +87,9 @@ def linear_logprobs(
         temperature: divisor of the logits.
         weight_grad: computes the gradient of the weight; made before the model's forward pass, if that is part of the
             graph. None makes one here.
-        fused: compile the work on a slice of logits between the two matrix products. Up to 2^27 logits (not in fp16)
-            are then one slice, of which as many values are kept for the gradient of the weight.
+        fused: compile the work on a slice of logits between its two matrix products: one or two kernels read the
+            logits and write the input of the second product. Up to 2^27 logits (not in fp16) are then one slice, of
+            which that input is kept for the gradient of the weight: `fused.OneSlice`.
 
     Raises:
         ValueError: the dtypes of hidden and weight differ.

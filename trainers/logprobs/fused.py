@@ -1,21 +1,14 @@
 """Compiled work on logits between two matrix products, and `OneSlice`: log-probabilities from all logits at once.
 
-The functions for torch.compile are one or two kernels each. `fold`, `fold_sums` and `grad_logits` are of one of several
-slices of the vocabulary, `logprobs_of`, `terms_of`, `hidden_gradient` and `weight_operand` of all words at once. They
-have no in-place writes and no scatters. In all of them, logits are [N, W] of any dtype, and the temperature is a []
-fp32 tensor, so that one kernel serves every value. `addmm_` is the second product, which is torch's.
+The functions for torch.compile have no in-place writes and no scatters. In all of them, logits are [N, W] of any dtype,
+and the temperature is a [] fp32 tensor, so that one kernel serves every value.
 
-In `OneSlice`, with e(w) = exp((logit(w) - largest logit) / temperature), the sum of e over the words without the label
-is `others`, and over all words `total`. The gradient of a log-probability by the logits, times the temperature, is
--e / total, and at the label others / total. The forward pass keeps the terms e, rounded once, with -others in the
-label's place:
+The gradients of `OneSlice` are those of `chunked.linear_logprobs`, with e(w) = exp((logit(w) - largest logit) /
+temperature) over `total`, its sum, as the probabilities; `others` is the sum without the label. The forward pass keeps
+the terms e, rounded once, with -others in the label's place. With factor = incoming gradient / (total temperature),
 
     gradient of the hidden states = (others weight[label] - sum over the other words of e(w) weight[w]) factor
-    gradient of the weight = terms.T @ (-factor hidden)
-    factor = incoming gradient / (total temperature)
-
-So the backward pass has no work on [N, V] but the weight's product. Its second operand is rounded to the dtype of the
-hidden states.
+    gradient of the weight = terms.T @ (-factor hidden), whose second operand is rounded to the hidden states' dtype
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from sparse_opt.errors import ConfigError, DataError
 from sparse_opt.integrations.trl.command_line import Options, Recipe, parse
 from sparse_opt.integrations.trl.data import load_rows
 from sparse_opt.integrations.trl.margins import MARGINS_FOLDER, MarginsCallback
+from sparse_opt.integrations.trl.mask_arguments import option
 from sparse_opt.integrations.trl.train import train
 from sparse_opt.options import FALSE, TRUE
 from sparse_opt.progress import hide_progress_bars
@@ -59,14 +60,13 @@ DEFAULTS = {
 class MinimalDPOArguments:
     """Options of the original that TRL does not have."""
 
-    ref_name: str | None = field(default=None, metadata={"help": "reference model; default: the policy at the start"})
-    precision: Literal["bf16", "fp16", "fp32"] = field(
-        default="fp32",
-        metadata={"help": "bf16: weights, too, without fp32 copies; fp16: autocast of fp32 weights, with loss scaling"},
+    ref_name: str | None = option(None, "reference model; default: the policy at the start")
+    precision: Literal["bf16", "fp16", "fp32"] = option(
+        "fp32", "bf16: weights, too, without fp32 copies; fp16: autocast of fp32 weights, with loss scaling"
     )
-    val_ratio: float = field(default=0.1, metadata={"help": "share of the rows that is held out, and evaluated"})
-    mount_dir: str = field(default=".", metadata={"help": "folder of dpo_model and logs"})
-    wandb_project: str = field(default="handwritten-dpo", metadata={"help": "project at W&B, with --report_to wandb"})
+    val_ratio: float = option(0.1, "share of the rows that is held out, and evaluated")
+    mount_dir: str = option(".", "folder of dpo_model and logs")
+    wandb_project: str = option("handwritten-dpo", "project at W&B, with --report_to wandb")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -101,10 +101,9 @@ def run(argv: Sequence[str]) -> int:
                 f"--val_ratio {own.val_ratio} of {len(rows)} rows leaves none to train or to test"
             ) from error
         rows, held_out = split["train"], split["test"]
-    margins = Path(own.mount_dir) / MARGINS_FOLDER
 
     def prepare(trainer: Any) -> None:
-        trainer.add_callback(MarginsCallback(trainer, margins))
+        trainer.add_callback(MarginsCallback(trainer, Path(own.mount_dir) / MARGINS_FOLDER))
 
     return train("dpo", options, rows=rows, test_rows=held_out, prepare=prepare, ref_model=reference)
 

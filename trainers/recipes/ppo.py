@@ -35,9 +35,9 @@ from trl import ScriptArguments
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import write_safetensors
 from sparse_opt.integrations.callback import DeltaLogCallback
-from sparse_opt.integrations.checkpoints import MANIFEST, write_manifest
+from sparse_opt.integrations.checkpoints import write_manifest
 from sparse_opt.integrations.rates import rate_factor
-from sparse_opt.integrations.run_folder import RunFolder
+from sparse_opt.integrations.run_folder import RunFolder, last_checkpoint
 from sparse_opt.integrations.trl.data import load_rows
 from sparse_opt.integrations.trl.mask_arguments import MaskArguments
 from sparse_opt.integrations.trl.row_file import RowFile
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"--{name} is {value}, expected {low:g} to {high:g}")
     options.output_dir = options.output_dir or f"ppo-{Path(options.policy_name).name}-sentiment-final"
-    folder, has_run = options.output_dir, any(Path(options.output_dir).glob("checkpoint-*/*manifest.json"))
+    folder, has_run = options.output_dir, last_checkpoint(options.output_dir) is not None
     n, step = options.batch_size, options.mini_batch_size
     if n % step:
         raise ConfigError(f"--batch_size is {n}, expected a multiple of mini_batch_size, {step}")
@@ -357,22 +357,21 @@ def run(argv: Sequence[str]) -> int:
         callbacks.append(DeltaLogCallback(options.delta_log_dir, steps, mask=policy.mask, metadata=more))
     metrics, samples = RowFile(folder / "metrics.jsonl"), RowFile(folder / "samples.jsonl")
     lock = RunFolder(options.output_dir)
-    complete = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
-    checkpoint = max(complete, key=lambda path: int(path.name.rpartition("-")[2])) if options.resume else None
+    newest = last_checkpoint(options.output_dir) if options.resume else None
     try:
-        run_name = lock.begin(None if checkpoint is None else str(checkpoint), newest=True, saves=True)
-        if checkpoint is not None:
-            saved = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+        run_name = lock.begin(newest, newest=True, saves=True)
+        if newest is not None:
+            saved = torch.load(Path(newest, "state.pt"), map_location="cpu", weights_only=True)
             for name, was in saved["options"].items():
                 if fixed[name] != was:
                     raise ConfigError(f"--resume: --{name} is {fixed[name]}, expected {was} as in the run before")
             state.global_step = saved["update"]
-            kept = f"{checkpoint} is kept: repeat the command with --resume"
+            kept = f"{newest} is kept: repeat the command with --resume"
         for file in (metrics, samples):
             file.cut(state.global_step)
         for callback in callbacks:  # while the model has its initial weights
             callback.on_train_begin(args, state, None, **model)
-        if checkpoint is not None:
+        if newest is not None:
             for part, content in zip(policy.parts, saved["parts"], strict=True):
                 part.load_state_dict(content)
             kl_coef = saved["kl_coef"]

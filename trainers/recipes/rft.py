@@ -27,7 +27,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -38,12 +38,12 @@ from trl import ScriptArguments
 from trl.trainer.utils import hash_module
 
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
-from sparse_opt.files import written_aside
+from sparse_opt.files import write_text
 from sparse_opt.integrations.run_folder import RunFolder
 from sparse_opt.integrations.trl.command_line import Recipe, make_parser, parse, read_options
-from sparse_opt.integrations.trl.data import load_rows
+from sparse_opt.integrations.trl.data import MissingDataset, load_rows, rows_digest
+from sparse_opt.integrations.trl.mask_arguments import option
 from sparse_opt.integrations.trl.rewards import load_rewards, number_in
-from sparse_opt.integrations.trl.rows_digest import rows_digest
 from sparse_opt.integrations.trl.train import train as train_with_trl
 from sparse_opt.options import nearest
 from sparse_opt.progress import hide_progress_bars, with_time_left
@@ -93,39 +93,35 @@ SHOTS = [
 ]
 
 
-def _option(default: Any, text: str, *aliases: str) -> Any:
-    return field(default=default, metadata={"help": text, "aliases": list(aliases)})
-
-
 @dataclass(kw_only=True)
 class TrainArguments:
     """Options of `train` in addition to those of `sparse-opt train sft`."""
 
-    profile: Profile | None = field(default=None, metadata={"help": PROFILE_HELP})
-    group_by_length: bool = _option(False, "--train_sampling_strategy group_by_length, its name in transformers 5")
-    logging_dir: str | None = _option(None, "TensorBoard's; sets TENSORBOARD_LOGGING_DIR, its place in transformers 5")
+    profile: Profile | None = option(None, PROFILE_HELP)  # noqa: RUF009
+    group_by_length: bool = option(False, "--train_sampling_strategy group_by_length, its name in transformers 5")
+    logging_dir: str | None = option(None, "TensorBoard's; sets TENSORBOARD_LOGGING_DIR, its place in transformers 5")
 
 
 @dataclass(kw_only=True)
 class SamplingArguments:
     """Measure the accuracy on prompts with known answers."""
 
-    model_name_or_path: str | None = _option(None, "name or folder of a model or an adapter")
-    dataset_name: str | None = _option(None, "file, folder or dataset of the hub")
-    dataset_split: str = _option("train", "split of it; train[:100] is the first 100 rows")
-    output_dir: str | None = _option(None, "folder of the results")
-    oversample: int = _option(15, "completions of each question", "--num_generations")
-    temperature: float = _option(0.7, "0 takes the most likely token")
-    max_completion_length: int = _option(100, "tokens of a completion")
-    batch_size: int = _option(128, "completions at once, but at least those of one question")
-    verifier: str = _option("number", "number (within 5 %%), exact_match or the import path of a reward function")
-    style: Literal["plain", "chat"] = _option("plain", "prompt of a question in an array: it alone, or after --shots")
-    shots: str | None = _option(None, "JSON array of messages, in place of a system message and two unit conversions")
-    dtype: Literal["float32", "bfloat16", "float16"] = _option("float32", "of the weights")
-    tf32: bool = _option(False, "on a GPU: round the inputs of fp32 products")
-    use_cpu: bool = _option(False, "sample on the CPU although there is a GPU")
-    seed: int = _option(42, "of the completions")
-    profile: Profile | None = field(default=None, metadata={"help": PROFILE_HELP})
+    model_name_or_path: str | None = option(None, "name or folder of a model or an adapter")
+    dataset_name: str | None = option(None, "file, folder or dataset of the hub")
+    dataset_split: str = option("train", "split of it; train[:100] is the first 100 rows")
+    output_dir: str | None = option(None, "folder of the results")
+    oversample: int = option(15, "completions of each question", "--num_generations")
+    temperature: float = option(0.7, "0 takes the most likely token")
+    max_completion_length: int = option(100, "tokens of a completion")
+    batch_size: int = option(128, "completions at once, but at least those of one question")
+    verifier: str = option("number", "number (within 5 %%), exact_match or the import path of a reward function")
+    style: Literal["plain", "chat"] = option("plain", "prompt of a question in an array: it alone, or after --shots")
+    shots: str | None = option(None, "JSON array of messages, in place of a system message and two unit conversions")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "of the weights")
+    tf32: bool = option(False, "on a GPU: round the inputs of fp32 products")
+    use_cpu: bool = option(False, "sample on the CPU although there is a GPU")
+    seed: int = option(42, "of the completions")
+    profile: Profile | None = option(None, PROFILE_HELP)  # noqa: RUF009
 
     def __post_init__(self) -> None:
         for name in ("model_name_or_path", "dataset_name", "output_dir"):
@@ -142,7 +138,7 @@ class SamplingArguments:
 class DatagenArguments(SamplingArguments):
     """Sample completions of each question, verify them, and keep right ones that ended with EOS."""
 
-    keep: Literal["first", "shortest", "all"] = _option("first", "of a question's right ones: one, or all that differ")
+    keep: Literal["first", "shortest", "all"] = option("first", "of a question's right ones: one, or all that differ")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -173,7 +169,11 @@ def train(argv: Sequence[str]) -> int:
         if "tensorboard" not in options.training.report_to:
             raise ConfigError("--logging_dir is TensorBoard's folder: give --report_to tensorboard, or leave it out")
         os.environ["TENSORBOARD_LOGGING_DIR"] = options.recipe.logging_dir
-    return train_with_trl("sft", options, rows=load_rows(options.script, "sft", from_array=_demonstration))
+    try:
+        rows = load_rows(options.script, "sft", from_array=_demonstration)
+    except MissingDataset as error:
+        raise ConfigError(f"{error}: 'sparse-opt train rft datagen' writes it") from error
+    return train_with_trl("sft", options, rows=rows)
 
 
 def _with_profile(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
@@ -229,8 +229,8 @@ def datagen(argv: Sequence[str]) -> int:
             kept.append([row[QUESTION], row["answer"], text.strip()] if of_arrays else pair)
     lines = [json.dumps(row, ensure_ascii=False) for row in kept]
     file = Path(options.output_dir, "rft.json" if of_arrays else "rft.jsonl")
-    _write(file, "[\n" + ",\n".join(lines) + "\n]\n" if of_arrays else "".join(f"{line}\n" for line in lines))
-    _write(file.with_name(REPORT_FILE), json.dumps({**report, "n_kept": len(kept)}, indent=1))
+    write_text(file, "[\n" + ",\n".join(lines) + "\n]\n" if of_arrays else "".join(f"{line}\n" for line in lines))
+    write_text(file.with_name(REPORT_FILE), json.dumps({**report, "n_kept": len(kept)}, indent=1))
     print(f"kept {len(kept)} completions, of {n_questions} of {len(rows)} questions, in {file}")
     return 0
 
@@ -239,7 +239,7 @@ def test(argv: Sequence[str]) -> int:
     """Write results.jsonl, print the accuracy, and return 0."""
     options = _parse("test", SamplingArguments, argv, oversample=1, temperature=0.0)
     _, report = _sample("test", options)
-    _write(Path(options.output_dir, REPORT_FILE), json.dumps(report, indent=1))
+    write_text(Path(options.output_dir, REPORT_FILE), json.dumps(report, indent=1))
     print(f"results: {Path(options.output_dir, SAMPLES['test'])}")
     return 0
 
@@ -297,7 +297,7 @@ def _sample(stage: str, options: SamplingArguments) -> tuple[list[dict[str, Any]
         seconds = time.monotonic() - started
         n_tokens = sum(sum(row["n_tokens"]) for row in done[n_resumed:])
         done.sort(key=lambda row: row["index"])
-        _write(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in done))
+        write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in done))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; {file} is kept: repeat the command to continue") from None
     except torch.OutOfMemoryError as error:
@@ -352,7 +352,7 @@ def _written(file: Path, run: dict[str, Any], step: int, n_rows: int) -> list[di
     """The rows of whole batches that an earlier run with these options wrote; the file is cut after them."""
     report = file.with_name(REPORT_FILE)
     if not file.exists():
-        _write(report, json.dumps({"run": run}, indent=1))
+        write_text(report, json.dumps({"run": run}, indent=1))
         return []
     try:
         earlier = json.loads(report.read_text(encoding="utf-8"))["run"]
@@ -420,11 +420,6 @@ def _statistics(rows: list[dict[str, Any]], verifier: str) -> dict[str, Any]:
     return found
 
 
-def _write(path: Path, text: str) -> None:
-    with written_aside(path) as aside:
-        aside.write_text(text, encoding="utf-8")
-
-
 def show_optimizations(argv: Sequence[str]) -> int:
     """Print what each profile sets, and why."""
     if argv:
@@ -432,7 +427,7 @@ def show_optimizations(argv: Sequence[str]) -> int:
     for stages, settings in (("rft train", TRAINING), ("rft datagen, rft test", SAMPLING)):
         cells = [[name, *map(str, values), why] for name, (values, why) in settings.items()]
         print(f"{table([stages, *PROFILES, ''], cells, n_words=5)}\n")
-    print("--profile NAME sets these, unless they are given. 'sparse-opt doctor' chooses one by a GPU's memory")
+    print("--profile NAME sets these, unless they are given")
     return 0
 
 

@@ -24,7 +24,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, make_dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,11 @@ from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head
 
 from sparse_opt.errors import ConfigError, DataError
-from sparse_opt.files import written_aside
+from sparse_opt.files import write_text
 from sparse_opt.integrations.references import BaseWeightsReference, evaluating
 from sparse_opt.integrations.trl.command_line import GRPOScriptArguments, Recipe, parse
 from sparse_opt.integrations.trl.data import read_rows
+from sparse_opt.integrations.trl.mask_arguments import option
 from sparse_opt.integrations.trl.records import solution_reader
 from sparse_opt.integrations.trl.rewards import checked
 from sparse_opt.integrations.trl.row_file import RowFile
@@ -67,11 +68,7 @@ _FIXED = {
         ("dataset_id_or_path", "none", "use --dataset_name"),
         ("wandb_project", "none", "set WANDB_PROJECT, and use --report_to wandb"),
         ("save_final_model", "true", "the model is always saved in --output_dir"),
-        (
-            "offload zero1 deepspeed",
-            "none",
-            "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in a file)",
-        ),
+        ("offload zero1 deepspeed", "none", "use --offload_untrained_models, a mask, or FSDP2 (`fsdp: true` in YAML)"),
         ("reward_funcs reward_model_name_or_path", "none", "rlt has a reward of its own"),
         ("dataset_streaming remove_unused_columns", "false", "rlt needs all rows and columns"),
     )
@@ -79,50 +76,45 @@ _FIXED = {
 }
 
 
-def _option(default: Any, text: str) -> Any:
-    of_list: Any = {"default_factory": lambda: list(default)}
-    return field(**(of_list if isinstance(default, list) else {"default": default}), metadata={"help": text})
-
-
 @dataclass(kw_only=True)
 class RLTOptions:
     """Options of `sparse-opt train rlt` in addition to those of `sparse-opt train grpo`."""
 
-    student_model: str | None = _option(None, "model with the teacher's vocabulary; default: the initial teacher")
-    answer_log_prob_coeff: list[float] = _option([1.0, 0.01], "weights of the solution's reductions")  # noqa: RUF009
-    reduction_log_prob_fn: list[str] = _option(["mean", "min"], "of the solution: mean, sum, min, max")  # noqa: RUF009
-    kl_penalty_reward_coeff: list[float] = _option([3.0, 0.03], "weights of the divergence's reductions")  # noqa: RUF009
-    reduction_kl_fn: list[str] = _option(["mean", "max"], "of log p_teacher - log p_student")  # noqa: RUF009
-    not_matched_penalty: float = _option(-1.0, "added to the reward if the explanation has no end tag")
-    unbias_student_log_probs_temp: float | None = _option(None, "the student's temperature; default: --temperature")
-    max_prompt_length: int | None = _option(16384, "leave out rows whose prompt has more tokens")
-    train_batch_size: int | None = _option(None, "completions of a step; sets --gradient_accumulation_steps")
-    generation_aggregation_steps: int | None = _option(None, "forward passes to sample for at once; default: a step's")
-    offload_untrained_models: bool = _option(False, "keep student and reference in host memory while not in use")
-    activate_debugging_logs: bool = _option(False, "write the parts of all rewards to reward_parts.jsonl")
-    save_completions_probability: float | None = _option(None, "share of the completions to write there")
-    sft_rows: str | None = _option(None, "write the teacher's prompts with known explanations to this file, and end")
+    student_model: str | None = option(None, "model with the teacher's vocabulary; default: the initial teacher")
+    answer_log_prob_coeff: list[float] = option([1.0, 0.01], "weights of the solution's reductions")  # noqa: RUF009
+    reduction_log_prob_fn: list[str] = option(["mean", "min"], "of the solution: mean, sum, min, max")  # noqa: RUF009
+    kl_penalty_reward_coeff: list[float] = option([3.0, 0.03], "weights of the divergence's reductions")  # noqa: RUF009
+    reduction_kl_fn: list[str] = option(["mean", "max"], "of log p_teacher - log p_student")  # noqa: RUF009
+    not_matched_penalty: float = option(-1.0, "added to the reward if the explanation has no end tag")
+    unbias_student_log_probs_temp: float | None = option(None, "the student's temperature; default: --temperature")
+    max_prompt_length: int | None = option(16384, "leave out rows whose prompt has more tokens")
+    train_batch_size: int | None = option(None, "completions of a step; sets --gradient_accumulation_steps")
+    generation_aggregation_steps: int | None = option(None, "forward passes to sample for at once; default: a step's")
+    offload_untrained_models: bool = option(False, "keep student and reference in host memory while not in use")
+    activate_debugging_logs: bool = option(False, "write the parts of all rewards to reward_parts.jsonl")
+    save_completions_probability: float | None = option(None, "share of the completions to write there")
+    sft_rows: str | None = option(None, "write the teacher's prompts with known explanations to this file, and end")
 
-    teacher_system: str = _option(
+    teacher_system: str = option(
         "You are given a question and write its solution first, between <|begin_of_solution|> and "
         "<|end_of_solution|>. Then you explain, between <|begin_of_explanation|> and <|end_of_explanation|>, how one "
         "comes to this solution: step by step, with the steps apart by empty lines, so that a reader who has only the "
         "question could follow and find the solution.",
         "system text of the teacher; may be empty, as the student's",
     )
-    teacher_user: str = _option("{question}", "the teacher's question")
-    teacher_start: str = _option(
+    teacher_user: str = option("{question}", "the teacher's question")
+    teacher_start: str = option(
         "<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n",
         "given beginning of the teacher's answer; the explanation follows",
     )
-    explanation_end: str = _option("<|end_of_explanation|>", "the tag that ends the teacher's explanation")
-    student_system: str = _option(
+    explanation_end: str = option("<|end_of_explanation|>", "the tag that ends the teacher's explanation")
+    student_system: str = option(
         "You think about a question first, step by step, between <|begin_of_thought|> and <|end_of_thought|>, and then "
         "write its solution between <|begin_of_solution|> and <|end_of_solution|>.",
         "system text of the student",
     )
-    student_user: str = _option("{question}", "the student's question")
-    student_answer: str = _option(
+    student_user: str = option("{question}", "the student's question")
+    student_answer: str = option(
         "<|begin_of_thought|>\n\n{explanation}<|end_of_thought|>\n\n<|begin_of_solution|>\n\n{solution}\n\n"
         "<|end_of_solution|>",
         "the student's answer",
@@ -130,7 +122,7 @@ class RLTOptions:
 
 
 _of_trl = GRPOScriptArguments.__dataclass_fields__ | GRPOConfig.__dataclass_fields__
-_fields = [(n, str | None, _option(None, " or ".join(values))) for n, (values, _) in _FIXED.items() if n not in _of_trl]
+_fields = [(n, str | None, option(None, " or ".join(values))) for n, (values, _) in _FIXED.items() if n not in _of_trl]
 _Options = make_dataclass("_Options", _fields, bases=(RLTOptions,), kw_only=True)
 
 
@@ -261,8 +253,7 @@ def _write_sft_rows(rows: Dataset, options: Any) -> int:
         raise DataError("--sft_rows: the dataset has no column explanation, reasoning_trace or reasoning")
     file.parent.mkdir(parents=True, exist_ok=True)
     demonstrations = ({"prompt": row["prompt"], "completion": row["explanation"] + end} for row in rows)
-    with written_aside(file) as aside:
-        aside.write_text("".join(json.dumps(row) + "\n" for row in demonstrations), encoding="utf-8")
+    write_text(file, "".join(json.dumps(row) + "\n" for row in demonstrations))
     print(f"{len(rows)} rows in {file}")
     return 0
 

@@ -145,7 +145,7 @@ def digest_sum(values: Tensor, first: int) -> Tensor:
 
 
 def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`sparse_opt.weight_sync.reference.compare` in one launch and a sum, and if there is capacity another of each."""
+    """`sparse_opt.weight_sync.index.compare` in one launch and a sum, and if there is capacity another of each."""
     with torch.cuda.device_of(new):
         partials = _partials(3, new)
         bitmap = torch.empty(triton.cdiv(new.numel(), 64) * 8, dtype=torch.uint8, device=new.device)
@@ -168,7 +168,7 @@ def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor
 
 
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
-    """`sparse_opt.weight_sync.reference.select` in two launches and a running sum."""
+    """`sparse_opt.weight_sync.index.select` in two launches and a running sum."""
     with torch.cuda.device_of(new):
         changed = torch.empty(count, dtype=new.dtype, device=new.device)
         _select(new, bitmap, ranks_of(bitmap, VALUES)[1:], changed)

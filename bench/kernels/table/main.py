@@ -21,14 +21,13 @@ from torch import Tensor
 from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.tensors import as_bits
-from sparse_opt.tuning import files
 
 from ...common.environment import now
 from ...common.harness import Benchmark, Report, comma_separated
 from ...common.report import Columns, machine_name, render
 from ...common.report import cells as cells_of
 from ...common.shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, Shapes, scaled, total_numel
-from .. import access_rates, bounds, inputs, tune
+from .. import access_rates, bounds, inputs
 from ..access_rates import AccessRates
 from ..cases import Active
 from . import backward, targets, tile_gradients
@@ -68,33 +67,6 @@ def add_options(parser: CommandParser) -> None:
         help="source of the program that measures scattered writes, which nvcc compiles (%(default)s)",
     )
     parser.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
-
-
-def _add_all_options(parser: CommandParser) -> None:
-    add_options(parser)
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="instead of the table, measure launch sizes of the kernels on this GPU, and save the fastest ones",
-    )
-
-
-# Options of the table that --tune has no use for.
-_OF_THE_TABLE = ("quick", "numel", "delta_numel", "no_peers", "no_backward", "no_tiles", "only", "probe", "strict")
-
-
-def _why_wrong(args: Namespace) -> str:
-    if not args.tune:
-        return why_wrong(args)
-    defaults = CommandParser()
-    add_options(defaults)
-    for name in _OF_THE_TABLE:
-        if getattr(args, name) != defaults.get_default(name):
-            return f"--{name} is not valid with --tune"
-    if torch.device(args.device).type != "cuda" or torch.version.hip is not None:
-        return f"--tune measures on an NVIDIA GPU, and the device is {args.device}"
-    cause = files.why_unwritable()
-    return f"--tune cannot save its table: {cause}" if cause else ""
 
 
 def why_wrong(args: Namespace) -> str:
@@ -263,9 +235,7 @@ def missed(kernels: Mapping[str, Any]) -> list[targets.Verdict]:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The table, the rows left out, the missed targets, and the counts of both; or the launch sizes of --tune."""
-    if "tuning" in report:
-        return tune.text(report["tuning"])
+    """The table, the rows left out, the missed targets, and the counts of both."""
     found, missing = report["kernels"], missed(report["kernels"])
     verdicts = targets.judge(found["rows"])
     return "\n".join(
@@ -309,29 +279,20 @@ def _print_row(row: Row) -> None:
 
 
 def _measure(args: Namespace, report: Report) -> None:
-    if args.tune:
-        device = torch.device(args.device)
-        report["tuning"] = tune.measured(device, seed=args.seed, n_rounds=args.n_rounds, on_row=tune.print_row)
-        report["failures"] = []
-    else:
-        report["failures"] = run_table(report, args)
+    report["failures"] = run_table(report, args)
 
 
 def failures(report: Report, args: Namespace) -> list[str]:
     """Wrong results, and with --strict the missed targets."""
     wrong = [f"WRONG RESULT: {failure}" for failure in report["failures"]]
-    return wrong + (
-        [f"MISSED: {verdict.text}" for verdict in missed(report["kernels"])]
-        if args.strict and "kernels" in report
-        else []
-    )
+    return wrong + ([f"MISSED: {verdict.text}" for verdict in missed(report["kernels"])] if args.strict else [])
 
 
 main = Benchmark(
     name="kernels",
     doc=__doc__,
-    options=_add_all_options,
-    problem=_why_wrong,
+    options=add_options,
+    problem=why_wrong,
     measure=_measure,
     text=text,
     failures=failures,

@@ -11,8 +11,8 @@ from ..parser import CommandParser, add_json_flag
 from .rebuild import reconstruct as reconstruct
 
 # Copies of the names in delta.codec and of state dict dtypes, which cannot be imported without torch.
-LEVELS = ("fast", "packed", "tight")
-DTYPES = ("stored", "bfloat16", "float16", "float32")
+LEVELS = ("packed", "tight")
+DTYPES = ("bfloat16", "float16", "float32")
 
 # Action -> the module of this package that implements it.
 _ACTIONS = {
@@ -24,8 +24,8 @@ _ACTIONS = {
     "reconstruct": "rebuild",
     "export": "rebuild",
 }
-_EPILOG = """DIR is a delta log, or a folder of base_state.pt and deltas_step_*.pt as other tools write them (squash
-accepts only delta logs). docs/delta_logs.md explains both.
+_EPILOG = """DIR is a delta log. 'delta convert' makes one of a folder of base_state.pt and deltas_step_*.pt, as
+other tools write them. docs/delta_logs.md explains both.
 
 examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
@@ -34,8 +34,7 @@ examples:
   sparse-opt delta convert --from old_deltas --to delta_logs_M --level tight
 """
 _LIST_EPILOG = """'changed' counts the elements whose bits differ from the previous step (in a log encoded against its
-base: from the base); 'B/change' is the bytes of the step per changed element. For a folder of .pt files, this reads
-every file.
+base: from the base); 'B/change' is the bytes of the step per changed element.
 
 examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
@@ -48,9 +47,8 @@ examples:
   sparse-opt delta info --delta_log_dir delta_logs_M
   sparse-opt delta info --delta_log_dir delta_logs_M --step 50 --largest 20
 """
-_VERIFY_EPILOG = """Rebuilds every step and compares every digest; for .pt files, it checks the checksums of their
-records and the names and shapes of their tensors. If a file is damaged, the exit code is 1, and the error names the
-file and the steps that cannot be rebuilt.
+_VERIFY_EPILOG = """Rebuilds every step and compares every digest. If a file is damaged, the exit code is 1, and the
+error names the file and the steps that cannot be rebuilt.
 
 examples:
   sparse-opt delta verify --delta_log_dir delta_logs_M
@@ -61,33 +59,28 @@ keep their bits, and the log stays readable throughout, also after a crash.
 examples:
   sparse-opt delta squash --delta_log_dir delta_logs_M --from 100 --to 200
 """
-_CONVERT_EPILOG = """Every step of the new log has the bits that the source yields. A folder of .pt files is read as
-base + difference, added in fp32 and stored in the dtype of the base, usually fp32. For a bf16 model, --dtype bfloat16
-stores the same values in half the bytes; a value that is not exact in bf16 is an error. A delta log can be rewritten
-at another level.
+_CONVERT_EPILOG = """A folder of base_state.pt and deltas_step_*.pt is read as base + difference, added in fp32 and
+stored in the dtype of the base, usually fp32. For a bf16 model, --dtype bfloat16 stores the same values in half the
+bytes; a value that is not exact in bf16 is an error. A delta log is rewritten at another level, with the same bits.
 
 examples:
   sparse-opt delta convert --from deltas --to delta_logs_M --dtype bfloat16 --model_name M
   sparse-opt delta convert --from delta_logs_M --to archive_M --level tight
 """
 _RECONSTRUCT_EPILOG = """--model_name provides the architecture and the tokenizer; every weight comes from the log, bit
-for bit. .pt files contain no buffers: these come from the model.
+for bit.
 
 examples:
   sparse-opt delta reconstruct --model_name M --delta_log_dir delta_logs_M --step 50 --output_dir step_50
-  sparse-opt delta reconstruct --model_name M --delta_log_dir deltas --dtype bfloat16 --step 50 --output_dir step_50
 """
 _EXPORT_EPILOG = """formats:
   state   the whole dense state as one .safetensors file, which any loader of checkpoints reads
   values  the changes since --since (the previous step) in one .safetensors file: NAME.indices (flat positions, int32)
           and NAME.values (new values): the keys of grail's sparse updates, which vLLM's CheckpointWeightPatch accepts
-  pt      base_state.pt and deltas_step_N.pt in a new folder: fp32 differences to the base, as other mask finders read
-          them; elements that a difference cannot restore exactly are counted
 
 examples:
   sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --format values --output step_50.safetensors
   sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --since 0 --format values --output all.safetensors
-  sparse-opt delta export --delta_log_dir delta_logs_M --step 50 100 --format pt --output deltas/
 """
 
 
@@ -109,24 +102,20 @@ def _parser() -> CommandParser:
 
     listing = actions.add_parser("list", help="list every step: kind, changed elements, size", epilog=_LIST_EPILOG)
     _add_log(listing)
-    _add_pt_choice(listing)
 
     info = actions.add_parser("info", help="show a log's tensors, or the changes of a step", epilog=_INFO_EPILOG)
     _add_log(info)
     info.add_argument("--step", type=int, metavar="N", help="logged step")
     info.add_argument("--largest", type=int, default=10, metavar="K", help="tensors to list (%(default)s)")
-    _add_pt_choice(info)
 
     verify = actions.add_parser("verify", help="rebuild every step and compare its digest", epilog=_VERIFY_EPILOG)
     _add_log(verify)
-    _add_pt_choice(verify)
 
     rebuild = actions.add_parser("reconstruct", help="write a step as a checkpoint", epilog=_RECONSTRUCT_EPILOG)
     _add_log(rebuild)
     rebuild.add_argument("--model_name", required=True, metavar="M", help="the logged model: hub name or local folder")
     rebuild.add_argument("--step", type=int, required=True, metavar="N", help="logged step")
     rebuild.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="new or empty folder")
-    _add_pt_choice(rebuild)
 
     squash = actions.add_parser("squash", help="delete the steps between two steps", epilog=_SQUASH_EPILOG)
     _add_log(squash)
@@ -135,18 +124,17 @@ def _parser() -> CommandParser:
 
     export = actions.add_parser("export", help="write a step in formats of other tools", epilog=_EXPORT_EPILOG)
     _add_log(export)
-    export.add_argument("--step", type=int, nargs="+", required=True, metavar="N", help="logged step; for pt, several")
-    export.add_argument("--format", choices=("state", "values", "pt"), required=True, help="output format, see below")
+    export.add_argument("--step", type=int, required=True, metavar="N", help="logged step")
+    export.add_argument("--format", choices=("state", "values"), required=True, help="output format, see below")
     export.add_argument(
         "--since", type=int, metavar="N", help="for values: changes since this logged step (the previous)"
     )
-    export.add_argument(
-        "--output", type=Path, required=True, metavar="PATH", help=".safetensors file; new folder for --format pt"
-    )
-    _add_pt_choice(export)
+    export.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file")
 
-    convert = actions.add_parser("convert", help="convert any log to a new delta log", epilog=_CONVERT_EPILOG)
-    convert.add_argument("--from", dest="delta_log_dir", type=Path, required=True, metavar="DIR", help="log to read")
+    convert = actions.add_parser(
+        "convert", help="write .pt files, or a log of another level, as a new log", epilog=_CONVERT_EPILOG
+    )
+    convert.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="log to read")
     convert.add_argument("--to", dest="output_dir", type=Path, required=True, metavar="DIR", help="new or empty folder")
     convert.add_argument("--level", choices=LEVELS, help="compression of patches (that of a delta log, else packed)")
     convert.add_argument(
@@ -156,7 +144,16 @@ def _parser() -> CommandParser:
         help="whole state every K steps (that of a delta log, else the first only)",
     )
     convert.add_argument("--model_name", metavar="M", help="name of the model, stored in the log")
-    _add_pt_choice(convert)
+    group = convert.add_argument_group("folders of .pt files")
+    group.add_argument("--base_state", type=Path, metavar="FILE", help="file of the base state (DIR/base_state.pt)")
+    group.add_argument(
+        "--against",
+        choices=("base", "previous"),
+        help="state that the differences are relative to; the files do not say (base, as in all known tools)",
+    )
+    group.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the states; must hold all values exactly (that of the base)"
+    )
     add_json_flag(convert)
     return parser
 
@@ -164,14 +161,3 @@ def _parser() -> CommandParser:
 def _add_log(parser: ArgumentParser) -> None:
     parser.add_argument("--delta_log_dir", type=Path, required=True, metavar="DIR", help="the delta log")
     add_json_flag(parser)
-
-
-def _add_pt_choice(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("folders of .pt files")
-    group.add_argument("--base_state", type=Path, metavar="FILE", help="file of the base state (DIR/base_state.pt)")
-    group.add_argument(
-        "--against",
-        choices=("base", "previous"),
-        help="state that the differences are relative to; the files do not say (base, as in all known tools)",
-    )
-    group.add_argument("--dtype", choices=DTYPES, help="dtype of the states; must be exact for all values (stored)")

@@ -1,21 +1,26 @@
-"""`sparse-opt delta verify|squash|convert`: check a log, delete steps of it, or convert it to a new log."""
+"""`sparse-opt delta verify|squash|convert`: check a log, delete steps of it, or write it as a new log."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DeltaLogError
 from ...progress import progress_bar
 from ...tables import format_bytes
 from ..output import print_json
-from .rebuild import open_log_of, print_dtype_hint
+
+if TYPE_CHECKING:
+    from ...delta.log import DeltaLog
 
 
 def run_verify(args: Namespace) -> None:
     """Check the whole log; after printing the results, raise DeltaLogError if a file is damaged."""
-    log = open_log_of(args)
+    from ...delta.log import DeltaLog
+
+    log = DeltaLog.open(args.delta_log_dir)
     steps = log.steps
     with progress_bar(total=len(steps), what="verify", unit="step") as bar:
         problems = log.verify(on_step=lambda step: bar.update())
@@ -56,8 +61,9 @@ def run_squash(args: Namespace) -> None:
 
 
 def run_convert(args: Namespace) -> None:
-    """Write any log as a new delta log."""
+    """Write a log of `.pt` files as a delta log, or a delta log at another level."""
     from ...delta.export import convert
+    from ...delta.files import is_pt_log, list_steps
     from ...delta.lock import LOCK_NAME
     from ...delta.log import DeltaLog
     from ...files import check_new_folder
@@ -65,20 +71,58 @@ def run_convert(args: Namespace) -> None:
     if args.keyframe_every is not None and args.keyframe_every < 1:
         raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: expected 1 or more")
     check_new_folder(args.output_dir, "to", ignored=LOCK_NAME)
-    log = open_log_of(args)
-    with progress_bar(total=len(log.steps), what="convert", unit="step") as bar:
-        convert(
-            log,
-            args.output_dir,
-            level=args.level,
-            keyframe_every=args.keyframe_every,
-            metadata={} if args.model_name is None else {"model": args.model_name},
-            on_step=lambda step: bar.update(),
-        )
-    infos = DeltaLog.open(args.output_dir).info()
+    source = args.source
+    from_pt = args.base_state is not None or (is_pt_log(source) and not list_steps(source)[0])
+    options: dict[str, Any] = {
+        "level": args.level,
+        "keyframe_every": args.keyframe_every,
+        "metadata": {} if args.model_name is None else {"model": args.model_name},
+    }
+    if from_pt:
+        _convert_pt(args, options)
+    else:
+        for option in ("against", "dtype"):
+            if getattr(args, option) is not None:
+                raise ConfigError(f"option '{option}': {source} is a delta log, expected a folder of .pt files")
+        log = DeltaLog.open(source)
+        with progress_bar(total=len(log.steps), what="convert", unit="step") as bar:
+            convert(log, args.output_dir, on_step=lambda step: bar.update(), **options)
+    written = DeltaLog.open(args.output_dir)
+    infos = written.info()
     size = sum(info.bytes for info in infos)
     if args.json:
         print_json({"delta_log_dir": args.output_dir, "steps": [info.step for info in infos], "bytes": size})
     else:
         print(f"{args.output_dir}: {len(infos)} steps, {format_bytes(size)}")
-    print_dtype_hint(log, args, sys.stderr)
+    if from_pt and args.dtype is None:
+        _print_dtype_hint(written)
+
+
+def _convert_pt(args: Namespace, options: dict[str, Any]) -> None:
+    import torch
+
+    from ...delta.pt import convert_pt, list_pt_files
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    n_steps = len(list_pt_files(args.source, args.base_state))
+    with progress_bar(total=n_steps, what="convert", unit="step") as bar:
+        convert_pt(
+            args.source,
+            args.output_dir,
+            base_state=args.base_state,
+            against=args.against or "base",
+            dtype=dtype,
+            on_step=lambda step: bar.update(),
+            **options,
+        )
+
+
+def _print_dtype_hint(log: DeltaLog) -> None:
+    """Print a hint if all weights of an fp32 base are exact in a 16-bit dtype."""
+    from ...delta.pt import exact_dtype
+
+    exact = exact_dtype(log.load(0))
+    if exact is not None:
+        name = str(exact).removeprefix("torch.")
+        hint = f"sparse-opt: every weight of the base is a {name} value: --dtype {name} halves the states"
+        print(hint, file=sys.stderr)

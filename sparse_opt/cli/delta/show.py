@@ -5,25 +5,25 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ...progress import progress_bar
 from ...tables import format_bytes, table
 from ..output import format_percent, print_json
-from .rebuild import open_log_of
 
 if TYPE_CHECKING:
-    from ...delta.log import DeltaLog, StepInfo
-    from ...delta.pt import PtDeltaLog
+    from ...delta.log import DeltaLog
     from ...delta.state import StateLayout
+    from ...delta.writer import StepInfo
 
 
 def run_list(args: Namespace) -> None:
     """Print every step and the totals."""
-    log = open_log_of(args)
-    infos = _step_infos(log)
+    from ...delta.log import DeltaLog
+
+    log = DeltaLog.open(args.delta_log_dir)
+    infos = log.info()
     totals = _totals(infos)
     if args.json:
         print_json({"steps": [_step_fields(info) for info in infos], "totals": totals})
@@ -42,23 +42,25 @@ def run_info(args: Namespace) -> None:
     """Print information on the whole log, or on one step."""
     if args.largest < 0:
         raise ConfigError(f"option 'largest' is {args.largest}: expected 0 or more")
-    log = open_log_of(args)
+    from ...delta.log import DeltaLog
+
+    log = DeltaLog.open(args.delta_log_dir)
     if args.step is None:
         _info_of_log(log, args)
     else:
         _info_of_step(log, args)
 
 
-def _info_of_log(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
+def _info_of_log(log: DeltaLog, args: Namespace) -> None:
     layout, steps = log.layout, log.steps
     largest = sorted(layout.tensors, key=lambda spec: (-spec.numel, spec.name))[: args.largest]
     dtypes = _dtypes(layout)
+    settings = {"run_id": log.run_id, **asdict(log.settings), "mask_digest": log.mask_digest or None}
     content: dict[str, Any] = {
         "directory": log.directory,
-        "kind": _log_kind(log),
-        "bytes": sum(path.stat().st_size for path in _files(log.directory)),
+        "bytes": sum(path.stat().st_size for path in log.directory.glob("*.safetensors")),
         "steps": {"count": len(steps), "first": steps[0], "last": steps[-1]},
-        **_origin(log),
+        **settings,
         "tensors": len(layout.tensors),
         "elements": layout.numel,
         "state_bytes": layout.nbytes,
@@ -71,9 +73,9 @@ def _info_of_log(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
     if args.json:
         print_json(content)
         return
-    lines = [f"{log.directory}: {content['kind']}, {format_bytes(content['bytes'])}"]
+    lines = [f"{log.directory}: delta log, {format_bytes(content['bytes'])}"]
     lines.append(f"steps: {len(steps)}, {steps[0]} to {steps[-1]}")
-    lines += [f"{key}: {value}" for key, value in _origin(log).items() if value is not None]
+    lines += [f"{key}: {value}" for key, value in settings.items() if value is not None]
     lines.append(f"state: {len(layout.tensors)} tensors, {format_bytes(content['state_bytes'])}")
     lines += _tied(layout)
     lines += [f"{key}: {value}" for key, value in log.metadata.items()]
@@ -85,7 +87,7 @@ def _info_of_log(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
     print("\n".join(lines))
 
 
-def _info_of_step(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
+def _info_of_step(log: DeltaLog, args: Namespace) -> None:
     steps = log.steps
     digest = log.digest(args.step)
     place = steps.index(args.step)
@@ -119,7 +121,7 @@ def _info_of_step(log: DeltaLog | PtDeltaLog, args: Namespace) -> None:
         print("\n" + "\n".join(_tied(log.layout)))
 
 
-def _changes(log: DeltaLog | PtDeltaLog, before: int, step: int) -> dict[str, int]:
+def _changes(log: DeltaLog, before: int, step: int) -> dict[str, int]:
     """Name -> elements whose bits differ between two steps."""
     from ...tensors import as_bits
 
@@ -155,34 +157,6 @@ def _dtypes(layout: StateLayout) -> dict[str, dict[str, int]]:
         entry["elements"] += spec.numel
         entry["bytes"] += spec.numel * spec.element_size
     return found
-
-
-def _log_kind(log: DeltaLog | PtDeltaLog) -> str:
-    from ...delta.log import DeltaLog
-
-    return "delta log" if isinstance(log, DeltaLog) else "folder of .pt files"
-
-
-def _origin(log: DeltaLog | PtDeltaLog) -> dict[str, Any]:
-    """The information that only this kind of log has."""
-    from ...delta.log import DeltaLog
-
-    if isinstance(log, DeltaLog):
-        return {"run_id": log.run_id, **asdict(log.settings), "mask_digest": log.mask_digest or None}
-    return {"differences": f"to the {log.against}"}
-
-
-def _files(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.is_file() and path.suffix in (".safetensors", ".pt")]
-
-
-def _step_infos(log: DeltaLog | PtDeltaLog) -> list[StepInfo]:
-    from ...delta.log import DeltaLog
-
-    if isinstance(log, DeltaLog):
-        return log.info()
-    with progress_bar(total=len(log.layout.names), what="read", unit="tensor") as bar:
-        return log.info(on_tensor=bar.update)
 
 
 def _step_fields(info: StepInfo) -> dict[str, Any]:

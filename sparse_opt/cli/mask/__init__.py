@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError
-from ..parser import CommandParser, add_tensor_choice
-from . import algebra as mask_algebra
+from ..output import print_json
+from ..parser import CommandParser, add_json_flag, add_tensor_choice
 from . import compare as mask_compare
 from . import find as mask_find
-from . import info as mask_info
-from .output import PATTERNS, add_output, output_file, save_mask
+from .output import (
+    PATTERNS,
+    add_output,
+    add_output_file,
+    density_table,
+    headline,
+    output_file,
+    require_mask_file,
+    save_mask,
+    stats_json,
+    summary,
+)
 
 _EPILOG = """examples:
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 90 --output masks/
@@ -32,6 +44,40 @@ examples:
   sparse-opt mask random --model_name M --density 0.025 --output masks/
   sparse-opt mask random --model_name M --density 0.1 --pattern run32 --seed 7 --output run32.safetensors
 """
+_INFO_EPILOG = """Prints the density by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms,
+lm_head) and by layer; the part 'other' has parameters of no known part, the layer 'none' those outside of layers.
+--png draws a heat map of layers by parts.
+
+examples:
+  sparse-opt mask info masks/sparsity_90.0pct_magnitude_step100.safetensors
+  sparse-opt mask info masks.pt --per_tensor
+  sparse-opt mask info masks.safetensors --png density.png --json
+"""
+_CONVERT_EPILOG = """The suffixes select the formats: .safetensors contains the positions of active elements; .pt, .pth
+and .bin contain a dictionary of bool tensors, one byte per element, as other tools read and write it. Such a file is
+read plain or under the key 'masks', with weights_only=True. It is written with the keys 'masks' and 'metadata', or
+plain with --plain.
+
+examples:
+  sparse-opt mask convert masks.pt --output masks.safetensors
+  sparse-opt mask convert masks.safetensors --output masks.pt --plain
+"""
+_INVERT_EPILOG = """Swaps active and inactive elements in the tensors that the mask lists. The result takes 4 bytes per
+active element.
+
+examples:
+  sparse-opt mask invert mask.safetensors --output inverted.safetensors
+"""
+_UNION_EPILOG = """Elements active in any of the masks. The result lists every tensor that one of them lists.
+
+examples:
+  sparse-opt mask union seed0.safetensors seed1.safetensors seed2.safetensors --output any.safetensors
+"""
+_INTERSECT_EPILOG = """Elements active in all of the masks. The result lists the tensors that all of them list.
+
+examples:
+  sparse-opt mask intersect seed0.safetensors seed1.safetensors --output both.safetensors
+"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,9 +85,12 @@ def run(argv: Sequence[str]) -> int:
     actions: dict[str, Callable[[Namespace], None]] = {
         "find": mask_find.run,
         "random": _random,
-        "info": mask_info.run,
+        "info": _info,
         "compare": mask_compare.run,
-        **mask_algebra.RUNS,
+        "convert": _convert,
+        "invert": _invert,
+        "union": _combine,
+        "intersect": _combine,
     }
     args = _parser().parse_words(argv)
     actions[args.action](args)
@@ -63,10 +112,37 @@ def _parser() -> CommandParser:
     random.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
     add_tensor_choice(random)
     add_output(random)
-    mask_info.add_parser(actions)
+
+    info = actions.add_parser("info", help="describe a mask", epilog=_INFO_EPILOG)
+    _add_file(info)
+    info.add_argument("--per_tensor", action="store_true", help="list every tensor, not only every part and layer")
+    info.add_argument("--png", type=Path, metavar="FILE", help="write a heat map of the density by layer and part")
+    add_json_flag(info)
+
     mask_compare.add_parser(actions)
-    mask_algebra.add_parsers(actions)
+
+    convert = actions.add_parser(
+        "convert", help="convert to and from .pt dictionaries of bool tensors", epilog=_CONVERT_EPILOG
+    )
+    _add_file(convert)
+    add_output_file(convert)
+    convert.add_argument("--plain", action="store_true", help="write .pt without the key 'masks' and without metadata")
+
+    invert = actions.add_parser("invert", help="swap active and inactive elements", epilog=_INVERT_EPILOG)
+    _add_file(invert)
+    add_output_file(invert)
+    for name, text, epilog in (
+        ("union", "elements active in any of several masks", _UNION_EPILOG),
+        ("intersect", "elements active in all of several masks", _INTERSECT_EPILOG),
+    ):
+        several = actions.add_parser(name, help=text, epilog=epilog)
+        several.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two or more mask files")
+        add_output_file(several)
     return parser
+
+
+def _add_file(parser: Any) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="mask file, .safetensors or .pt")
 
 
 def _random(args: Namespace) -> None:
@@ -82,3 +158,65 @@ def _random(args: Namespace) -> None:
     mask = MaskSet.random(chosen_shapes(args), density=args.density, pattern=args.pattern, seed=args.seed)
     mask.metadata["model"] = args.model_name
     save_mask(mask, path, as_json=args.json)
+
+
+def _info(args: Namespace) -> None:
+    from ...masks.mask_set import MaskSet
+    from ...masks.parameters import PART_LABELS, layer_label
+
+    if args.png is not None:
+        from ...analysis.output_files import require_matplotlib, save_png
+
+        require_matplotlib("png")
+    mask = MaskSet.load(args.file)
+    layers = {layer_label(layer): stats for layer, stats in mask.per_layer().items()}
+    parts = mask.per_part()
+    if args.png is not None:
+        from ...analysis.plots import mask_figure
+
+        save_png(mask_figure(mask, args.file.name), args.png)
+    if args.json:
+        stats_by: dict[str, dict[Any, Any]] = {"layers": layers, "parts": dict(parts), "tensors": mask.per_tensor()}
+        print_json(
+            {"file": args.file, **summary(mask)}
+            | {key: {name: stats_json(stats) for name, stats in group.items()} for key, group in stats_by.items()}
+        )
+        return
+    lines = [str(args.file), headline(mask), f"digest {mask.digest}"]
+    lines += [f"{key} {value}" for key, value in sorted(mask.metadata.items())]
+    lines += ["", density_table("part", {PART_LABELS[part]: stats for part, stats in parts.items()})]
+    lines += ["", density_table("layer", layers)]
+    if args.per_tensor:
+        lines += ["", density_table("tensor", mask.per_tensor())]
+    if args.png is not None:
+        lines += ["", f"picture {args.png}"]
+    print("\n".join(lines))
+
+
+def _convert(args: Namespace) -> None:
+    from ...masks.mask_set import MaskSet
+
+    require_mask_file(args.output)
+    if args.plain and args.output.suffix == ".safetensors":
+        raise ConfigError(f"option 'plain' is for .pt files, but option 'output' is {args.output}")
+    save_mask(MaskSet.load(args.file), args.output, as_json=args.json, plain=args.plain)
+
+
+def _invert(args: Namespace) -> None:
+    from ...masks import algebra as mask_algebra
+    from ...masks.mask_set import MaskSet
+
+    require_mask_file(args.output)
+    save_mask(mask_algebra.invert(MaskSet.load(args.file)), args.output, as_json=args.json)
+
+
+def _combine(args: Namespace) -> None:
+    from ...masks import algebra as mask_algebra
+    from ...masks.mask_set import MaskSet
+
+    require_mask_file(args.output)
+    if len(args.files) < 2:
+        raise ConfigError(f"found one mask file, {args.files[0]}: expected two or more")
+    masks = [MaskSet.load(file) for file in args.files]
+    combine = mask_algebra.union if args.action == "union" else mask_algebra.intersect
+    save_mask(combine(masks), args.output, as_json=args.json)

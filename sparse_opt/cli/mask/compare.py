@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,13 @@ from ..output import print_json
 from ..parser import add_json_flag
 
 if TYPE_CHECKING:
-    from ...analysis.mask_overlap import Comparison, Overlap
-    from ...analysis.tables import Table
+    from ...analysis import Comparison, Overlap
 
 _EPILOG = """For each pair of masks A and B:
   Jaccard   |A and B| / |A or B|
   of A      |A and B| / |A|, the share of A's active elements that B shares; 'of B' likewise
   'chance'  the expected value for random masks with the same density of every tensor: exact for 'of A' and 'of B', to
-            second order for Jaccard; --json and --csv contain its error and its standard deviation
+            second order for Jaccard; --json and --csv contain its standard deviation
 
 Two masks are compared as a whole, by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms)
 and by layer; for more masks, the table shows each pair as a whole, and --csv and --json contain everything. Masks of
@@ -31,22 +30,6 @@ examples:
   sparse-opt mask compare seed0.safetensors seed1.pt --per_tensor --layers_png agreement_by_layer.png
   sparse-opt mask compare masks/*.safetensors --png overlap.png --csv overlap.csv
 """
-# Keys in JSON and CSV; first and second are the names of the masks.
-_ACTIVE = {"first": "active_first", "second": "active_second", "both": "active_both"}
-_STATISTICS = (
-    "numel",
-    "first",
-    "second",
-    "both",
-    "jaccard",
-    "jaccard_chance",
-    "jaccard_chance_error",
-    "jaccard_chance_sd",
-    "of_first",
-    "of_first_chance",
-    "of_second",
-    "of_second_chance",
-)
 
 
 def add_parser(actions: Any) -> None:
@@ -67,7 +50,9 @@ def add_parser(actions: Any) -> None:
 
 def run(args: Namespace) -> None:
     """Compare the masks, write the requested files, and print tables or JSON."""
-    from ...analysis.mask_overlap import compare
+    from ...analysis import compare_masks
+    from ...analysis.output_files import require_matplotlib, save_png
+    from ...analysis.records import Table, write_csv
     from ...masks.mask_set import MaskSet
 
     labels = _labels(args.files)
@@ -75,34 +60,30 @@ def run(args: Namespace) -> None:
         raise ConfigError(f"option 'layers_png' draws two masks, found {len(args.files)}")
     for option in ("png", "layers_png"):
         if getattr(args, option) is not None:
-            from ...analysis.output_files import require_matplotlib
-
             require_matplotlib(option)
     masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}
-    comparisons = compare(masks, common=args.common)
+    comparisons = compare_masks(masks, common=args.common)
+    records = [record for pair in comparisons for record in _records(pair)]
     if args.csv is not None:
-        from ...analysis.tables import write_csv
+        write_csv(Table("", records), args.csv)
+    if args.png is not None or args.layers_png is not None:
+        from ...analysis import plots
 
-        write_csv(_records(comparisons), args.csv)
-    if args.png is not None:
-        from ...analysis.mask_plots import draw_comparison
-
-        draw_comparison(comparisons, args.png)
-    if args.layers_png is not None:
-        from ...analysis.mask_plots import draw_pair
-
-        draw_pair(comparisons[0], args.layers_png)
+        if args.png is not None:
+            save_png(plots.comparison_figure(comparisons), args.png)
+        if args.layers_png is not None:
+            save_png(plots.pair_figure(comparisons[0]), args.layers_png)
     if args.json:
         files = [
             {"name": label, "file": file, "nnz": mask.nnz, "density": mask.density, "digest": mask.digest}
             for (label, mask), file in zip(masks.items(), args.files, strict=True)
         ]
-        print_json({"masks": files, "pairs": [_pair_json(pair) for pair in comparisons]})
-    else:
-        _print_tables(comparisons, args.per_tensor)
-        for path in (args.png, args.layers_png, args.csv):
-            if path is not None:
-                print(f"\nwrote {path}")
+        print_json({"masks": files, "overlaps": records})
+        return
+    _print_tables(comparisons, args.per_tensor)
+    for path in (args.png, args.layers_png, args.csv):
+        if path is not None:
+            print(f"\nwrote {path}")
 
 
 def _labels(files: Sequence[Path]) -> list[str]:
@@ -116,54 +97,53 @@ def _labels(files: Sequence[Path]) -> list[str]:
     return stems if len(set(stems)) == len(stems) else [str(file) for file in files]
 
 
-def _groups(pair: Comparison) -> Iterator[tuple[str, dict[str, Overlap]]]:
+def _records(pair: Comparison) -> list[dict[str, Any]]:
+    """The statistics of a pair as a whole, by part, layer and tensor, for CSV and JSON."""
     from ...masks.parameters import layer_label
 
-    yield "total", {"total": pair.total}
-    yield "part", {str(part): overlap for part, overlap in pair.parts.items()}
-    yield "layer", {layer_label(layer): overlap for layer, overlap in pair.layers.items()}
-    yield "tensor", dict(pair.tensors)
-
-
-def _statistics(overlap: Overlap) -> dict[str, Any]:
-    return {_ACTIVE.get(statistic, statistic): getattr(overlap, statistic) for statistic in _STATISTICS}
-
-
-def _pair_json(pair: Comparison) -> dict[str, Any]:
-    groups = {level: {name: _statistics(o) for name, o in group.items()} for level, group in _groups(pair)}
-    levels = {"parts": groups["part"], "layers": groups["layer"], "tensors": groups["tensor"]}
-    return {"first": pair.first, "second": pair.second, **groups["total"], **levels}
-
-
-def _records(comparisons: Sequence[Comparison]) -> Table:
-    """All statistics of every pair, for a CSV file."""
-    from ...analysis.tables import Table
-
-    records = [
-        {"first": pair.first, "second": pair.second, "level": level, "name": name, **_statistics(overlap)}
-        for pair in comparisons
-        for level, group in _groups(pair)
-        for name, overlap in group.items()
+    levels: dict[str, Mapping[str, Overlap]] = {
+        "total": {"total": pair.total},
+        "part": {str(part): overlap for part, overlap in pair.parts.items()},
+        "layer": {layer_label(layer): overlap for layer, overlap in pair.layers.items()},
+        "tensor": pair.tensors,
+    }
+    return [
+        {
+            "first": pair.first,
+            "second": pair.second,
+            "level": level,
+            "name": name,
+            "numel": o.numel,
+            "active_first": o.first,
+            "active_second": o.second,
+            "active_both": o.both,
+            "jaccard": o.jaccard,
+            "jaccard_chance": o.jaccard_chance,
+            "jaccard_chance_sd": o.jaccard_chance_sd,
+            "of_first": o.of_first,
+            "of_first_chance": o.of_first_chance,
+            "of_second": o.of_second,
+            "of_second_chance": o.of_second_chance,
+        }
+        for level, overlaps in levels.items()
+        for name, o in overlaps.items()
     ]
-    return Table("overlap of masks by pair", records)
 
 
 def _print_tables(comparisons: Sequence[Comparison], per_tensor: bool) -> None:
+    from ...masks.parameters import PART_LABELS, layer_label
+
     if len(comparisons) > 1:
         rows = [(pair.first, pair.second, *_cells(pair.total)) for pair in comparisons]
         print(table(("A", "B", "Jaccard", "chance", "of A", "chance", "of B", "chance"), rows, n_words=2))
-        for pair in comparisons if per_tensor else ():
-            print(f"\nA {pair.first}, B {pair.second}\n{_table('tensor', pair.tensors)}")
-        return
-    from ...masks.parameters import PART_LABELS, layer_label
-
-    pair = comparisons[0]
-    print(f"A {pair.first}: {pair.total.first:,} active elements\nB {pair.second}: {pair.total.second:,}")
-    parts = {PART_LABELS[part]: overlap for part, overlap in pair.parts.items()}
-    print("\n" + _table("part", {"all": pair.total, **parts}))
-    print("\n" + _table("layer", {layer_label(layer): overlap for layer, overlap in pair.layers.items()}))
-    if per_tensor:
-        print("\n" + _table("tensor", pair.tensors))
+    else:
+        (pair,) = comparisons
+        print(f"A {pair.first}: {pair.total.first:,} active elements\nB {pair.second}: {pair.total.second:,}")
+        parts = {PART_LABELS[part]: overlap for part, overlap in pair.parts.items()}
+        print("\n" + _table("part", {"all": pair.total, **parts}))
+        print("\n" + _table("layer", {layer_label(layer): overlap for layer, overlap in pair.layers.items()}))
+    for pair in comparisons if per_tensor else ():
+        print(f"\nA {pair.first}, B {pair.second}\n{_table('tensor', pair.tensors)}")
 
 
 def _table(of: str, overlaps: Mapping[str, Overlap]) -> str:
@@ -171,8 +151,7 @@ def _table(of: str, overlaps: Mapping[str, Overlap]) -> str:
     return table((of, "in both", "Jaccard", "chance", "of A", "chance", "of B", "chance"), rows)
 
 
-def _cells(overlap: Overlap) -> list[str]:
-    names = ("jaccard", "jaccard_chance", "of_first", "of_first_chance", "of_second", "of_second_chance")
-    values = [getattr(overlap, name) for name in names]
+def _cells(o: Overlap) -> list[str]:
+    values = (o.jaccard, o.jaccard_chance, o.of_first, o.of_first_chance, o.of_second, o.of_second_chance)
     # NaN, the only value that is unequal to itself: a mask has no active element in this part.
     return ["-" if value != value else f"{value:.4f}" for value in values]

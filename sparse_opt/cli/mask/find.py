@@ -18,7 +18,7 @@ from .output import PATTERNS, headline, output_file, summary
 if TYPE_CHECKING:
     import torch
 
-    from ...analysis.mask_overlap import Overlap
+    from ...analysis import Overlap
     from ...delta.state_log import StateLog
     from ...mask_finding.select import FoundMask
 
@@ -53,6 +53,7 @@ the expected index of random masks with the same density of every tensor.
 sparsity_97.5pct_fisher_step50.safetensors, or top_10.0pct_momentum_w25_step25.safetensors with --top_percent.
 
 examples:
+  sparse-opt mask find --method random --model_name M --sparsity_percent 97.5 --pattern tile64 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5
   sparse-opt mask find --delta_log_dir delta_logs_M --list_steps
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5 --target_step 50 --output masks/
@@ -127,11 +128,11 @@ def run(args: Namespace) -> None:
         return
     sparsity = _sparsity(args)
     _settle_options(args)
-    from ...delta.open import open_log
+    from ...delta.log import DeltaLog
     from ...tensors import resolve_device
 
     device = resolve_device(args.device)
-    log = None if args.delta_log_dir is None else open_log(args.delta_log_dir)
+    log = None if args.delta_log_dir is None else DeltaLog.open(args.delta_log_dir)
     if args.method in LOG_METHODS:
         assert log is not None  # _settle_options
         label, step, find = _in_log(args, log, sparsity, device)
@@ -153,11 +154,11 @@ def run(args: Namespace) -> None:
 
 
 def _print_steps(args: Namespace) -> None:
-    from ...delta.open import open_log
+    from ...delta.log import DeltaLog
 
     if args.delta_log_dir is None:
         raise ConfigError("option 'list_steps' needs --delta_log_dir")
-    steps = open_log(args.delta_log_dir).steps
+    steps = DeltaLog.open(args.delta_log_dir).steps
     if args.json:
         print_json({"steps": list(steps)})
     else:
@@ -286,7 +287,7 @@ def _file_name(args: Namespace, sparsity: float, label: str, step: int | None) -
 def _overlap_with_oracle(
     args: Namespace, log: StateLog, found: FoundMask, sparsity: float, device: torch.device
 ) -> Overlap:
-    from ...analysis.mask_overlap import compare
+    from ...analysis import compare_masks
     from ...mask_finding.find import find_from_log
 
     metadata = found.mask.metadata
@@ -300,7 +301,7 @@ def _overlap_with_oracle(
             device=device,
             **(_shared(args) | {"tensor_stats": False}),
         ).mask
-    (comparison,) = compare({"the mask": found.mask, "the oracle mask": oracle})
+    (comparison,) = compare_masks({"the mask": found.mask, "the oracle mask": oracle})
     return comparison.total
 
 

@@ -30,7 +30,7 @@ from ...files import written_aside
 from ...integrations import DeltaLogCallback, SparseArguments, sparse_trainer
 from ...integrations.rates import rate_factor
 from ...integrations.run_folder import LOCK, RunFolder
-from ...integrations.trl.progress import ProgressLines
+from ...integrations.trl.console import ProgressLines
 from ...masks.mask_set import MaskSet
 from ...tables import format_bytes, table
 from ...tensors import as_bits, resolve_device

@@ -46,17 +46,16 @@ def encode(
 ) -> Patch:
     """Encode the patch that turns the bits of `old` into those of `new`.
 
-    Runs on the tensors' device. The host synchronizes once for the length of the records, and at `packed` and `tight`
-    once more for a sample.
+    Runs on the tensors' device. The host synchronizes twice: for a sample, and for the length of the records.
 
     Args:
         old, new: equally many contiguous tensors, at least one each, on one device, of one dtype of 1, 2, 4 or 8 bytes;
             new[i] has as many elements as old[i].
-        level: `fast`, `packed` or `tight`.
+        level: `packed` or `tight`.
         advance: also copy the bits of `new` to `old`, which costs little more than the stores. After an error the
             contents of `old` are undefined.
-        meanwhile: called while the host waits for the sample of `packed` and `tight` on a GPU, to launch other work
-            there; at `fast`, and on the CPU, called first.
+        meanwhile: called while the host waits for the sample on a GPU, to launch other work there; on the CPU, called
+            first.
         backend: `native` (C++ and CUDA) or `reference` (numpy). None uses `native` if it is available; otherwise it
             warns once and uses `reference`.
 
@@ -65,25 +64,22 @@ def encode(
         BackendUnavailable: the named backend cannot run.
     """
     if level not in LEVELS:
-        raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}")
+        raise ValueError(f"level is {level!r}, expected {' or '.join(LEVELS)}")
     _check_tensors(old, new)
     old, new = list(old), list(new)
     dtype, numels = new[0].dtype, tuple(tensor.numel() for tensor in new)
     kind = word_kind(dtype)
     run = _implementation(new[0].device, backend)
     width, tables = 0, None
-    if level == "fast" or new[0].device.type != "cuda":
-        if meanwhile is not None:
-            meanwhile()
-        meanwhile = None
-    if level != "fast":
-        # `packed` only needs the counts of symbols, so that one class is enough.
-        class_shift = kind.class_shift if level == "tight" else kind.bits
-        sample = _sample(run, old, new, WordKind(kind.size, kind.is_float, class_shift), meanwhile)
-        if level == "packed":
-            width = best_width(sample.symbols, kind.bits)
-        else:
-            tables = make_tables(sample, numels, kind)
+    if new[0].device.type != "cuda" and meanwhile is not None:
+        meanwhile()
+    # `packed` only needs the counts of symbols, so that one class is enough.
+    class_shift = kind.class_shift if level == "tight" else kind.bits
+    sample = _sample(run, old, new, WordKind(kind.size, kind.is_float, class_shift), meanwhile)
+    if level == "packed":
+        width = best_width(sample.symbols, kind.bits)
+    else:
+        tables = make_tables(sample, numels, kind)
     # A lane of `tight` reads the old words again after coding them, so they cannot be overwritten on the way.
     at_once = advance and level != "tight"
     with memory_errors():

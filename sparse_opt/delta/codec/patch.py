@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from ...errors import DeltaLogError
-from .reference import fast_bytes
 from .tables import Tables
-from .words import RAW_BIT, WordKind, first_tiles, tile_lengths, word_kind
+from .words import RAW_BIT, first_tiles, word_kind
 
 # The parts of each level, by name.
 _PARTS = {
-    "fast": ("counts", "heads", "records"),
     "packed": ("counts", "heads", "sizes", "width", "records"),
     "tight": ("counts", "sizes", "tables", "records"),
 }
-_RECORD_UNIT = {"fast": 4, "packed": 4, "tight": 2}  # bytes
+_RECORD_UNIT = {"packed": 4, "tight": 2}  # bytes
 
 
 class PatchError(DeltaLogError):
@@ -52,12 +50,9 @@ class Patch:
 
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors to store in a file, under the names of docs/formats.md without the group prefix."""
-        found = {"counts": self.counts, "records": self.records}
+        found = {"counts": self.counts, "records": self.records, "sizes": self.sizes}
         if self.heads is not None:
             found["heads"] = self.heads
-        if self.level != "fast":
-            found["sizes"] = self.sizes
-        if self.level == "packed":
             found["width"] = torch.tensor([self.width], dtype=torch.uint8, device="cpu")
         if self.tables is not None:
             found["tables"] = torch.frombuffer(bytearray(self.tables.to_bytes()), dtype=torch.uint8)
@@ -126,23 +121,21 @@ class Patch:
         counts = _part(frame, "counts", torch.int64, len(numels))
         if any(not 0 <= count <= numel for count, numel in zip(counts.tolist(), numels, strict=True)):
             raise PatchError("a count is larger than its tensor or below 0")
-        heads = None if level == "tight" else _part(frame, "heads", torch.uint16, tiles)
-        width, tables = 0, None
         kind = word_kind(dtype)
-        try:
-            if level == "fast":
-                assert heads is not None
-                sizes = _fast_sizes(heads, numels, kind)
-            else:
-                sizes = _part(frame, "sizes", torch.uint32 if level == "tight" else torch.uint16, tiles)
-            if level == "packed":
-                width = int(_part(frame, "width", torch.uint8, 1)[0])
-                if width >= kind.bits:
-                    raise PatchError(f"its width is {width}, expected less than {kind.bits}")
-            if level == "tight":
-                tables = Tables.from_bytes(_part(frame, "tables", torch.uint8).numpy().tobytes(), len(numels), kind)
-        except ValueError as error:
-            raise PatchError(str(error)) from error
+        heads, width, tables = None, 0, None
+        if level == "packed":
+            sizes = _part(frame, "sizes", torch.uint16, tiles)
+            heads = _part(frame, "heads", torch.uint16, tiles)
+            width = int(_part(frame, "width", torch.uint8, 1)[0])
+            if width >= kind.bits:
+                raise PatchError(f"its width is {width}, expected less than {kind.bits}")
+        else:
+            sizes = _part(frame, "sizes", torch.uint32, tiles)
+            stored = _part(frame, "tables", torch.uint8).numpy().tobytes()
+            try:
+                tables = Tables.from_bytes(stored, len(numels), kind)
+            except ValueError as error:
+                raise PatchError(str(error)) from error
         none = torch.empty(0, dtype=torch.uint8, device="cpu")
         patch = cls(level, dtype, tuple(numels), counts, heads, sizes, none, width, tables)
         if int(patch.offsets()[-1]) != length:
@@ -155,14 +148,6 @@ class Patch:
         offsets = lengths.new_zeros(len(lengths) + 1)
         torch.cumsum(lengths * _RECORD_UNIT[self.level], 0, out=offsets[1:])
         return offsets
-
-
-def _fast_sizes(heads: Tensor, numels: Sequence[int], kind: WordKind) -> Tensor:
-    """Return uint16 [tiles], the length of each record in units of 4 bytes. Raises ValueError on an invalid head."""
-    lengths = tile_lengths(numels, "fast")
-    pairs, inverse = torch.unique(heads.to(torch.int64) << 16 | lengths, return_inverse=True)
-    sizes = [fast_bytes(pair >> 16, pair & 0xFFFF, kind.size) // 4 for pair in pairs.tolist()]
-    return torch.tensor(sizes, dtype=torch.int64, device="cpu")[inverse].to(torch.uint16)
 
 
 def _part(parts: Mapping[str, Tensor], name: str, dtype: torch.dtype, length: int | None = None) -> Tensor:

@@ -14,13 +14,12 @@ from .tables import Array, Sample, Tables
 from .words import (
     BITMAP,
     CLASSES,
+    ELIAS_FANO,
     LANE_ROWS,
-    LIST,
     MODE_SHIFT,
     RAW,
     RAW_BIT,
     ROW_SCALE_BITS,
-    RUN,
     SPAN_ROWS,
     TILE,
     VALUE_SCALE_BITS,
@@ -105,60 +104,6 @@ def sample(old: Sequence[Array], new: Sequence[Array], kind: WordKind) -> Sample
     return Sample(seen, changed, symbols)
 
 
-def encode_fast_tile(old: Array, new: Array, kind: WordKind) -> tuple[int, bytes]:
-    """Return (head, record)."""
-    (where,) = (old != new).nonzero()
-    n, t = len(where), len(old)
-    if n == 0:
-        return 0, b""
-    runs = np.bincount(where // RUN, minlength=-(-t // RUN))
-    listed = new[where].tobytes() + runs.astype(np.uint8).tobytes() + (where % RUN).astype(np.uint8).tobytes()
-    forms = {
-        LIST: listed,
-        BITMAP: _filled(np.packbits(old != new, bitorder="little").tobytes(), 4) + new[where].tobytes(),
-        RAW: new.tobytes(),
-    }
-    if (runs == RUN).any():
-        del forms[LIST]
-    mode = min(forms, key=lambda mode: (-(-len(forms[mode]) // 4), mode))
-    return n | mode << MODE_SHIFT, _filled(forms[mode], 4)
-
-
-def apply_fast_tile(old: Array, head: int, record: Array) -> Array:
-    """Return the new words. Raises ValueError on an invalid record."""
-    n, mode, t, size = head % (1 << MODE_SHIFT), head >> MODE_SHIFT, len(old), old.itemsize
-    new = old.copy()
-    if mode == RAW:
-        return _words(record, 0, t, old.dtype)
-    if mode == BITMAP:
-        changed = np.unpackbits(record[: 4 * -(-t // 32)], bitorder="little").astype(bool)
-        if changed.sum() != n or changed[t:].any():
-            raise ValueError(f"its bitmap has {changed.sum()} changes, expected {n} below {t}")
-        new[changed[:t]] = _words(record, 4 * -(-t // 32), n, old.dtype)
-        return new
-    run_count = -(-t // RUN)
-    runs = record[n * size : n * size + run_count].astype(np.int64)
-    offsets = record[n * size + run_count : n * size + run_count + n].astype(np.int64)
-    if runs.sum() != n or len(offsets) != n:
-        raise ValueError(f"its runs hold {runs.sum()} changes, expected {n}")
-    where = np.repeat(np.arange(run_count) * RUN, runs) + offsets
-    if (where >= t).any() or (np.diff(where) <= 0).any():
-        raise ValueError("its positions do not ascend within the tile")
-    new[where] = _words(record, 0, n, old.dtype)
-    return new
-
-
-def fast_bytes(head: int, t: int, size: int) -> int:
-    """Return the length of a record. Raises ValueError on an invalid head."""
-    n, mode = head % (1 << MODE_SHIFT), head >> MODE_SHIFT
-    if n > t or mode > RAW or (n == 0 and head != 0):
-        raise ValueError(f"its head {head:#x} is invalid for a tile of {t} words")
-    if n == 0:
-        return 0
-    length = {LIST: n * size + -(-t // RUN) + n, BITMAP: 4 * -(-t // 32) + n * size, RAW: t * size}[mode]
-    return -(-length // 4) * 4
-
-
 def encode_packed_tile(old: Array, new: Array, kind: WordKind, width: int) -> tuple[int, bytes]:
     """Return (head, record)."""
     (where,) = (old != new).nonzero()
@@ -168,7 +113,7 @@ def encode_packed_tile(old: Array, new: Array, kind: WordKind, width: int) -> tu
     k = (t // n).bit_length() - 1
     high = np.zeros(n + ((t - 1) >> k), np.uint8)
     high[(where >> k) + np.arange(n)] = 1
-    mode, positions = LIST, [_fields(where, k), high]
+    mode, positions = ELIAS_FANO, [_fields(where, k), high]
     if n * k + len(high) > t:
         mode, positions = BITMAP, [(old != new).astype(np.uint8)]
     negative, magnitude = differences(old[where], new[where], kind)
@@ -360,10 +305,7 @@ def encode_tiles(
                     head, record = RAW_BIT, raw
                 sizes.append(head | len(record) // 2)
             else:
-                if level == "fast":
-                    head, record = encode_fast_tile(*part, kind)
-                else:
-                    head, record = encode_packed_tile(*part, kind, width)
+                head, record = encode_packed_tile(*part, kind, width)
                 heads.append(head)
                 sizes.append(len(record) // 4)
             records.append(record)
@@ -385,11 +327,6 @@ def apply_tiles(
     def new_words(old: Array, tile: int, tensor: int, record: Array) -> Array:
         if level == "packed":
             return apply_packed_tile(old, int(heads[tile]), record, kind, width)
-        if level == "fast":
-            expected = fast_bytes(int(heads[tile]), len(old), kind.size)
-            if len(record) != expected:
-                raise ValueError(f"its record has {len(record)} bytes, expected {expected}")
-            return apply_fast_tile(old, int(heads[tile]), record) if len(record) else old
         assert tables is not None
         if int(sizes[tile]) & RAW_BIT:
             if len(record) != -(-len(old) * kind.size // 2) * 2:

@@ -8,15 +8,14 @@ from itertools import accumulate
 
 import torch
 
-LEVELS = ("fast", "packed", "tight")
+LEVELS = ("packed", "tight")
 # Words of a tile, and of a lane of a tile at the level `tight`.
-TILE = {"fast": 8192, "packed": 8192, "tight": 2**19}
+TILE = {"packed": 8192, "tight": 2**19}
 LANE_ROWS = 16384
 SPAN_ROWS = 64  # rows of a tile of `tight` whose changes are coded together
 
-LIST, BITMAP, RAW = 0, 1, 2  # modes of `fast`; for `packed`, 0 is Elias-Fano
+ELIAS_FANO, BITMAP, RAW = 0, 1, 2  # modes of `packed`
 MODE_SHIFT = 14
-RUN = 256  # words of a tile that share a count, at the level `fast`
 RAW_BIT = 1 << 31
 
 CLASSES = 256
@@ -62,21 +61,6 @@ def word_kind(dtype: torch.dtype) -> WordKind:
     return WordKind(size, is_float, _CLASS_SHIFTS[dtype] if is_float else 8 * size)
 
 
-def tile_counts(numels: Sequence[int], level: str) -> list[int]:
-    """Return the number of tiles of each tensor."""
-    return [-(-numel // TILE[level]) for numel in numels]
-
-
 def first_tiles(numels: Sequence[int], level: str) -> list[int]:
     """Return the number of each tensor's first tile, and the total number of tiles: [tensors + 1]."""
-    return [0, *accumulate(tile_counts(numels, level))]
-
-
-def tile_lengths(numels: Sequence[int], level: str) -> torch.Tensor:
-    """Return the number of words of each tile: [tiles] int64."""
-    tile, counts = TILE[level], torch.tensor(tile_counts(numels, level), dtype=torch.int64, device="cpu")
-    lengths = torch.full((int(counts.sum()),), tile, dtype=torch.int64, device="cpu")
-    ends = counts.cumsum(0)[counts > 0] - 1
-    rest = [numel % tile or tile for numel in numels if numel]
-    lengths[ends] = torch.tensor(rest, dtype=torch.int64, device="cpu")
-    return lengths
+    return [0, *accumulate(-(-numel // TILE[level]) for numel in numels)]

@@ -27,7 +27,7 @@ from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, 
 from ...errors import ConfigError
 from ...options import FALSE, TRUE, read_yaml, similar
 from ..rates import EXPONENT
-from .mask_arguments import MaskArguments
+from .mask_arguments import MaskArguments, option
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 _WORD = re.compile(r"[A-Za-z]\w*=")
@@ -59,15 +59,11 @@ times density^{exponent} (5.6 at 10 %, 16 at 2.5 %, 32 at 1 %), a start for tuni
 class GRPOScriptArguments(ScriptArguments):
     """TRL's script arguments and the two of its GRPO script."""
 
-    reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "reward model: a sequence classifier with one label"}
-    )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "exact_match, number (both read the column answer), accuracy_reward, reasoning_accuracy_reward, "
-            "think_format_reward, get_soft_overlong_punishment, or import paths: my_package.rewards.function"
-        },
+    reward_model_name_or_path: str | None = option(None, "reward model: a sequence classifier with one label")
+    reward_funcs: list[str] | None = option(  # noqa: RUF009
+        None,
+        "exact_match, number (both read the column answer), accuracy_reward, reasoning_accuracy_reward, "
+        "think_format_reward, get_soft_overlong_punishment, or import paths: my_package.rewards.function",
     )
 
 
@@ -77,6 +73,7 @@ class Options:
 
     Attributes:
         script, training, model, mask: as TRL's trainers and `sparse_trainer` take them.
+        name: the words after `sparse-opt train`: the algorithm or the recipe.
         recipe: the options of a recipe, of the class that `parse` was given; None without a recipe.
         values: name -> value of every option.
         given: names of the options in files and words.
@@ -86,6 +83,7 @@ class Options:
     training: Any
     model: ModelConfig
     mask: MaskArguments
+    name: str
     recipe: Any
     values: dict[str, Any]
     given: frozenset[str]
@@ -227,7 +225,8 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     rewards = (getattr(script, "reward_funcs", None), getattr(script, "reward_model_name_or_path", None))
     if algorithm == "grpo" and recipe is None and not any(rewards):
         raise ConfigError("grpo needs --reward_funcs (such as exact_match) or --reward_model_name_or_path")
-    return Options(script, training, model, mask, own[0] if own else None, values, frozenset(given))
+    name = algorithm if recipe is None else recipe.name
+    return Options(script, training, model, mask, name, own[0] if own else None, values, frozenset(given))
 
 
 def read_options(of: _Parser, argv: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
@@ -270,9 +269,13 @@ def _words(of: _Parser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
             action = _find(of, key, f"'{word}'")
             given.add(action.dest)
             flags.append(f"{key}={value}" if equals else key)
-            is_bool = getattr(action.type, "__name__", "") == "string_to_bool"
-            if not equals and is_bool and not (words and words[0].lower() in TRUE | FALSE):
-                flags[-1] += "=true"
+            if getattr(action.type, "__name__", "") == "string_to_bool":
+                if not equals:
+                    follows = words and not words[0].startswith("--") and not _WORD.match(words[0])
+                    value = words.pop(0) if follows else "true"
+                if value.lower() not in TRUE | FALSE:
+                    of.error(f"option '{key}' is '{value}', expected true or false")
+                flags[-1] = f"{key}={value.lower() in TRUE}"
             elif not equals and action.nargs is None:
                 if not words or words[0].startswith("--"):
                     of.error(f"option '{key}': expected a value")

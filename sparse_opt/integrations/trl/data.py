@@ -1,4 +1,4 @@
-"""The rows of a TRL run: load them, and refuse those that TRL would not train as written.
+"""The rows of a TRL run: load them, refuse those that TRL would not train as written, recognize them on resuming.
 
 `datasets` and TRL read, render and tokenize. This file refuses what they would change without an error; "Data" in
 docs/integrations.md lists it. The first row of a dataset is row 1 in messages.
@@ -15,16 +15,19 @@ from typing import Any, Literal
 
 import datasets
 import pyarrow as pa
+import xxhash
 from datasets import Dataset, DatasetDict, Features, IterableDataset, Json, ReadInstruction, Value
+from transformers import TrainerCallback
 
 from ...errors import ConfigError, DataError, listed
 from ...files import is_text, one_line
-from .records import as_trl_rows
+from .records import as_trl_rows, shortened
 
 Algorithm = Literal["sft", "dpo", "grpo"]
 
 N_LEVELS = 32  # of lists and objects in a column of JSON; Arrow and `datasets` fail at about 50
 N_ARROW_LEVELS = 8  # of those that have an Arrow type: `datasets` takes time exponential in the levels
+N_DIGESTED = 1000  # rows of a stream that are in its digest
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
 CONVERSATIONS = ("messages", "conversations")
@@ -63,13 +66,8 @@ def read_rows(
         DataError: a file or dataset cannot be read or has no rows.
     """
     name, option = script_arguments.dataset_name, "dataset_test_split" if test else "dataset_train_split"
-    split = getattr(script_arguments, option)
-    if not name:
-        raise ConfigError("--dataset_name is missing: give a file, a folder or a dataset of the hub")
-    path = Path(name).expanduser()
+    split, path = getattr(script_arguments, option), require_dataset(name)
     if not path.exists():
-        if path.suffix in _READERS or path.is_absolute() or name.startswith(("~", ".")):
-            raise ConfigError(f"dataset {name}: no such file or folder")
         rows = _load(
             name, name=script_arguments.dataset_config, split=split, streaming=script_arguments.dataset_streaming
         )
@@ -80,6 +78,20 @@ def read_rows(
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise DataError(f"{name} has no rows" + ("" if split == "train" else f" in split {split}"))
     return rows
+
+
+class MissingDataset(ConfigError):
+    """A dataset's file or folder does not exist."""
+
+
+def require_dataset(name: str | None) -> Path:
+    """The path of a dataset. Raises ConfigError without a name, and MissingDataset for a file that does not exist."""
+    if not name:
+        raise ConfigError("--dataset_name is missing: give a file, a folder or a dataset of the hub")
+    path = Path(name).expanduser()
+    if not path.exists() and (path.suffix in _READERS or path.is_absolute() or name.startswith(("~", "."))):
+        raise MissingDataset(f"dataset {name}: no such file or folder")
+    return path
 
 
 def _load(source: str, /, **options: Any) -> Any:
@@ -352,6 +364,36 @@ def _messages(value: Any, where: str) -> Any:
     return [{key: field for key, field in message.items() if field is not None} for message in value]
 
 
-def shortened(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+# On resuming
+
+
+def rows_digest(rows: Dataset | IterableDataset) -> str:
+    """A digest of the rows and their order; of a stream, of its first 1,000 rows."""
+    digest = xxhash.xxh3_128()
+    if not isinstance(rows, Dataset):
+        rows = rows.take(N_DIGESTED)
+    for table in rows.with_format("arrow").iter(batch_size=1000):
+        for row in table.to_pylist():
+            digest.update(json.dumps(row, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+class RowsDigest(TrainerCallback):
+    """Stores the digest of the rows in each checkpoint's `trainer_state.json`.
+
+    Resuming from a checkpoint of other rows raises a DataError before the first step.
+    """
+
+    def __init__(self, rows: Dataset | IterableDataset) -> None:
+        self.digest = rows_digest(rows)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get("rows_digest")
+        if state.global_step and saved is None:
+            warnings.warn("the checkpoint has no digest of its rows, which are not compared", stacklevel=2)
+        elif saved is not None and saved != self.digest:
+            raise DataError(
+                f"the rows of the dataset are not those of the checkpoint of step {state.global_step} "
+                f"(digest {self.digest}, expected {saved}): restore them, or start a new run"
+            )
+        state.stateful_callbacks["rows_digest"] = self.digest

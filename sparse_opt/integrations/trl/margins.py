@@ -53,9 +53,7 @@ class MarginsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.accelerator.gather = self._record
         if state.is_world_process_zero:
-            folder = self._folder(args)
-            remove_from(folder, state.global_step + 1)
-            RowFile(folder / MARGINS_FILE).cut(state.global_step)
+            remove_after(self._folder(args), state.global_step)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logged = self._trainer._metrics["train"]["rewards/margins"][-1]
@@ -94,7 +92,7 @@ def write_margins(folder: Path, epoch: int, step: int, margins: Tensor) -> dict[
     """Write the file of a step's margins [n], and return the step's row of `margins_log.jsonl`."""
     values = margins.detach().float().cpu().numpy()
     file = step_file(folder, epoch, step)
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(file) as aside, aside.open("wb") as stream:
         np.save(stream, values)
     exact = values.astype(np.float64)
@@ -110,12 +108,15 @@ def write_margins(folder: Path, epoch: int, step: int, margins: Tensor) -> dict[
     }
 
 
-def remove_from(folder: Path, first: int) -> None:
-    """Remove the files that an earlier process wrote for step `first` and later ones."""
+def remove_after(folder: Path, last_step: int) -> None:
+    """Remove what an earlier process wrote about steps after `last_step`; 0 removes all."""
     for file in folder.glob("epoch_*/step_*.npy"):
         match = _STEP_FILE.fullmatch(file.name)
-        if match and int(match[1]) >= first:
+        if match and int(match[1]) > last_step:
             file.unlink()
+            if not any(file.parent.iterdir()):
+                file.parent.rmdir()
+    RowFile(folder / MARGINS_FILE).cut(last_step)
 
 
 def step_file(folder: Path, epoch: int, step: int) -> Path:

@@ -13,6 +13,13 @@ from ...errors import ConfigError
 from ..arguments import SparseArguments
 
 
+def option(default: Any, text: str, *aliases: str) -> Any:
+    """A field of a dataclass for TRL's parser; a default that is a list is copied. `text` is its help."""
+    of_list: Any = {"default_factory": lambda: list(default)}
+    metadata = {"help": text, "aliases": list(aliases)}
+    return field(**(of_list if isinstance(default, list) else {"default": default}), metadata=metadata)
+
+
 @dataclass(kw_only=True)
 class MaskArguments:
     """A mask is a file or made at the start; without one, all weights are trained, or with --use_peft adapters.
@@ -20,67 +27,38 @@ class MaskArguments:
     The options that are not described here are those of `SparseArguments`.
     """
 
-    mask: str | None = field(default=None, metadata={"help": "mask file; train the active elements of the mask only"})
-    mask_density: float | None = field(
-        default=None, metadata={"help": "share of active elements of a random mask, in place of --mask"}
+    mask: str | None = option(None, "mask file; train the active elements of the mask only")
+    mask_density: float | None = option(None, "share of active elements of a random mask, in place of --mask")
+    mask_pattern: Literal["element", "run16", "run32", "tile64", "tile128"] = option(
+        "element", "pattern of the random mask"
     )
-    mask_pattern: Literal["element", "run16", "run32", "tile64", "tile128"] = field(
-        default="element", metadata={"help": "pattern of the random mask"}
-    )
-    mask_seed: int = field(default=0, metadata={"help": "seed of the random mask"})
+    mask_seed: int = option(0, "seed of the random mask")
 
-    grads: Literal["compact", "dense"] = field(
-        default="compact", metadata={"help": "gather gradients when they are produced, or read them"}
+    grads: Literal["compact", "dense"] = option("compact", "gather gradients when they are produced, or read them")
+    state_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of Adam's moments under a mask")
+    grad_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of compact gradients")
+    master_weights: bool | None = option(
+        None, "keep fp32 copies of active 16-bit weights; true unless --stochastic_rounding"
     )
-    state_dtype: Literal["float32", "bfloat16"] = field(
-        default="float32", metadata={"help": "dtype of Adam's moments under a mask"}
+    stochastic_rounding: bool = option(False, "round 16-bit weights up or down at random, in place of master weights")
+    keep_base_weights: bool | None = option(
+        None, "keep the initial active weights, the reference of DPO and GRPO; false for SFT without a log"
     )
-    grad_dtype: Literal["float32", "bfloat16"] = field(
-        default="float32", metadata={"help": "dtype of compact gradients"}
-    )
-    master_weights: bool | None = field(
-        default=None, metadata={"help": "keep fp32 copies of active 16-bit weights; true unless --stochastic_rounding"}
-    )
-    stochastic_rounding: bool = field(
-        default=False, metadata={"help": "round 16-bit weights up or down at random, in place of master weights"}
-    )
-    keep_base_weights: bool | None = field(
-        default=None,
-        metadata={
-            "help": "keep the initial active weights, the reference of DPO and GRPO; false for SFT without a log"
-        },
-    )
-    offload_base_weights: bool = field(default=False, metadata={"help": "keep them in host memory"})
-    tile_backward: bool | None = field(
-        default=None, metadata={"help": "compute weight gradients of active tiles only; default: where faster"}
-    )
-    backend: str | None = field(default=None, metadata={"help": "backend of the optimizer's kernels"})
-    vllm_weight_sync: Literal["full", "sparse"] = field(
-        default="full", metadata={"help": "send vLLM all weights, or what changed"}
-    )
-    vllm_options: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "JSON: options of vllm.LLM for which TRL has no argument"}
-    )
+    offload_base_weights: bool = option(False, "keep them in host memory")
+    tile_backward: bool | None = option(None, "compute weight gradients of active tiles only; default: where faster")
+    backend: str | None = option(None, "backend of the optimizer's kernels")
+    vllm_weight_sync: Literal["full", "sparse"] = option("full", "send vLLM all weights, or what changed")
+    vllm_options: dict[str, Any] | str | None = option(None, "JSON: options of vllm.LLM for which TRL has no argument")  # noqa: RUF009
 
-    delta_log_dir: str | None = field(
-        default=None, metadata={"help": "folder of a log of the weights, from which masks are found"}
-    )
-    delta_log_steps: str = field(
-        default="every:1,last", metadata={"help": "steps to log: every:10,last or 10-40:10,100"}
-    )
-    delta_log_level: str = field(default="packed", metadata={"help": "compression of the log's patches"})
-    delta_log_keyframe_every: int | None = field(default=None, metadata={"help": "patches between two whole states"})
-    delta_log_on_error: Literal["raise", "warn"] = field(
-        default="raise", metadata={"help": "end the run, or leave out a step not written"}
-    )
-    statistics_steps: int | None = field(
-        default=None, metadata={"help": "write ranks and shares of the update every N steps"}
-    )
-    statistics_include: list[str] | None = field(
-        default=None, metadata={"help": "patterns of the weight matrices whose ranks are taken"}
-    )
-    statistics_tau: float = field(default=1e-6, metadata={"help": "size of the changes counted in share_above_tau"})
-    log_margins: bool = field(default=False, metadata={"help": "write the margin of each pair of DPO to logs/margins"})
+    delta_log_dir: str | None = option(None, "folder of a log of the weights, from which masks are found")
+    delta_log_steps: str = option("every:1,last", "steps to log: every:10,last or 10-40:10,100")
+    delta_log_level: str = option("packed", "compression of the log's patches")
+    delta_log_keyframe_every: int | None = option(None, "patches between two whole states")
+    delta_log_on_error: Literal["raise", "warn"] = option("raise", "end the run, or leave out a step not written")
+    statistics_steps: int | None = option(None, "write ranks and shares of the update every N steps")
+    statistics_include: list[str] | None = option(None, "patterns of the weight matrices whose ranks are taken")  # noqa: RUF009
+    statistics_tau: float = option(1e-6, "size of the changes counted in share_above_tau")
+    log_margins: bool = option(False, "write the margin of each pair of DPO to logs/margins")
 
     def __post_init__(self) -> None:
         if self.mask is not None and self.mask_density is not None:

@@ -101,7 +101,7 @@ def solution_reader(columns: Iterable[str], name: str, answer: str) -> Callable[
         match = re.fullmatch(pattern + r"\s*", texts.get("assistant", ""), re.DOTALL)
         if match is None:
             raise DataError(
-                f"found the answer {_shortened(texts.get('assistant'))}; expected the form {_shortened(answer)}"
+                f"found the answer {shortened(texts.get('assistant'))}; expected the form {shortened(answer)}"
             )
         return {"question": _own_text(texts.get("user"), "conversations"), **match.groupdict()}
 
@@ -110,7 +110,7 @@ def solution_reader(columns: Iterable[str], name: str, answer: str) -> Callable[
 
 def _own_text(value: Any, column: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"column '{column}' has {_shortened(value)}; expected text")
+        raise DataError(f"column '{column}' has {shortened(value)}; expected text")
     return value
 
 
@@ -204,7 +204,7 @@ def _messages(value: Any, role: str) -> list[Message]:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise DataError(f"found {_shortened(value)}; expected a string, a message or a list of messages")
+        raise DataError(f"found {shortened(value)}; expected a string, a message or a list of messages")
     return [_message(message) for message in value]
 
 
@@ -215,12 +215,13 @@ def _message(message: Any) -> Message:
         if isinstance(speaker, str) and speaker in _ROLES and isinstance(content, str):
             return {"role": _ROLES[speaker], "content": content}
     expected = f"expected role and content, or from and value; roles are {_listed(_ROLES)}"
-    raise DataError(f"found the message {_shortened(message)}; {expected}")
+    raise DataError(f"found the message {shortened(message)}; {expected}")
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """The value as JSON, cut to 80 characters, for a message."""
     text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -14,7 +14,8 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.data_utils import is_conversational
 
 from ...errors import ConfigError
-from .data import CONVERSATIONS, TEXT_COLUMNS, shortened
+from .data import CONVERSATIONS, TEXT_COLUMNS
+from .records import shortened
 
 N_CHECKED = 256  # rows that are compared, drawn with seed 0
 # Fields of a message that chat templates render; others, such as an id or a date, are not expected in the tokens.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import warnings
@@ -17,26 +16,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, Trai
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
 
-from ...errors import ConfigError, DataError, SparseOptError
-from ...files import one_line, written_aside
+from ...errors import ConfigError, DataError, MaskError, SparseOptError
+from ...files import one_line, write_text
 from ...masks.mask_set import MaskSet
 from ...options import FALSE, TRUE
 from ...progress import hide_progress_bars
 from ..callback import DeltaLogCallback, on_process_0
-from ..checkpoints import MANIFEST, VerifiedCheckpointCallback
+from ..checkpoints import CheckpointError, VerifiedCheckpointCallback
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
-from ..run_folder import LOCK, RunFolder
+from ..run_folder import RunFolder, last_checkpoint
 from ..trainer import EndingTrainer
 from .command_line import Options, parse
-from .data import Algorithm, load_rows
-from .log_warnings import LogWarnings
-from .margins import MarginsCallback
+from .console import LogWarnings, ProgressLines
+from .data import Algorithm, RowsDigest, load_rows, require_dataset
+from .margins import MARGINS_FOLDER, MarginsCallback, remove_after
 from .memory import MemoryCallback
-from .progress import ProgressLines
 from .rewards import load_rewards
-from .rows_digest import RowsDigest
+from .row_file import RowFile
 from .tokenized_rows import check_tokenized
+from .update_statistics import FILE as STATISTICS_FILE
 from .update_statistics import UpdateStatisticsCallback
 
 TRAINERS = {"sft": SFTTrainer, "dpo": DPOTrainer, "grpo": GRPOTrainer}
@@ -74,10 +73,12 @@ def train(
     """
     args = options.training
     checkpoint = _checkpoint(args)
+    if rows is None:
+        require_dataset(options.script.dataset_name)
     if rewards is None:
         rewards = load_rewards(options.script.reward_funcs or []) if algorithm == "grpo" else []
-    _model_config(options)  # before a dataset and a mask are read
-    mask, first_line = _mask_and_rate(algorithm, options)
+    config = _model_config(options)  # before a dataset and a mask are read
+    mask, first_line = _mask_and_rate(options, config)
     is_main = args.process_index == 0
     if is_main:
         print(first_line, flush=True)
@@ -93,14 +94,16 @@ def train(
     if prepare is not None:
         prepare(trainer)
     folder = RunFolder(args.output_dir)
-    if not options.mask.is_sparse:  # under a mask the trainer itself locks the folder, and verifies the checkpoint
-        checkpoint = _begin(folder, trainer, checkpoint)
-    trainer.add_callback(_OptionsFile(options, mask))
+    trainer.add_callback(_RunFiles(options, mask))
     started = time.monotonic()
     try:
+        if not options.mask.is_sparse:  # under a mask the trainer itself locks the folder, and verifies the checkpoint
+            checkpoint = _begin(folder, trainer, checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(args.output_dir)
         trainer.save_state()
+    except CheckpointError as error:
+        raise DataError(error.text("repeat the command with --resume_from_checkpoint {}")) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(trainer)) from None
     finally:
@@ -118,21 +121,22 @@ def train(
     return 0
 
 
-def _mask_and_rate(algorithm: Algorithm, options: Options) -> tuple[MaskSet | None, str]:
+def _mask_and_rate(options: Options, config: Any) -> tuple[MaskSet | None, str]:
     """The mask, with the learning rate set for it, and the line that says what will be trained."""
-    args, name = options.training, options.model.model_name_or_path
-    line = f"{algorithm}: {name}, "
+    args = options.training
+    line = f"{options.name}: {options.model.model_name_or_path}, "
     if options.model.use_peft:
         return None, line + f"LoRA of rank {options.model.lora_r}, learning rate {args.learning_rate:g}"
     if not options.mask.is_sparse:
         return None, line + f"all weights, learning rate {args.learning_rate:g}"
     if options.mask.mask is not None:
-        if not Path(options.mask.mask).is_file():
-            raise ConfigError(f"--mask {options.mask.mask}: no such file")
-        mask = MaskSet.load(Path(options.mask.mask))
+        mask = _mask_of_file(options.mask.mask, _without_weights(config, options))
         line += f"mask {options.mask.mask}"
     else:
-        mask = _random_mask(options)
+        given = options.mask
+        assert given.mask_density is not None
+        model = _without_weights(config, options)
+        mask = MaskSet.random(model, density=given.mask_density, pattern=given.mask_pattern, seed=given.mask_seed)
         line += f"random mask ({options.mask.mask_pattern}, seed {options.mask.mask_seed})"
     if not mask.nnz:
         what = "the mask" if options.mask.mask else f"--mask_density {options.mask.mask_density}"
@@ -158,15 +162,28 @@ def _model_config(options: Options) -> Any:
         raise ConfigError(f"--model_name_or_path {name}: {cause}") from error
 
 
-def _random_mask(options: Options) -> MaskSet:
-    config = _model_config(options)
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    with torch.device("meta"):  # names and shapes only
-        model = AutoModelForCausalLM.from_config(config) if architecture is None else architecture(config)
+def _without_weights(config: Any, options: Options) -> Any:
+    """The model that TRL loads, with names and shapes only."""
+    architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if architecture is None:
+            code = options.training.trust_remote_code
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=code)
+        else:
+            model = architecture(config)
     model.tie_weights()
-    mask = options.mask
-    assert mask.mask_density is not None
-    return MaskSet.random(model, density=mask.mask_density, pattern=mask.mask_pattern, seed=mask.mask_seed)
+    return model
+
+
+def _mask_of_file(file: str, model: Any) -> MaskSet:
+    if not Path(file).is_file():
+        raise ConfigError(f"--mask {file}: no such file")
+    mask = MaskSet.load(Path(file))
+    try:
+        return mask.resolve(model)
+    except MaskError as error:
+        remedy = "make a mask for this model ('sparse-opt mask'), or train the model of this mask"
+        raise MaskError(f"--mask {file}: {error}: {remedy}") from error
 
 
 def _trainer(
@@ -272,15 +289,26 @@ def _begin(folder: RunFolder, trainer: Any, checkpoint: str | bool | None) -> st
     return path
 
 
-class _OptionsFile(TrainerCallback):
-    """Writes the options, and a mask that was drawn, when training begins: nothing has refused the run until then."""
+class _RunFiles(TrainerCallback):
+    """Writes the options, and a mask that was drawn, when training begins: nothing has refused the run until then.
+
+    A new run removes what an earlier one in the folder wrote about its steps, which are not those of the options.
+    """
 
     def __init__(self, options: Options, mask: MaskSet | None) -> None:
         self._options, self._mask = options, mask
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            _write_options(self._options, self._mask)
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / OPTIONS_FILE, self._options.to_yaml())
+        if self._mask is not None and self._options.mask.mask is None:
+            self._mask.save(folder / MASK_FILE)
+        if state.global_step == 0:
+            RowFile(folder / STATISTICS_FILE).cut(0)
+            remove_after(folder / MARGINS_FOLDER, 0)
 
 
 def _checkpoint(args: Any) -> str | bool | None:
@@ -299,32 +327,10 @@ def _checkpoint(args: Any) -> str | bool | None:
     return str(given)
 
 
-def _last_checkpoint(folder: str) -> str | None:
-    """The newest complete checkpoint of the last run in the folder."""
-    lock = Path(folder, LOCK)
-    run = lock.read_text(encoding="utf-8") if lock.exists() else None
-    found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
-    steps = [
-        int(path.name.rpartition("-")[2])
-        for path in found
-        if json.loads((path / MANIFEST).read_text(encoding="utf-8"))["run"] == run
-    ]
-    return str(Path(folder, f"checkpoint-{max(steps)}")) if steps else None
-
-
 def _interrupted(trainer: Any) -> str:
     args, step = trainer.args, trainer.state.global_step
     line = f"interrupted after step {step} of {trainer.state.max_steps}"
-    last = _last_checkpoint(args.output_dir)
+    last = last_checkpoint(args.output_dir)
     if last is None:
         return f"{line}; no checkpoint was saved: a lower --save_steps than {args.save_steps:g} saves the first earlier"
     return f"{line}; {last} is kept: repeat the command with --resume_from_checkpoint {last}"
-
-
-def _write_options(options: Options, mask: MaskSet | None) -> None:
-    folder = Path(options.training.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with written_aside(folder / OPTIONS_FILE) as aside:
-        aside.write_text(options.to_yaml(), encoding="utf-8")
-    if mask is not None and options.mask.mask is None:
-        mask.save(folder / MASK_FILE)

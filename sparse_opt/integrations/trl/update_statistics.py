@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from ...analysis.ranks import TAU
-from ...analysis.spectrum import Method
-from ...analysis.update_statistics import Masters, UpdateStatistics
-from ...errors import ConfigError
+from ...analysis.changes import ChangeCounts, count_changes, sum_changes
+from ...analysis.ranks import TAU, Method, get_layer_rank_stats, is_weight_matrix
+from ...errors import ConfigError, DataError
+from ...masks.parameters import select_names
 from ...optim.sparse_optimizer import SparseOptimizer
+from ...tensors import canonical_names, named_parameters_of
 from .row_file import RowFile
 
 FILE = "update_statistics.jsonl"
 # Statistics of a row that are also logged, as `update_...`.
 _LOGGED = ("share_changed", "frobenius_norm", "effective_rank_share", "share_above_tau", "share_large")
+
+# The published densities count what moved by more than 1e-5 (https://arxiv.org/abs/2505.11711); 1e-6 is finer.
+_TOLERANCES = (1e-6, 1e-5)
+# Name of a weight -> the positions in it that have a master copy, None for all, and the values of the copies.
+Masters = Mapping[str, tuple[Tensor | None, Tensor]]
+# Prefix that PEFT adds to the names of the model it wraps.
+_PEFT_PREFIX = "base_model.model."
 
 
 class UpdateStatisticsCallback(TrainerCallback):
@@ -90,3 +101,162 @@ def _masters(optimizer: Any) -> Masters:
     names = [name for group in state["param_groups"] for name in group["param_names"]]
     copies = {names[i]: entry for i, entry in state["state"].items()}
     return {name: (entry["indices"], entry["master"]) for name, entry in copies.items() if "master" in entry}
+
+
+class UpdateStatistics:
+    """Copies a model's trained weights to the CPU and compares the model with them later.
+
+    In mode lora nothing is copied, because the initial weights stay in the model.
+
+    Args:
+        model: a model, or peft's wrapper of one with LoRA adapters.
+        include: shell patterns of the weight matrices whose ranks are taken; None takes all.
+        method: how singular values are computed (`sparse_opt.analysis.ranks.METHODS`).
+        tau: of `share_above_tau`, in the units of the weights.
+
+    Raises:
+        DataError: no weight matrix of the model is trained and chosen.
+    """
+
+    def __init__(self, model: Any, *, include: Sequence[str] | None = None, method: Method = "gram", tau: float = TAU):
+        self.method, self.tau = method, tau
+        self._is_peft = hasattr(model, "peft_config")
+        parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        firsts = canonical_names(named_parameters_of(model))
+        tied = {name: first for name, first in firsts.items() if name != first}
+        self._start: dict[str, Tensor] = {}
+        if self._is_peft:
+            adapters = {id(p) for _, module in _adapted(model) for p in _adapter_parameters(module)}
+            parameters = {name: p for name, p in parameters.items() if id(p) not in adapters}
+            shapes = {name: module.get_base_layer().weight.dim() for name, module in _adapted(model)}
+        else:
+            trained = {name: p for name, p in parameters.items() if p.requires_grad}
+            # Copy even if the weights are already on the CPU.
+            self._start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+            shapes = {name: p.dim() for name, p in trained.items()}
+        self.n_weights = sum(p.numel() for p in parameters.values())
+        matrices = [name for name, dims in shapes.items() if is_weight_matrix(name, dims)]
+        self.matrices = set(select_names(matrices, include=include, tied=tied))
+        if not self.matrices:
+            raise DataError(f"no trained weight matrix matches {include}; there are {len(matrices)}")
+
+    def restart(self, model: Any) -> None:
+        """Compare with the current weights of the model, or of a copy of it, from now on."""
+        parameters = dict(model.named_parameters())
+        self._start = {name: parameters[name].detach().to("cpu", copy=True) for name in self._start}
+
+    @torch.no_grad()
+    def measure(self, model: Any, masters: Masters | None = None) -> dict[str, Any]:
+        """The statistics of the model, or of a copy of it, as one row of JSON.
+
+        Args:
+            masters: the optimizer's fp32 copies of 16-bit weights.
+
+        Shares are of all `n_weights` floating-point weights of the model, frozen ones included:
+
+        | key | |
+        |---|---|
+        | share_changed | share of weights whose bits differ from the start's |
+        | share_changed_bf16 | the same with both rounded to bf16 first; None if the weights are 16-bit |
+        | share_changed_fp32 | share of weights whose fp32 value, of a 16-bit weight its master copy, differs from the \
+start's; None for 16-bit weights without master copies, and for adapters of them |
+        | share_above_1e-6, share_above_1e-5 | share of weights that moved by more than this |
+        | frobenius_norm | of the whole update |
+        | effective_rank_share | mean over the chosen matrices of effective rank / min(m, n) |
+        | share_above_tau | share of the chosen matrices' weights that moved by more than tau |
+        | share_large | share that moved by more than mean + 2 standard deviations of their matrix's changes |
+        | matrices | of each chosen matrix: shape, ranks, frobenius_norm, share_changed, share_above_tau, share_large |
+
+        Raises:
+            DataError: a weight is NaN or infinite; names the matrix.
+        """
+        stored, rounded, squares = [], [], 0.0
+        matrices: dict[str, dict[str, Any]] = {}
+        for name, before, after in self._changes(model):
+            device = after.device
+            counts = count_changes(before, after, _TOLERANCES, device=device)
+            stored.append(counts)
+            if after.element_size() > 2:
+                rounded.append(count_changes(before.bfloat16(), after.bfloat16(), (), device=device))
+            wide = torch.promote_types(after.dtype, torch.float32)
+            squares += float((after.to(wide) - before.to(device, wide)).double().square().sum())
+            if name in self.matrices:
+                ranks = get_layer_rank_stats({name: after}, {name: before}, self.tau, method=self.method)
+                for label, stats in ranks.items():
+                    matrices[label] = {
+                        "shape": list(stats.shape),
+                        "rank": stats.rank,
+                        "effective_rank": stats.effective_rank,
+                        "stable_rank": stats.stable_rank,
+                        "frobenius_norm": stats.frobenius_norm,
+                        "share_changed": counts.share,
+                        "share_above_tau": stats.share_above,
+                        "share_large": stats.share_large,
+                    }
+        total = sum_changes(stored)
+        shares = [matrix["effective_rank"] / min(matrix["shape"]) for matrix in matrices.values()]
+        return {
+            "n_weights": self.n_weights,
+            "share_changed": total.changed / self.n_weights,
+            "share_changed_bf16": self._share(rounded),
+            "share_changed_fp32": self._share(self._of_masters(masters) if masters else stored if rounded else []),
+            **{
+                f"share_above_{tolerance:.0e}".replace("e-0", "e-"): above / self.n_weights
+                for tolerance, above in zip(_TOLERANCES, total.above, strict=True)
+            },
+            "frobenius_norm": math.sqrt(squares),
+            "effective_rank_share": sum(shares) / len(shares),
+            "share_above_tau": _mean_share(matrices, "share_above_tau"),
+            "share_large": _mean_share(matrices, "share_large"),
+            "matrices": matrices,
+        }
+
+    def _of_masters(self, masters: Masters) -> list[ChangeCounts]:
+        """The changes of master copies, which begin as the weights in fp32."""
+        counts = []
+        for name, (positions, values) in masters.items():
+            before = self._start[name].to(values.device).flatten()
+            before = (before if positions is None else before[positions.long()]).float()
+            counts.append(count_changes(before, values.flatten(), (), device=values.device))
+        return counts
+
+    def _share(self, counts: list[ChangeCounts]) -> float | None:
+        return sum_changes(counts).changed / self.n_weights if counts else None
+
+    def _changes(self, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, initial weight, current weight) of all weights that can have changed."""
+        if self._is_peft:
+            for name, module in _adapted(model):
+                weight = module.get_base_layer().weight.detach()
+                yield name, weight, weight + _change(module).to(weight.dtype)
+            return
+        parameters = dict(model.named_parameters())
+        for name, before in self._start.items():
+            yield name, before, parameters[name].detach()
+
+
+def _mean_share(matrices: Mapping[str, dict[str, Any]], key: str) -> float:
+    """The share of all weights of some matrices, from those of each."""
+    sizes = [math.prod(matrix["shape"]) for matrix in matrices.values()]
+    return sum(size * matrix[key] for size, matrix in zip(sizes, matrices.values(), strict=True)) / sum(sizes)
+
+
+def _adapted(model: Any) -> list[tuple[str, Any]]:
+    """(name of its weight in the wrapped model, module) of each layer with an adapter."""
+    return [
+        (f"{name.removeprefix(_PEFT_PREFIX)}.weight", module)
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight")
+    ]
+
+
+def _adapter_parameters(module: Any) -> list[Tensor]:
+    base = {id(p) for p in module.get_base_layer().parameters()}
+    return [p for p in module.parameters() if id(p) not in base]
+
+
+def _change(module: Any) -> Tensor:
+    """The change of a layer's weight when its adapter is merged."""
+    (adapter,) = module.active_adapters
+    change: Tensor = module.get_delta_weight(adapter)
+    return change

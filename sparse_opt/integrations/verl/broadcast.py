@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import WeightSyncError
-from ...tensors import dtype_name
-from ...weight_sync.encoding import tensor_list
+from ...weight_sync.encoding import listed, tensor_list
+from ...weight_sync.transports.channel import tensors_of
 from ...weight_sync.transports.control import first_line
 from ...weight_sync.transports.process_group import BroadcastGroup
-from ...weight_sync.transports.receiver_channel import tensors_of
 
 
 def listen(host: str, timeout: float) -> dist.TCPStore:
@@ -57,8 +56,7 @@ class WeightBroadcast:
         Raises:
             WeightSyncError: it has failed, or not ended within the timeout.
         """
-        entries = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
-        data = json.dumps({**content, "tensors": json.dumps(entries)}).encode()
+        data = json.dumps({**content, "tensors": listed(tensors)}).encode()
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         self._broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=self._device), text)
         self._broadcast(*(tensor.to(self._device).contiguous() for tensor in tensors.values()))

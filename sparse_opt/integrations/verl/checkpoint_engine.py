@@ -119,6 +119,7 @@ class SparseCheckpointEngine(CheckpointEngine):
 
         Returns:
             On the first rank verl's metrics: payload_mbytes, changed_elems, and changed_ratio of the active elements.
+            If all active values are sent, because that is smaller, all count as changed.
 
         Raises:
             ConfigError: the actor is not a `sparse_fsdp2` engine.
@@ -139,8 +140,8 @@ class SparseCheckpointEngine(CheckpointEngine):
         self._state = sent.state
         return {
             "checkpoint_engine/payload_mbytes": sent.nbytes / 2**20,
-            "checkpoint_engine/changed_elems": float(sent.changed),
-            "checkpoint_engine/changed_ratio": sent.changed / max(sent.nnz, 1),
+            "checkpoint_engine/changed_elems": float(sent.values),
+            "checkpoint_engine/changed_ratio": sent.values / max(sent.nnz, 1),
         }
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[Flush]:

@@ -17,7 +17,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from ...errors import ConfigError
 from ...optim import SparseOptimizer
 from .checkpoint import SparseCheckpointManager
-from .deltas import ChangedValues, sent_names
 from .options import STRATEGY, build_optimizer, require_supported, set_strategy
 
 
@@ -47,8 +46,7 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
       last micro-batch of a step;
     - the norm and the clipping are those of the active gradients;
     - checkpoints hold the optimizer's state for any number of ranks (checkpoint.py);
-    - weight updates of the checkpoint engine delta_sharded send the active values that have changed (deltas.py), and
-      those of the checkpoint engine sparse_opt without their positions (checkpoint_engine.py);
+    - the checkpoint engine sparse_opt (checkpoint_engine.py) sends the active values that have changed;
     - with `model.lora_rank` above 0, with which verl computes the reference in the actor, there are no adapters: the
       reference is the weights before training, from the optimizer's `base_weights()`.
 
@@ -77,14 +75,12 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
         set_strategy(engine_config, "fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._is_lora = False
-        self._changed: ChangedValues | None = None
 
     def initialize(self) -> None:
         """Build the model, the optimizer and the schedule."""
         super().initialize()
         if self.optimizer is not None:
             self.checkpoint_manager = SparseCheckpointManager.like(self.checkpoint_manager)
-        self._changed = None
 
     def _build_optimizer(self, module: nn.Module) -> SparseOptimizer:
         return build_optimizer(module, self.optimizer_config)
@@ -142,26 +138,3 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
         """All weights by name, as verl's engine exports them, for rollouts and for checkpoint engines."""
         tensors, adapters = super().get_per_tensor_param(**kwargs)
         return (tensors if self.optimizer is None else ExportedWeights(tensors, self)), adapters
-
-    def rollout_names(self) -> dict[str, list[str]]:
-        """The names of each parameter in `get_per_tensor_param`, by its name in the mask; tied weights have several."""
-        return sent_names(self.module)
-
-    def prime_delta_snapshots(self) -> None:
-        """Remember the active values, which the rollout has just received with all weights.
-
-        verl's engine copies all weights to pinned memory here. This keeps one bf16 value per active element.
-        """
-        if self._changed is None:
-            self._changed = ChangedValues(self.optimizer, self.module)
-        self._changed.remember()
-
-    def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """The active elements of this rank that have changed since the last call, for verl's engine delta_sharded.
-
-        Yields `(slots, dtype, counts, positions, values, group)` for each tensor with active elements, as verl's
-        `BaseEngine.get_per_tensor_param_delta_shard` describes.
-        """
-        if self._changed is None:
-            raise RuntimeError("get_per_tensor_param_delta_shard: call prime_delta_snapshots() first")
-        return self._changed.entries(), None

@@ -1,23 +1,20 @@
-"""RolloutWeights: the active weights that the rollout has, and the messages that bring it to the trainer's."""
+"""RolloutWeights: the messages that bring a rollout to the trainer's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from verl.checkpoint_engine.delta_sync.sparse_gather import gather_slot_entries_to_rank0
+from torch import nn
+from verl.utils.model import convert_weight_keys
 
 from ...errors import WeightSyncError
-from ...masks import MaskSet
-from ...weight_sync import Message, WeightSender
-from ...weight_sync.backend import choose
-from ...weight_sync.layout import Layout
+from ...weight_sync import DistributedWeightSender, Message
 from .broadcast import WeightBroadcast
-from .deltas import SENT
 from .engine import ExportedWeights, SparseFSDPEngine
 from .flushes import Whole, state_after, whole_bucket
+
+SENT = torch.bfloat16  # verl sends whole weights in this dtype
 
 
 class Sent(NamedTuple):
@@ -26,43 +23,17 @@ class Sent(NamedTuple):
     Attributes:
         state: of a rollout that has applied it, as of `ChangeReader`.
         nbytes: that were broadcast.
-        changed, nnz: numbers of changed elements and of active ones.
+        values, nnz: numbers of the active elements that were sent, and of all.
     """
 
     state: str
     nbytes: int
-    changed: int
+    values: int
     nnz: int
 
 
-class _ActiveValues:
-    """The active values in the rollout's dtype, on the first rank; see `weight_sync.active_values.ActiveValues`."""
-
-    def __init__(self, mask: MaskSet, device: torch.device) -> None:
-        self.mask, self.device, self.backend = mask, device, choose(device, None)
-        self.layout = Layout.of(mask, dict.fromkeys(mask.names, torch.empty(0, dtype=SENT, device="cpu")))
-        active = [entry for entry in self.layout.tensors if entry.nnz]
-        self._positions = {entry.name: mask[entry.name].to(device) for entry in active}
-        self._values = torch.empty(self.layout.nnz, dtype=SENT, device=device)
-        parts = self._values.split([entry.nnz for entry in active])
-        # [nnz] of each tensor, views of the values in the layout's order.
-        self._parts = {entry.name: part for entry, part in zip(active, parts, strict=True)}
-
-    def read(self, name: str, weight: Tensor) -> None:
-        """Take the active values from a whole weight, if it has any."""
-        if name in self._parts:
-            self._parts[name].copy_(weight.reshape(-1)[self._positions[name].to(torch.int64)])
-
-    def write(self, name: str, positions: Tensor, values: Tensor) -> None:
-        """Replace the values at some active positions."""
-        self._parts[name][torch.searchsorted(self._positions[name], positions)] = values
-
-    def take(self) -> dict[str, Tensor]:
-        return {group.dtype: self._values.clone() for group in self.layout.groups}
-
-
 class RolloutWeights:
-    """Sends the weights of an engine, and remembers on the first rank the active values that it has sent.
+    """Sends the weights of an engine; its methods are collectives of the trainer's ranks.
 
     Args:
         bucket_size: bytes of whole weights after which they are broadcast.
@@ -70,18 +41,14 @@ class RolloutWeights:
 
     def __init__(self, engine: SparseFSDPEngine, bucket_size: int) -> None:
         self._engine, self._bucket_size = engine, bucket_size
-        self._names = engine.rollout_names()
-        self._own = {names[0]: name for name, names in self._names.items()}  # the reverse
-        self._values: _ActiveValues | None = None
-        self._sender: WeightSender | None = None
+        self._sender: DistributedWeightSender | None = None
 
     def send_whole(self, weights: ExportedWeights, group: WeightBroadcast | None) -> Sent | None:
-        """Send all weights and the mask; a collective.
+        """Send all weights and the mask.
 
         Args:
             group: on the first rank; None on the others, which help to gather the weights.
         """
-        mask = self._engine.optimizer.mask
         nbytes = 0
         pending: list[Whole] = []
         failure: WeightSyncError | None = None
@@ -89,10 +56,7 @@ class RolloutWeights:
             if group is None or failure is not None:  # the others wait for this rank to help gathering
                 continue
             values = tensor.detach()
-            if self._values is None:
-                self._values = _ActiveValues(mask, values.device)
             values = values.to(SENT) if values.is_floating_point() else values
-            self._values.read(self._own.get(name, ""), values)
             if pending and (
                 pending[0].values.dtype != values.dtype or sum(w.values.nbytes for w in pending) >= self._bucket_size
             ):
@@ -103,50 +67,37 @@ class RolloutWeights:
                     continue
                 pending = []
             pending.append(Whole(name, tuple(values.shape), values))
-        self._engine.prime_delta_snapshots()
+        self._sender = DistributedWeightSender(self._engine.optimizer, dtype=SENT)
         if failure is not None:
             raise failure
-        if group is None or self._values is None:
+        if group is None or self._sender.sender is None:
             return None
-        self._sender = WeightSender.of_values(self._values)
-        message = self._sender.mask_message()
-        nbytes += _send_message(group, "mask", message, names=self._names)
+        message, mask = self._sender.sender.mask_message(), self._sender.sender.mask
+        nbytes += _send_message(group, "mask", message, rollout_names(self._engine.module))
         nbytes += _send_bucket(group, pending, is_last=True)  # nothing follows for a consumer that ends with it
         return Sent(state_after(message), nbytes, mask.nnz, mask.nnz)
 
     def send_changes(self, group: WeightBroadcast | None) -> Sent | None:
-        """Send the active values, or those that have changed; a collective as `send_whole`, which must come first."""
-        changed = 0
-        for name, positions, values in self._collected():
-            assert self._values is not None
-            self._values.write(name, positions, values)
-            changed += values.numel()
-        if group is None or self._sender is None:
+        """Send the active values, or those that have changed; `send_whole` must come first."""
+        assert self._sender is not None
+        update = self._sender.update()
+        if group is None or self._sender.sender is None or update is None:
             return None
-        message = self._sender.update().wait()
+        message = update.wait()
         nbytes = _send_message(group, "update", message)
-        return Sent(state_after(message), nbytes, changed, self._sender.mask.nnz)
+        return Sent(state_after(message), nbytes, message.n_values, self._sender.sender.mask.nnz)
 
-    def _collected(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the changes of all ranks on the first one: (name, ascending positions, values); none on the others."""
-        entries, _ = self._engine.get_per_tensor_param_delta_shard()
-        # Tied weights have an entry for each of their names.
-        own = [(self._own[slots[0][0]], *rest) for slots, *rest in entries if slots[0][0] in self._own]
-        groups = {id(entry[-1]): entry[-1] for entry in own}
-        first = torch.distributed.get_rank() == 0
-        for key, ranks in groups.items():
-            of_group = [entry for entry in own if id(entry[-1]) == key]
-            names = [name for name, *_ in of_group]
-            counts = torch.cat([entry[2] for entry in of_group])
-            positions, values = (torch.cat([entry[i] for entry in of_group]) for i in (3, 4))
-            if ranks is None:  # a weight that is not sharded, which the first rank sends
-                parts = zip(positions.split(counts.tolist()), values.split(counts.tolist()), strict=True)
-            else:
-                parts = gather_slot_entries_to_rank0(
-                    positions, values, counts.to(values.device), group=ranks, max_round_bytes=self._bucket_size
-                )
-            if first:
-                yield from ((name, *part) for name, part in zip(names, parts, strict=True))
+
+def rollout_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names under which verl sends each parameter, by its name in the mask; tied weights have several."""
+    by_parameter: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(param, []).append(name)
+    nothing = torch.empty(0, dtype=SENT, device="cpu")
+    return {
+        names[0]: [next(iter(convert_weight_keys({name: nothing}, model))) for name in names]
+        for names in by_parameter.values()
+    }
 
 
 def _send_message(

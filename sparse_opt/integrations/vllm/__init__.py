@@ -18,7 +18,6 @@ this package is installed: it loads `plugin.register` as a plugin. This module d
 
 from __future__ import annotations
 
-from .channel_client import VLLMChannelSync
-from .client import VLLMWeightSync
+from .client import VLLMChannelSync, VLLMWeightSync
 
 __all__ = ["VLLMChannelSync", "VLLMWeightSync"]

@@ -1,27 +1,57 @@
-"""The trainer's side of weight updates for vLLM: which engine needs which message."""
+"""The trainer's side of weight updates for vLLM: messages in requests, or by a transport (NCCL, gloo, CUDA IPC)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from ...errors import WeightSyncError, listed
 from ...weight_sync import DistributedWeightSender, PendingMessage, WeightSender
-from ...weight_sync.background import Background
+from ...weight_sync.background import UpdateSender
+from ...weight_sync.transports.channel import SenderChannel
 from .connections import Connection, Pause, connections_to
 
 
-class VLLMWeightSync:
+class VLLMClient(UpdateSender):
+    """What the clients have in common. With a `DistributedWeightSender`, create a client on all ranks and call its
+    methods alike: rank 0 sends, and its errors are raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        weights: WeightSender | DistributedWeightSender,
+        devices: Iterable[torch.device],
+        engines: Any,
+        pause: Pause | None,
+        timeout: float,
+    ) -> None:
+        super().__init__(weights, devices)
+        self._connections = connections_to(engines, pause, timeout)
+
+    def connect(self) -> int:
+        """Bring all engines to the current version, and return it. They get the mask and all active values.
+
+        Raises:
+            WeightSyncError: an engine cannot be reached or refuses the weights; gives its message. The others have
+                them.
+        """
+        self._require_idle()
+        self.weights.on_rank_0(lambda: self.send(None))
+        return self.weights.version
+
+
+class VLLMWeightSync(VLLMClient):
     """Sends the weights of a masked run to vLLM engines, in this process or behind HTTP.
 
     An engine that is not at the version before an update, because it was restarted or refused the previous update, gets
     the mask and all active values instead.
 
     Args:
-        sender: of the trained model. With a `DistributedWeightSender`, create this object on all ranks and call its
-            methods alike: rank 0 sends, and its errors are raised on all ranks.
+        weights: the sender of the trained model; see `VLLMClient`.
         engines: a `vllm.LLM` of this process, the address of a server (`http://host:8000`), or a list of these. They
             are started with `weight_transfer_config=WeightTransferConfig(backend="sparse_opt")`; servers with
             `--weight-transfer-config '{"backend": "sparse_opt"}'` and `VLLM_SERVER_DEV_MODE=1`.
@@ -33,26 +63,14 @@ class VLLMWeightSync:
 
     def __init__(
         self,
-        sender: WeightSender | DistributedWeightSender,
+        weights: WeightSender | DistributedWeightSender,
         engines: Any,
         *,
         pause: Pause | None = "keep",
         timeout: float = 300.0,
     ) -> None:
-        self.sender = sender
-        self._own = sender.sender if isinstance(sender, DistributedWeightSender) else sender
-        self._connections = connections_to(engines, pause, timeout)
-        self._background = Background([] if self._own is None else [self._own.device])
-
-    def connect(self) -> int:
-        """Send the mask and all active values of the current version to all engines, and return the version.
-
-        Raises:
-            WeightSyncError: an engine refuses them or cannot be reached; gives its message. The others have them.
-        """
-        self._background.require_idle()
-        self._on_sender(self._send_whole)
-        return self.sender.version
+        devices = [] if weights.sender is None else [weights.sender.device]
+        super().__init__(weights, devices, engines, pause, timeout)
 
     def update(self) -> int:
         """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
@@ -65,82 +83,111 @@ class VLLMWeightSync:
                 weights, and a server then remains paused. The next call brings it to the sender's version. The others
                 have the new version.
         """
-        self._background.require_idle()
-        pending = self.sender.update()
-        self._on_sender(lambda: self._send_update(pending))
-        return self.sender.version
+        self._require_idle()
+        update = self.weights.update()
+        self.weights.on_rank_0(lambda: self.send(update))
+        return self.weights.version
 
-    def begin_update(self) -> None:
-        """Make the next version as `update` does, and send it in the background: `finish_update` waits for it.
-
-        Returns when the active values are copied in the order of the current stream (see `WeightSender.update`), so
-        that the next training step may follow directly. A thread sends the message, on streams of its own. An `LLM` of
-        this process must not be used until `finish_update`, and no CUDA graph may be captured.
-
-        Raises:
-            WeightSyncError: an update has begun and was not finished. Or as `WeightSender.update`.
-        """
-        self._background.require_idle()
-        pending = self.sender.update()
-        self._background.begin(lambda: self._send_update(pending))
-
-    def finish_update(self) -> int:
-        """Wait until all engines have the version that `begin_update` has made, and return it.
-
-        Raises:
-            WeightSyncError: no update has begun. Or as `update`.
-        """
-        with self._background.finishing() as wait:
-            self._on_sender(wait)
-        return self.sender.version
-
-    def _on_sender(self, function: Callable[[], object]) -> None:
-        """Call a function where the sender is, and raise its errors on all ranks."""
-        if isinstance(self.sender, DistributedWeightSender):
-            self.sender.on_rank_0(function)
-        else:
-            function()
-
-    def _send_whole(self) -> None:
-        sender = self._own
-        if sender is None:  # on another rank
-            return
-        messages = _whole(sender)
-        _on_all(self._connections, lambda connection: connection.send(messages, sender.version))
-
-    def _send_update(self, pending: PendingMessage | None) -> None:
-        sender = self._own
-        if sender is None or pending is None:  # on another rank
-            return
-        message = pending.wait()
-        data = message.to_bytes()
+    def send(self, update: PendingMessage | None) -> None:
+        """See `UpdateSender.send`; engines that are not at the version before it get the mask and all active values."""
+        sender = self.weights.sender
+        assert sender is not None  # on rank 0
+        message = None if update is None else update.wait()
+        data = [] if message is None else [message.to_bytes()]
         whole: list[bytes] = []
         lock = threading.Lock()
 
         def send(connection: Connection) -> None:
-            if not connection.has_failed and connection.weight_version() == str(message.base_version):
-                connection.send([data], message.version)
-                return
+            if message is not None and not connection.has_failed:
+                if connection.weight_version() == str(message.base_version):
+                    connection.send(data, message.version)
+                    return
             with lock:
                 if not whole:
-                    with self._background.streams():
-                        whole.extend(_whole(sender))
-            connection.send(whole, message.version)
+                    with self._on_own_streams():
+                        whole.extend([sender.mask_message().to_bytes(), sender.state_message().to_bytes()])
+            connection.send(whole, sender.version)
 
-        _on_all(self._connections, send)
-
-
-def _whole(sender: WeightSender) -> list[bytes]:
-    return [sender.mask_message().to_bytes(), sender.state_message().to_bytes()]
+        with ThreadPoolExecutor(len(self._connections)) as pool:
+            _raise_errors([pool.submit(send, connection) for connection in self._connections])
 
 
-def _on_all(connections: Sequence[Connection], action: Callable[[Connection], None]) -> None:
-    """Run an action for all engines at once, and raise one error for all that failed after the others have ended."""
-    with ThreadPoolExecutor(len(connections)) as pool:
-        raise_errors([pool.submit(action, connection) for connection in connections])
+class VLLMChannelSync(VLLMClient):
+    """Sends the weights of a masked run to vLLM engines by a channel, from GPU to GPU with NCCL or CUDA IPC.
+
+    Requests to the engines only start and end each update. Every worker of an engine is a receiver of the channel.
+
+        channel = ProcessGroupSender(WeightSender(optimizer), "10.0.0.1:29600", backend="nccl")
+        sync = VLLMChannelSync(channel, "http://10.0.0.2:8000")
+        sync.connect()
+        ...
+        sync.update()
+
+    Args:
+        channel: let only this object call its methods; `close` it after `finish_update`.
+        engines, pause, timeout: see `VLLMWeightSync`.
+    """
+
+    def __init__(
+        self,
+        channel: SenderChannel,
+        engines: Any,
+        *,
+        pause: Pause | None = "keep",
+        timeout: float = 300.0,
+    ) -> None:
+        super().__init__(channel.weights, channel.devices, engines, pause, timeout)
+        self._channel = channel
+        self._workers: dict[Connection, int] = {}  # of the engines that have joined the channel
+
+    def update(self, *, verify: bool = False) -> int:
+        """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
+
+        Engines that have restarted are connected again, and get the mask and all active values.
+
+        Args:
+            verify: let all workers read all active weights afterwards, and compare them with the sender's, also those
+                of tensor parallelism; see `SenderChannel.update`.
+
+        Raises:
+            WeightSyncError: an engine cannot be reached or refuses the update, or its workers are lost or have other
+                weights; gives the messages. Engines without an error have the version; the next call brings the others
+                to it.
+        """
+        self._require_idle()
+        update = self.weights.update()
+        self.weights.on_rank_0(lambda: self.send(update, verify=verify))
+        return self.weights.version
+
+    def send(self, update: PendingMessage | None, *, verify: bool = False) -> None:
+        """Run a round of the channel while the engines that can be reached are in an update."""
+        if update is None:
+            self._workers.clear()
+        version = self.weights.version
+        problems: list[WeightSyncError] = []
+        with ThreadPoolExecutor(len(self._connections)) as pool:
+            joined = [pool.submit(self._join, engine) for engine in self._connections]
+            reached = _successful(self._connections, joined)
+            # Requests may have to end first, which can take longer than the channel waits for a receiver.
+            begun = [pool.submit(engine.begin) for engine in reached]
+            ready = _successful(reached, begun)
+            completed = [pool.submit(engine.complete, [None], version) for engine in ready]
+            try:
+                self._channel.send(update, sum(self._workers[engine] for engine in ready), verify=verify)
+            except WeightSyncError as error:
+                problems.append(error)
+        _raise_errors([*joined, *begun, *completed], *problems)
+
+    def _join(self, engine: Connection) -> None:
+        """Let the workers of an engine that has just started join the channel."""
+        if engine in self._workers and engine.weight_version() != "default":
+            return
+        self._workers.pop(engine, None)
+        engine.initialize(self._channel.transport, self._channel.address, self._channel.timeout)
+        self._workers[engine] = engine.world_size()
 
 
-def raise_errors(futures: Sequence[Future[None]], *others: WeightSyncError) -> None:
+def _raise_errors(futures: Sequence[Future[None]], *others: WeightSyncError) -> None:
     """Wait for all, and raise one WeightSyncError for all that failed and for `others`; another error as it is."""
     errors = [*others, *(error for future in futures if (error := future.exception()) is not None)]
     for error in errors:
@@ -148,3 +195,8 @@ def raise_errors(futures: Sequence[Future[None]], *others: WeightSyncError) -> N
             raise error
     if errors:
         raise WeightSyncError(listed([str(error) for error in errors], "; "))
+
+
+def _successful(engines: Sequence[Connection], futures: Sequence[Future[None]]) -> list[Connection]:
+    """Wait for what was submitted for each engine, and return the engines for which it has succeeded."""
+    return [engine for engine, future in zip(engines, futures, strict=True) if future.exception() is None]

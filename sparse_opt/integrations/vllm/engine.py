@@ -30,13 +30,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ...errors import DamagedMessage, ForeignMessage, WeightSyncError
+from ...errors import DamagedMessage, WeightSyncError
 from ...weight_sync import Destination, Message, PendingMessage, WeightReceiver
-from ...weight_sync.encoding import changed_tensors
-from ...weight_sync.layout import DTYPES, Layout
+from ...weight_sync.encoding import Layout, changed_tensors
 from ...weight_sync.transports import TRANSPORTS, FolderReceiver, open_receiver
-from ...weight_sync.transports.receiver_channel import ReceiverChannel
-from ..loader_trace import trace_destinations
+from ...weight_sync.transports.channel import ReceiverChannel
+from ..loader_trace import trace_layout
 from .connections import kept_by_all
 from .packed_layers import PackedLayers
 
@@ -209,12 +208,10 @@ class VLLMReceiver(WeightReceiver):
         """Return where vLLM has the weights of a mask."""
         if self._packed is None:
             self._packed = PackedLayers(self._model)
-        weights = {t.name: (t.shape, DTYPES[t.dtype]) for t in layout.tensors if t.nnz}
+        is_whole = self._vllm_config.parallel_config.pipeline_parallel_size == 1
         with self._packed.as_loaded():
-            slices = trace_destinations(self._model, weights)
+            slices = trace_layout(self._model, layout, is_whole=is_whole)
             for name, pieces in slices.items():
-                if not pieces and self._vllm_config.parallel_config.pipeline_parallel_size == 1:
-                    raise ForeignMessage(f"{type(self._model).__name__} has no weight {name!r}, which the mask names")
                 self._packed.require_known_layout(name, pieces)
         slices = self._packed.keep(slices, self._vllm_config)
         self._found = layout, {name: self._packed.holding(pieces) for name, pieces in slices.items()}

@@ -20,18 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-from ...errors import WeightSyncError, listed
+from ...errors import WeightSyncError
 from ...weight_sync import Destination
-from ..loader_trace import storage_key
-
-_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+from ..loader_trace import require_plain_method, storage_key
 
 
 class PackedLayers:
@@ -155,16 +151,11 @@ class PackedLayers:
         """
         keys = {storage_key(piece.tensor) for piece in slices}
         for layer_name, layer in self.model.named_modules():
-            method = getattr(layer, "quant_method", None)
             parameters = {**dict(layer.named_parameters(recurse=False)), **self._plain.get(layer, {})}
             mine = [parameter for parameter in parameters.values() if storage_key(parameter) in keys]
-            if method is None or not mine:
+            if getattr(layer, "quant_method", None) is None or not mine:
                 continue
-            if not isinstance(method, _PLAIN_METHODS):
-                raise WeightSyncError(
-                    f"weight {name} belongs to layer {layer_name} with {type(method).__name__}, which may store it in "
-                    f"another layout: expected {listed([m.__name__ for m in _PLAIN_METHODS], ' or ')}"
-                )
+            require_plain_method(name, layer_name, layer)
             # On CPUs vLLM packs convolutions into tensors that may have the shape of the plain weight.
             convolution = any(parameter.ndim > 2 and parameter.device.type == "cpu" for parameter in mine)
             if convolution or (layer in self._plain and not hasattr(layer, "cpu_linear")):

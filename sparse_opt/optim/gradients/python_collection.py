@@ -1,7 +1,4 @@
-"""The reference of native gradient collection, in Python: what the tests compare it with, and what runs without it.
-
-One op call adds each gradient when it arrives, on any backend.
-"""
+"""The reference of native gradient collection, in Python: one op call for each gradient, on any backend."""
 
 from __future__ import annotations
 
@@ -115,8 +112,8 @@ class PythonBackwardNotifier:
         self._lock = threading.Lock()  # a pass has a thread for each device
         # A parameter does not keep its node alive.
         self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
-        hooks = [NotifierHook(self, group) for group in group_of]
-        self._handles = [node.register_hook(hook) for node, hook in zip(self._nodes, hooks, strict=True)]
+        pairs = zip(self._nodes, group_of, strict=True)
+        self._handles = [node.register_hook(NotifierHook(self, group)) for node, group in pairs]
 
     def reached(self, group: int) -> None:
         """Count a parameter of the group whose gradient has been accumulated."""

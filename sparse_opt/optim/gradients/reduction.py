@@ -18,8 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ... import backends
 from ..ranks.agreement import Agreement, Progress, n_elements
-from ..ranks.group import all_reduce_mean, wait
-from ..ranks.lost_ranks import LostRankReporter
+from ..ranks.group import LostRankReporter, all_reduce_mean, wait
 from .gradient_buffer import GradientBuffer
 from .python_collection import PythonBackwardNotifier
 

@@ -1,20 +1,147 @@
-"""Compares the steps that the ranks have made, by a few numbers that are averaged with their gradients.
+"""Checks that all ranks of a process group agree: on parameters, mask and options, on bits, and on the steps they made.
 
-The memory that an all-reduce averages ends with a row of elements for each rank. A rank writes numbers into its own row
-and zeros into the others, so that the result has the numbers of all ranks, divided by how many ranks there are. The
-numbers are sent as integers below 64: divided, they are still different in bf16, whose roundings are 2**-9 of a number.
+The first two are compared when an optimizer is built or loaded. Steps are compared by a few numbers that are averaged
+with every reduction of the gradients: the memory that an all-reduce averages ends with a row of elements for each rank.
+A rank writes its numbers into its own row and zeros into the others, so that the result has the numbers of all ranks,
+divided by how many ranks there are. The numbers are sent as integers below 64: divided, they are still different in
+bf16, whose roundings are 2**-9 of a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
+from ...delta.digest import StateDigest
+from ...masks.mask_set import MaskSet
+from ..buckets import Bucket
+from .group import require_same
+from .sharding import Shard
+
+# The arguments of an optimizer that must be the same on all ranks.
+_ARGUMENTS = (
+    "max_grad_norm",
+    "state_dtype",
+    "grad_dtype",
+    "master_weights",
+    "stochastic_rounding",
+    "freeze_inactive",
+    "keep_base_weights",
+    "amp_scaling",
+    "tile_backward",
+)
+MAX_STEPS = 2**24  # where a count in fp32 stops
 _BITS, _DIGITS = 6, 4  # each number has 24 bits
+
+
+def require_same_setup(optimizer: torch.optim.Optimizer, mask: MaskSet, group: dist.ProcessGroup) -> None:
+    """Raise a RuntimeError unless all ranks have the same optimizer, options, parameters and mask."""
+    entries: list[tuple[str, object]] = [("the optimizer", type(optimizer).__name__)]
+    entries += [(name, str(getattr(optimizer, name))) for name in _ARGUMENTS]
+    entries += _options(optimizer)
+    for options in optimizer.param_groups:
+        for name, param in zip(options["param_names"], options["params"], strict=False):
+            entries.append((f"parameter {name!r}", f"{param.dtype} {list(param.shape)}"))
+    entries.append(("the mask", f"{mask.pattern} {mask.digest}"))
+    require_same(entries, group, optimizer.param_groups[0]["params"][0].device)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, object]]:
+    entries: list[tuple[str, object]] = []
+    for i, options in enumerate(optimizer.param_groups):
+        for name in optimizer.defaults:
+            value = options[name]
+            entries.append((f"{name} of parameter group {i}", value.item() if isinstance(value, Tensor) else value))
+    return entries
+
+
+def require_same_weights(
+    shards: Mapping[Parameter, Shard], named: Mapping[str, Parameter], group: dist.ProcessGroup
+) -> None:
+    """Raise a RuntimeError unless the ranks that store the same part of a weight have the same bits."""
+    of_name = {name: shards[param] for name, param in named.items()}
+    tensors = [(f"parameter {name!r}", shard.local.detach(), shard.number) for name, shard in of_name.items()]
+    _require_same_bits(tensors, group, tensors[0][1].device)
+
+
+def require_same_state(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
+    """Raise a RuntimeError unless all ranks have the same options and optimizer state, bit for bit."""
+    require_same(_options(optimizer), group, buckets[0].device)
+    tensors = []
+    for bucket in buckets:
+        for i, name in enumerate(bucket.names):
+            number = bucket.shards[i].number
+            tensors += [(f"{key} of {name!r}", value, number) for key, value in bucket.parameter_state(i).items()]
+    _require_same_bits(tensors, group, buckets[0].device)
+
+
+def require_same_saved_state(
+    states: Mapping[Parameter, Mapping[str, Tensor]],
+    names: Mapping[Parameter, str],
+    shards: Mapping[Parameter, Shard],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Raise a RuntimeError unless all ranks are about to load the same states of parameters, bit for bit."""
+    tensors = [
+        (f"{key} of {names[param]!r} in the saved state", value, shards[param].number)
+        for param, state in states.items()
+        for key, value in state.items()
+        if key != "indices"  # those of the mask, which was compared
+    ]
+    _require_same_bits(tensors, group, device)
+
+
+def _require_same_bits(
+    tensors: Sequence[tuple[str, Tensor, int]], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compare (name, tensor, number of its shard); ranks with the same number must have the same bits."""
+    digests = StateDigest.start([tensor for _, tensor, _ in tensors]).result()
+    entries = [(name, f"digest {digest}") for (name, _, _), digest in zip(tensors, digests, strict=True)]
+    require_same(entries, group, device, parts=[number for _, _, number in tensors])
+
+
+class StepHistory:
+    """How many steps this rank has made, and with which options and clipping."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, n_steps: int) -> None:
+        """Continue from a state of `n_steps` steps; all ranks have loaded the same one."""
+        self.n_steps = n_steps  # those that a GradScaler skips are counted
+        self._checksum = 0
+
+    def require_countable(self) -> None:
+        """Raise a RuntimeError if the counts of the steps, which are fp32, cannot be incremented any more."""
+        if self.n_steps >= MAX_STEPS:
+            raise RuntimeError(
+                f"step: {self.n_steps} steps were made, and step counts are fp32: the next one would repeat the "
+                "random bits of stochastic rounding; build a new optimizer with another seed"
+            )
+
+    def add_clipping(self, max_norm: float) -> None:
+        self._checksum = zlib.crc32(struct.pack("d", max_norm), self._checksum)
+
+    def add_options(self, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> None:
+        """Add the options `names` of all parameter groups.
+
+        A learning rate that is a tensor on a device is left out: reading it would wait for the device.
+        """
+        for group in groups:
+            values = [group[name] for name in names if not (isinstance(group[name], Tensor) and not group[name].is_cpu)]
+            floats = [float(n) for value in values for n in (value if isinstance(value, (tuple, list)) else (value,))]
+            self._checksum = zlib.crc32(struct.pack(f"{len(floats)}d", *floats), self._checksum)
+
+    def progress(self) -> Progress:
+        return Progress(self.n_steps % 2**24, self._checksum % 2**24)
 
 
 class Progress(NamedTuple):

@@ -1,7 +1,17 @@
-"""The ranks of a process group: collectives whose errors name ranks, and checks that all ranks hold the same."""
+"""The ranks of a process group: collectives whose errors name ranks, and checks that all ranks hold the same.
+
+A rank that does not take part in a collective is otherwise only a timeout on the other ranks. If reduction n is
+overdue, every rank that has launched it sets a key in the group's store; ranks without a key after some seconds are
+dead, or have not reached it. Nothing is written while reductions succeed.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .lost_ranks import REPORT_SECONDS, missing_ranks
-
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+
+# How long the other ranks have to report, in seconds, and as a part of the group's timeout if that is shorter.
+REPORT_SECONDS = 5.0
+REPORT_PART = 0.25
 
 
 def group_of(
@@ -22,7 +34,8 @@ def group_of(
     """Return the group whose gradients an optimizer averages, or None for this process's own.
 
     Args:
-        mesh: of the parameters that `fully_shard` has sharded; None without any.
+        mesh: of the parameters that `fully_shard` has sharded; None without any. Under HSDP gradients are averaged over
+            both of its dimensions.
 
     Raises:
         ValueError: several processes run, the parameters are not sharded, and the argument is None; or there is a group
@@ -34,8 +47,14 @@ def group_of(
             raise ValueError(f"grads is {grads!r}, but the parameters are sharded by fully_shard; expected 'compact'")
         if process_group is False:
             raise ValueError("process_group is False, but the parameters are sharded over several ranks")
-        if process_group is None:
-            process_group = _group_of_mesh(mesh)
+        if process_group is None and mesh.size() == dist.get_world_size():
+            process_group = dist.group.WORLD
+        elif process_group is None and mesh.ndim == 1:
+            process_group = mesh.get_group()
+        elif process_group is None:
+            raise ValueError(
+                f"the parameters are sharded over {mesh}, a part of all ranks: pass a process_group of its ranks"
+            )
     if process_group is None and several:
         if grads == "compact":
             choices = (
@@ -64,16 +83,6 @@ def group_of(
         if found != expected:
             raise ValueError(f"process_group has ranks {found}, but the parameters are sharded over ranks {expected}")
     return process_group
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of all ranks of the mesh; under HSDP gradients are averaged over both of its dimensions."""
-    if mesh.size() == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    raise ValueError(f"the parameters are sharded over {mesh}, a part of all ranks: pass a process_group of its ranks")
 
 
 def all_reduce_mean(values: Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -155,3 +164,75 @@ def require_same(
                     f"the ranks differ: {expected[0]} is {expected[1]} on rank {expected_rank}, but "
                     f"{entry[1] if same_name else ' '.join(map(str, entry))} on rank {rank}"
                 )
+
+
+def missing_ranks(group: dist.ProcessGroup, key: str, seconds: float) -> str:
+    """Report `key` in the group's store; return which ranks do not report it within `seconds`, as a clause.
+
+    Args:
+        key: names what the ranks wait for, or have found; the same on all ranks.
+    """
+    store = group.get_group_store()
+    own = dist.get_rank()
+    missing = {rank for rank in dist.get_process_group_ranks(group) if rank != own}
+    deadline = time.monotonic() + seconds
+    try:
+        store.set(f"sparse_opt/{key}/{own}", "")
+        while missing and time.monotonic() < deadline:
+            missing = {rank for rank in missing if not store.check([f"sparse_opt/{key}/{rank}"])}
+            time.sleep(0.05)
+    except RuntimeError as error:
+        return f"the store of the process group does not respond either ({error})"
+    if not missing:
+        return "all ranks report it"
+    return f"rank {', '.join(map(str, sorted(missing)))} did not respond within {seconds:g} s"
+
+
+class LostRankReporter:
+    """Prints the missing ranks of a reduction on a GPU, shortly before NCCL ends the process at the group's timeout.
+
+    A wait for NCCL is in the GPU's stream: the host does not notice that a reduction hangs until it synchronizes, and
+    then it cannot raise. A thread checks the reductions in flight once a second, and ends with this object.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._works: deque[tuple[float, int, dist.Work]] = deque()  # (when it was launched, number, work)
+        timeout: float = group._get_backend(device).options._timeout.total_seconds()  # no public function returns it
+        self._seconds = min(REPORT_SECONDS, timeout * REPORT_PART)
+        self._patience = timeout - 2 * self._seconds
+        self._ended = threading.Event()
+        weakref.finalize(self, self._ended.set)
+        arguments = (weakref.ref(self), self._ended, group, min(1.0, timeout / 20))
+        threading.Thread(target=_watch, args=arguments, daemon=True, name="sparse_opt-lost-ranks").start()
+
+    def add(self, number: int, work: dist.Work) -> None:
+        """Watch the last work of reduction `number`."""
+        self._works.append((time.monotonic(), number, work))
+
+    def overdue(self) -> int | None:
+        """Return the number of a reduction that has not finished for too long, or None."""
+        while self._works and self._works[0][2].is_completed():
+            self._works.popleft()
+        if self._works and time.monotonic() - self._works[0][0] > self._patience:
+            return self._works[0][1]
+        return None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+
+def _watch(
+    reporter: weakref.ref[LostRankReporter], ended: threading.Event, group: dist.ProcessGroup, interval: float
+) -> None:
+    while not ended.wait(interval):
+        this = reporter()
+        if this is None:
+            return
+        number, seconds = this.overdue(), this._seconds
+        del this  # the thread must not keep it alive
+        if number is not None:
+            clause = missing_ranks(group, f"waiting/{number}", seconds)
+            text = f"rank {dist.get_rank()}: reduction {number} of the compact gradients has not finished: {clause}"
+            print(f"sparse_opt: {text}", file=sys.stderr, flush=True)
+            return

@@ -81,11 +81,6 @@ def shards_of(named: Mapping[str, Parameter], model: nn.Module | None) -> dict[P
     return shards
 
 
-def mesh_of(shards: Mapping[Parameter, Shard]) -> DeviceMesh | None:
-    """Return the mesh of the sharded parameters, None without any."""
-    return next((shard.mesh for shard in shards.values() if shard.mesh is not None), None)
-
-
 def _shard(name: str, param: Parameter, unsharded: Parameter | None) -> Shard:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as ShardPlacement

@@ -14,11 +14,11 @@ from typing import get_args
 import torch
 
 from ..receiver import WeightReceiver
+from .channel import ReceiverChannel
 from .control import TransportName
 from .cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from .folder import FolderReceiver
 from .process_group import ProcessGroupReceiver, ProcessGroupSender
-from .receiver_channel import ReceiverChannel
 
 __all__ = [
     "TRANSPORTS",

@@ -1,15 +1,15 @@
-"""The sender's end of a transport: brings every receiver to the sender's version, by as few messages as it needs.
+"""The two ends of a transport: the sender brings every receiver to its version, by as few messages as it needs.
 
 A round asks every receiver for its state. A receiver without the mask gets the mask message; one that then has other
 weights than the sender, that has missed an update, or that asks for it, gets a state message; the others get the
-update, which is made while they reply. A subclass only moves the tensors of one message to several receivers.
+update, which is made while they reply. Subclasses only move the tensors of a message. control.py has the commands.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,16 @@ from torch import Tensor
 
 from ...errors import WeightSyncError, listed
 from ...tensors import compact_json
-from ..background import Background
+from ..background import UpdateSender
 from ..distributed import DistributedWeightSender
-from ..encoding import Message
+from ..encoding import Entry, Message, checked_header, tensor_list
+from ..receiver import WeightReceiver
 from ..sender import PendingMessage, WeightSender
-from .control import ControlServer, TransportName
+from .control import ControlClient, ControlServer, TransportName, first_line
+
+# A receiver that has replied to a status waits for its message this many timeouts of the sender, which waits once for
+# the states of lost receivers, and up to four times while it sends another message (two transfers, two replies).
+_TIMEOUTS_OF_A_ROUND = 5
 
 
 @dataclass
@@ -38,7 +43,7 @@ class _Problems:
         return receiver in self.lost or receiver in self.refused
 
 
-class SenderChannel(ABC):
+class SenderChannel(UpdateSender):
     """The trainer's end of a transport.
 
     With a `DistributedWeightSender`, construct it on all ranks and call its methods alike: rank 0 has the connections,
@@ -52,9 +57,15 @@ class SenderChannel(ABC):
             error of the round.
         device: of the tensors that are sent.
 
+    Attributes:
+        transport: the name of the transport, which must be that of the receivers.
+        devices: on whose current streams `send` copies tensors.
+
     Raises:
         WeightSyncError: the address cannot be used.
     """
+
+    transport: TransportName
 
     def __init__(
         self,
@@ -64,13 +75,12 @@ class SenderChannel(ABC):
         device: torch.device,
         timeout: float = 60.0,
     ) -> None:
-        self.weights, self.timeout = weights, timeout
+        super().__init__(weights, [device] if weights.sender is None else [weights.sender.device, device])
+        self.timeout = timeout
         self._device = device
-        self._sender = weights.sender if isinstance(weights, DistributedWeightSender) else weights
-        self._control: ControlServer | None = None
-        self._background = Background(self.devices)
+        self._sender = weights.sender
         self._differing: set[int] = set()  # receivers with other weights than the sender's
-        self._on_all_ranks(lambda: self._listen(address))
+        self._control = weights.on_rank_0(lambda: ControlServer(address, timeout))
 
     @property
     def address(self) -> str:
@@ -85,14 +95,9 @@ class SenderChannel(ABC):
         """
         if self._control is None:
             return ()
-        if not self._background.has_begun:
+        if self._future is None:
             self._control.discover()
         return tuple(self._control.names.values())
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The devices on whose current streams `send` copies tensors."""
-        return (self._device,) if self._sender is None else (self._sender.device, self._device)
 
     def wait_for_receivers(self, count: int, timeout: float = 300.0) -> None:
         """Wait until `count` receivers have joined, and bring all to the sender's current version.
@@ -100,8 +105,8 @@ class SenderChannel(ABC):
         Raises:
             WeightSyncError: fewer have joined within `timeout` seconds; those hold the version. Or as `update`.
         """
-        self._background.require_idle()
-        self._on_all_ranks(lambda: self.send(None, count, timeout))
+        self._require_idle()
+        self.weights.on_rank_0(lambda: self.send(None, count, timeout))
 
     def update(self, receivers: int = 0, *, verify: bool = False) -> int:
         """Make the next version from the current weights, bring all receivers to it, and return its number.
@@ -112,65 +117,18 @@ class SenderChannel(ABC):
         Args:
             receivers: wait first until at least this many have joined, for `timeout` seconds at most. A receiver that
                 was lost because it was slow joins again when it next receives: without this, after the round.
-            verify: let the receivers read all active weights afterwards, and compare them as `verify` does, in the same
-                round: for receivers that are in `receive` during updates only, such as vLLM's workers.
+            verify: let the receivers read all active weights afterwards, and compare their digests with the sender's,
+                those of receivers of parts with the digest of these parts. Other weights are not compared.
 
         Raises:
             WeightSyncError: receivers are lost, have refused a message or have other weights; names them. Or fewer than
                 `receivers` have joined. All others hold the version. The next round does without the lost ones, and
                 sends a state to the other named ones.
         """
-        self._background.require_idle()
-        asked = self._ask_early(receivers)
-        try:
-            update = self.weights.update()
-        except BaseException:
-            if asked is not None and self._control is not None:
-                self._control.post(asked, {"do": "nothing"})
-            raise
-        self._on_all_ranks(lambda: self.send(update, receivers, verify=verify, asked=asked))
-        return self.weights.version
-
-    def begin_update(self, receivers: int = 0) -> None:
-        """Make the next version as `update` does, and send it in the background: `finish_update` waits for it.
-
-        Returns when the active values are copied in the order of the current stream (see `WeightSender.update`), so
-        that the next training step may follow directly. A thread of this channel sends the message, on streams of its
-        own, for which neither the host nor the training stream waits. Only `receivers` and `close` may be called until
-        `finish_update`; do not capture a CUDA graph in this time.
-
-        Args:
-            receivers: see `update`.
-
-        Raises:
-            WeightSyncError: an update has begun and was not finished. Or as `WeightSender.update`.
-        """
-        self._background.require_idle()
+        self._require_idle()
         update = self.weights.update()
-        self._background.begin(lambda: None if update is None else self.send(update, receivers))
-
-    def finish_update(self) -> int:
-        """Wait until every receiver holds the version that `begin_update` has made, and return its number.
-
-        Raises:
-            WeightSyncError: no update has begun. Or as `update`.
-        """
-        with self._background.finishing() as wait:
-            self._on_all_ranks(wait)
+        self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
-
-    def verify(self) -> None:
-        """Let every receiver read its active weights, and compare their digests with the sender's version.
-
-        Receivers of parts are compared with the digest of these parts, which the sender computes. A receiver replies
-        while it is in `receive`. Weights outside of the mask are not compared.
-
-        Raises:
-            WeightSyncError: names the receivers whose weights differ, those at another version, and those that have not
-                replied within the timeout, which are dropped. The next round sends a state to the others.
-        """
-        self._background.require_idle()
-        self._on_all_ranks(self._verify)
 
     def close(self, timeout: float | None = None) -> None:
         """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
@@ -183,38 +141,15 @@ class SenderChannel(ABC):
             WeightSyncError: as `finish_update`, if an update had begun; after the connections have ended.
         """
         try:
-            if self._background.has_begun:
+            if self._future is not None:
                 self.finish_update()
         finally:
-            self._on_all_ranks(lambda: self._close(self.timeout if timeout is None else timeout))
-
-    def _on_all_ranks(self, function: Callable[[], object]) -> None:
-        """Call a function where the sender is, and raise its errors on all ranks."""
-        if isinstance(self.weights, DistributedWeightSender):
-            self.weights.on_rank_0(function)
-        else:
-            function()
-
-    def _ask_early(self, receivers: int) -> list[int] | None:
-        """Ask the receivers for their states, which they return while the update is made; `send` collects them.
-
-        None if `send` will wait for more receivers, or if other ranks take part in the update, which would wait for
-        this one if the receivers cannot be asked.
-        """
-        control = None if isinstance(self.weights, DistributedWeightSender) else self._control
-        if control is None:
-            return None
-        if receivers:  # else those that have joined are discovered in `_send`, where nothing waits for it
-            control.discover()
-        return self._ask(control, control.names) if len(control.names) >= receivers else None
+            self.weights.on_rank_0(lambda: self._close(self.timeout if timeout is None else timeout))
 
     def _ask(self, control: ControlServer, receivers: Iterable[int]) -> list[int]:
         asked = list(receivers)
         control.post(asked, {"do": "status", "transport": self.transport, "timeout": self.timeout})
         return asked
-
-    def _listen(self, address: str) -> None:
-        self._control = ControlServer(address, self.timeout)
 
     def _connected(self) -> tuple[ControlServer, WeightSender]:
         if self._control is None or self._sender is None:
@@ -225,7 +160,8 @@ class SenderChannel(ABC):
         """Wait until `count` receivers have joined, or for `timeout` seconds; return what is missing then."""
         control, _ = self._connected()
         deadline = time.monotonic() + timeout
-        control.discover()
+        if count:  # else those that have joined are discovered in `_send`, where nothing waits for it
+            control.discover()
         while len(control.names) < count:
             if time.monotonic() >= deadline:
                 joined = f"{len(control.names)} receivers have joined at {self.address} within {timeout:g} s"
@@ -243,27 +179,13 @@ class SenderChannel(ABC):
                 # The store, and with it the command, ends with this object.
                 control.collect(control.names, timeout)
             finally:
-                self._end()
-
-    def _verify(self) -> None:
-        control, sender = self._connected()
-        control.discover()
-        control.post(control.names, {"do": "verify"})
-        problems = _Problems(dict(control.names))
-        replies = self._collect(list(control.names), problems)
-        self._compare(replies, problems)
-        if clauses := self._clauses(problems):
-            raise WeightSyncError(f"version {sender.version} was not verified: {listed(clauses, '; ')}")
+                self._drop()
 
     def _compare(self, replies: Mapping[int, dict[str, Any]], problems: _Problems) -> None:
         """Compare the digests in replies with the sender's version, whose parts are each read once."""
         _, sender = self._connected()
         expected: dict[str, str] = {}
         for r, reply in replies.items():
-            if reply["version"] != sender.version:
-                held = "no version" if reply["version"] is None else f"version {reply['version']}"
-                problems.differing[r] = f"it has {held}"
-                continue
             key = compact_json(reply["parts"])
             if key not in expected:
                 expected[key] = sender.digest_of(reply["parts"])
@@ -274,19 +196,8 @@ class SenderChannel(ABC):
                 )
         self._differing |= problems.differing.keys()
 
-    def _clauses(self, problems: _Problems) -> list[str]:
-        clauses = [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
-        clauses += [f"{problems.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
-        return clauses + [f"{problems.names[r]}: {reason}" for r, reason in problems.differing.items()]
-
     def send(
-        self,
-        update: PendingMessage | None,
-        receivers: int = 0,
-        timeout: float | None = None,
-        *,
-        verify: bool = False,
-        asked: list[int] | None = None,
+        self, update: PendingMessage | None, receivers: int = 0, timeout: float | None = None, *, verify: bool = False
     ) -> None:
         """Bring all receivers to the sender's version. On rank 0 only: the part of `update` that is no collective.
 
@@ -299,27 +210,28 @@ class SenderChannel(ABC):
             receivers: wait first until at least this many have joined.
             timeout: seconds to wait for them; then those that have joined get the version. Default: the channel's.
             verify: see `update`.
-            asked: the receivers that were asked for their states already, by `update`.
 
         Raises:
             WeightSyncError: as `update`; or `update` is not the last one.
         """
-        missing = None
         control, sender = self._connected()
         if update is not None and update.version != sender.version:
             raise WeightSyncError(
                 f"the update is version {update.version}, expected the last one of the sender, version {sender.version}"
             )
-        if asked is None:
-            missing = self._missing(receivers, self.timeout if timeout is None else timeout)
-            asked = self._ask(control, control.names)
+        missing = self._missing(receivers, self.timeout if timeout is None else timeout)
+        asked = self._ask(control, control.names)
         problems = _Problems(dict(control.names))
         if not self._bring(asked, update, problems, verify=verify):
             control.discover()
         if joined := [r for r in control.names if r not in asked]:
             problems.names = {**problems.names, **control.names}
             self._bring(self._ask(control, joined), None, problems, verify=verify)
-        if clauses := ([] if missing is None else [missing]) + self._clauses(problems):
+        clauses = [] if missing is None else [missing]
+        clauses += [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
+        clauses += [f"{problems.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
+        clauses += [f"{problems.names[r]}: {reason}" for r, reason in problems.differing.items()]
+        if clauses:
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
     def _bring(self, asked: list[int], update: PendingMessage | None, problems: _Problems, *, verify: bool) -> bool:
@@ -363,7 +275,8 @@ class SenderChannel(ABC):
                 failed = [r for r, reply in replies.items() if "failed" in reply]
                 complete = failure is None and not failed and not problems.lost
             finally:  # also after an interruption, as by Ctrl-C: receivers may be in the transfer
-                self._after(message, complete=complete)
+                if not complete:
+                    self._drop()
             taken = {r: reply for r, reply in replies.items() if r not in failed}
             if verify:
                 self._compare(taken, problems)
@@ -385,23 +298,132 @@ class SenderChannel(ABC):
         problems.refused.update({r: reply["refused"] for r, reply in replies.items() if "refused" in reply})
         return {r: reply for r, reply in replies.items() if "refused" not in reply and r in control.names}
 
-    @property
-    @abstractmethod
-    def transport(self) -> TransportName:
-        """The name of the transport, which must be that of the receivers."""
-
     @abstractmethod
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         """Return what the receivers need besides the header, as JSON; before the command is posted."""
 
-    @abstractmethod
     def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
         """Move the tensors of a message, after the command was posted; return why it failed, or None."""
+        return None
 
     @abstractmethod
-    def _after(self, message: Message, *, complete: bool) -> None:
-        """Called when all receivers have replied or are lost, or the round was interrupted."""
+    def _drop(self) -> None:
+        """Release what the transport holds; receivers may still use it. The next message begins anew."""
+
+
+class ReceiverChannel(ABC):
+    """The inference engine's end of a transport.
+
+    Args:
+        weights: the receiver of the weights.
+        address: host:port of the sender.
+        timeout: seconds to connect to the sender, and to wait for a message after it has asked for the state.
+        name: names this receiver in errors of the sender; default: host and process.
+
+    Raises:
+        WeightSyncError: no sender responds at the address within `timeout` seconds.
+    """
+
+    transport: TransportName
+
+    def __init__(
+        self, weights: WeightReceiver, address: str, *, timeout: float = 60.0, name: str | None = None
+    ) -> None:
+        self.weights, self.timeout = weights, timeout
+        self._control = ControlClient(address, timeout, name)
+        self._has_mask = self._needs_state = False
+
+    def request_state(self) -> None:
+        """Let the sender send all active weights in its next round, as if this receiver had just joined."""
+        self._needs_state = True
+
+    def receive(self, timeout: float = 600.0) -> int | None:
+        """Wait for the sender's next version, apply it, and return its number; None when the sender has closed.
+
+        Once the sender has begun a round, this waits for the round's messages beyond `timeout`: for several timeouts of
+        the sender, which may itself be waiting for lost receivers.
+
+        Raises:
+            WeightSyncError: nothing has come within `timeout` seconds; the sender is lost; or the receiver refused the
+                message. The weights have not changed; after a refusal, the next round brings the mask and a state.
+
+        Another error while a message is applied is also reported to the sender as a refusal, and raised here.
+        """
+        deadline = time.monotonic() + timeout
+        reserved = 0.0  # seconds to wait for the next message of a round, also after the deadline
+        while True:
+            # Once the sender has counted on this receiver, the round is not left before its message.
+            left = max(deadline - time.monotonic(), reserved)
+            command = self._control.next(left)
+            if command["do"] == "close":
+                self._control.reply({})
+                return None
+            if command["do"] == "rejoin":
+                self._control.join()
+                reserved = 0.0
+                continue
+            if command["do"] == "status":
+                reserved = max(self.timeout, _TIMEOUTS_OF_A_ROUND * float(command["timeout"]))
+                if command["transport"] != self.transport:
+                    problem = f"it receives by {self.transport}, the sender sends by {command['transport']}"
+                    self._control.reply({"refused": problem})
+                    raise WeightSyncError(f"{self._control.name}: {problem}")
+                self._control.reply(self._status())
+                continue
+            try:
+                try:
+                    tensors = self._fetch(command, tensor_list(checked_header(command["header"])))
+                except RuntimeError as error:  # of the transport; the sender sends the message again
+                    self._control.reply({"failed": first_line(error)})
+                    continue
+                message = Message.from_header(command["header"], tensors)
+                self.weights.receive(message)
+                verified: dict[str, Any] = {}
+                if command["verify"]:
+                    verified = {"parts": self.weights.parts, "digest": self.weights.read_digest()}
+            except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
+                # The mask as well: a weight may have moved.
+                self._has_mask, self._needs_state = False, True
+                is_refusal = isinstance(error, WeightSyncError)
+                reason = str(error) if is_refusal else f"{type(error).__name__}: {first_line(error)}"
+                self._control.reply({"refused": reason})
+                raise
+            self._has_mask |= message.kind == "mask"
+            self._needs_state &= message.kind != "state"
+            status = self._status()
+            self._control.reply(status | verified)
+            if self.weights.version is not None and not status["state"]:
+                return self.weights.version
+
+    def _status(self) -> dict[str, Any]:
+        # A mask and a version of another sender say nothing about this one's.
+        mask = self.weights.mask_digest if self._has_mask else None
+        return {"mask": mask, "version": self.weights.version, "state": self._needs_state}
 
     @abstractmethod
-    def _end(self) -> None:
-        """Release the connections."""
+    def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
+        """Return the tensors of a message.
+
+        Args:
+            command: of the message.
+            entries: its tensors.
+
+        Raises RuntimeError if the transfer fails.
+        """
+
+    def close(self) -> None:
+        """Leave the sender, which does without this receiver from its next round on, and release the connection.
+
+        A receiver that is to follow again needs a new channel.
+        """
+        self._control.leave()
+        self._drop()
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Release what the transport holds."""
+
+
+def tensors_of(entries: Iterable[Entry], device: torch.device) -> dict[str, Tensor]:
+    """Return new tensors of the names, dtypes and shapes that `tensor_list` returns, for a transport to fill."""
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape in entries}

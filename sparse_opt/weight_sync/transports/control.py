@@ -12,11 +12,8 @@ one command after the other into the receiver's inbox, and the receiver answers 
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
-                             -> as for status, if "verify" is true with the reply to verify; or {"failed": why the
-                             tensors did not arrive}; or {"refused": the error}
-    {"do": "verify"}         -> {"version": version or null, "parts": those of the receiver, "digest": of its weights}
-                             or {"refused": why they cannot be read}
-    {"do": "nothing"}        no reply; no message follows the status
+                             -> as for status, and if "verify" is true {"parts": those of the receiver, "digest": of its
+                             weights}; or {"failed": why the tensors did not arrive}; or {"refused": the error}
     {"do": "close"}          -> {}
 
 Everything is JSON; nothing is unpickled. The connection is neither encrypted nor authenticated: use it in a private
@@ -117,12 +114,14 @@ class ControlServer:
             if number not in self._sent:
                 continue
             key = f"reply/{number}/{self._sent[number] - 1}"
-            text = _read(self.store, key, min(deadline, time.monotonic() + _UNTIL_LEFT), self._taken)
-            while text is None and (now := time.monotonic()) < deadline:
-                self.discover()
-                if number not in self.names:
-                    break
+            text = None
+            while text is None and number in self.names:
+                now = time.monotonic()
                 text = _read(self.store, key, min(deadline, now + _UNTIL_LEFT), self._taken)
+                if now >= deadline:
+                    break
+                if text is None:
+                    self.discover()
             if text is not None:
                 replies[number] = json.loads(text)
                 self._taken.append(key)

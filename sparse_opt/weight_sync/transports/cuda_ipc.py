@@ -14,11 +14,7 @@ from ...errors import WeightSyncError
 from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message
 from ..sender import WeightSender
-from .channel import SenderChannel
-from .control import TransportName
-from .receiver_channel import ReceiverChannel, tensors_of
-
-_ALIGNMENT = 16  # bytes; every tensor of a message begins at a multiple in the shared buffer
+from .channel import ReceiverChannel, SenderChannel, tensors_of
 
 
 class CudaIpcSender(SenderChannel):
@@ -32,6 +28,8 @@ class CudaIpcSender(SenderChannel):
         device: GPU for the messages; default: the current one.
     """
 
+    transport = "cuda_ipc"
+
     def __init__(
         self,
         weights: WeightSender | DistributedWeightSender,
@@ -43,36 +41,25 @@ class CudaIpcSender(SenderChannel):
         gpu = torch.device(device or torch.device("cuda", torch.cuda.current_device()))
         super().__init__(weights, address, device=gpu, timeout=timeout)
         self._buffer: Tensor | None = None
+        self._has_mask = False  # the buffer
         self._made = 0  # buffers
         self._holders: set[int] = set()  # receivers that have opened the buffer
 
-    @property
-    def transport(self) -> TransportName:
-        return "cuda_ipc"
-
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
-        tensors = [tensor.to(self._device) for tensor in message.tensors.values()]
-        _, size = _starts(tensors)
-        if self._buffer is None or self._buffer.numel() < size:
+        data = [_bytes_of(tensor.to(self._device)) for tensor in message.tensors.values()]
+        sizes = [part.numel() for part in data]
+        # The buffer of a mask is larger than every update needs.
+        if self._buffer is None or self._buffer.numel() < sum(sizes) or self._has_mask:
             self._drop()
-            self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(max(sum(sizes), 1), dtype=torch.uint8, device=self._device)
             self._made += 1
-        _pack(tensors, self._buffer)
+        self._has_mask = message.kind == "mask"
+        for place, part in zip(self._buffer[: sum(sizes)].split(sizes), data, strict=True):
+            place.copy_(part)
         torch.cuda.current_stream(self._device).synchronize()
         new = {str(r): _exported(self._buffer) for r in receivers if r not in self._holders}
         self._holders.update(receivers)
         return {"buffer": self._made, "memory": new}
-
-    def _transfer(self, tensors: Sequence[Tensor]) -> str | None:
-        return None
-
-    def _after(self, message: Message, *, complete: bool) -> None:
-        # A receiver that is lost may still read. A mask is larger than every update.
-        if not complete or message.kind == "mask":
-            self._drop()
-
-    def _end(self) -> None:
-        self._drop()
 
     def _drop(self) -> None:
         if self._buffer is not None:
@@ -88,10 +75,7 @@ class CudaIpcReceiver(ReceiverChannel):
             weights may be on another one.
     """
 
-    @property
-    def transport(self) -> TransportName:
-        return "cuda_ipc"
-
+    transport = "cuda_ipc"
     _buffer: Tensor | None = None  # the sender's memory
     _number = 0  # of the buffer
 
@@ -103,35 +87,32 @@ class CudaIpcReceiver(ReceiverChannel):
         if self._buffer is None or self._number != command["buffer"]:
             # An error of the transport: the sender sends the message again, in a new buffer.
             raise RuntimeError(f"the sender's buffer {command['buffer']} could not be opened before")
-        specs = tensors_of(entries, torch.device("meta"))
         gpu = torch.device("cuda", torch.cuda.current_device())
-        views = _views(self._buffer, specs)
-        tensors = {name: torch.empty_like(view, device=gpu).copy_(view) for name, view in views.items()}
+        tensors = tensors_of(entries, gpu)
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        if sum(sizes) > self._buffer.numel():
+            raise WeightSyncError(
+                f"a message by CUDA IPC has {self._buffer.numel()} bytes, expected {sum(sizes)} by its header"
+            )
+        for tensor, part in zip(tensors.values(), self._buffer[: sum(sizes)].split(sizes), strict=True):
+            _bytes_of(tensor).copy_(part)
         torch.cuda.current_stream(gpu).synchronize()
         return tensors
 
-    def _end(self) -> None:
+    def _drop(self) -> None:
         self._buffer = None
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _exported(buffer: Tensor) -> dict[str, Any]:
     """Return what `_opened` takes, as JSON values; a new one for each process that opens the memory."""
-    # The arguments of rebuild_cuda_tensor but the classes and the dtype, which `_opened` knows.
+    # The arguments of rebuild_cuda_tensor but the classes, the dtype and the number of the device.
     _, arguments = reduce_tensor(buffer)
-    handle, nbytes, offset = arguments[7:10]
-    counter, counter_offset, event, event_sync = arguments[11:15]
-    return {
-        "device": _uuid(buffer.device.index),
-        "numel": buffer.numel(),
-        "first": buffer.storage_offset(),
-        "handle": _text(handle),
-        "nbytes": nbytes,
-        "offset": offset,
-        "counter": _text(counter),
-        "counter_offset": counter_offset,
-        "event": _text(event),
-        "event_sync": event_sync,
-    }
+    handles = [base64.b64encode(a).decode("ascii") if isinstance(a, bytes) else a for a in arguments[7:]]
+    return {"device": _uuid(buffer.device.index), "numel": buffer.numel(), "first": arguments[3], "handles": handles}
 
 
 def _opened(memory: Mapping[str, Any]) -> Tensor:
@@ -141,50 +122,12 @@ def _opened(memory: Mapping[str, Any]) -> Tensor:
         WeightSyncError: this process does not see the GPU.
     """
     device = _device_of(memory["device"])
+    handles = [base64.b64decode(a, validate=True) if isinstance(a, str) else a for a in memory["handles"]]
+    storage = torch.storage.TypedStorage
     buffer: Tensor = rebuild_cuda_tensor(
-        Tensor,
-        (memory["numel"],),
-        (1,),
-        memory["first"],
-        torch.storage.TypedStorage,
-        torch.uint8,
-        device,
-        _bytes(memory["handle"]),
-        memory["nbytes"],
-        memory["offset"],
-        False,
-        _bytes(memory["counter"]),
-        memory["counter_offset"],
-        _bytes(memory["event"]),
-        memory["event_sync"],
+        Tensor, (memory["numel"],), (1,), memory["first"], storage, torch.uint8, device, *handles
     )
     return buffer
-
-
-def _views(buffer: Tensor, specs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a message as views of the buffer that has them."""
-    starts, end = _starts(list(specs.values()))
-    if end > buffer.numel():
-        raise WeightSyncError(f"a message by CUDA IPC has {buffer.numel()} bytes, expected {end} by its header")
-    return {
-        name: buffer[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
-        for (name, spec), start in zip(specs.items(), starts, strict=True)
-    }
-
-
-def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
-    starts, _ = _starts(tensors)
-    for tensor, start in zip(tensors, starts, strict=True):
-        buffer[start : start + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
-
-
-def _starts(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return where each tensor begins in the buffer, and the buffer's size, in bytes."""
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return starts, end
 
 
 def _uuid(index: int) -> str:
@@ -200,11 +143,3 @@ def _device_of(uuid: str) -> int:
             "CUDA IPC needs the same host, and the GPU in CUDA_VISIBLE_DEVICES"
         )
     return seen.index(uuid)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)

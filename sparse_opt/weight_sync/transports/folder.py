@@ -10,8 +10,8 @@ on a network file system, and trainer and receivers need not run at the same tim
         optimizer.step()
         log.append(version)
 
-The receiver holds the active values at the last step on the CPU, and applies new patches to these. They are written to
-the weights as one update, even if several steps were logged since the last one.
+The receiver holds the active values at the last step on the CPU, and applies new patches to these. All of them are
+written to the weights, once for all steps that were logged since the last call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from ...delta.patches import LogMask, by_dtype, unpack
 from ...errors import DeltaLogError, WeightSyncError
 from ...masks import MaskSet
 from ...tensors import as_bits
-from ..backend import choose
-from ..encoding import Message
-from ..layout import Layout
+from ..encoding import Layout
+from ..index import choose
 from ..receiver import WeightReceiver
-from ..sender import WeightSender
+from ..sender import ActiveValues, WeightSender
 
 _POLL = 0.1  # seconds between two scans of the directory
 
@@ -55,15 +54,14 @@ class FolderReceiver:
     Args:
         weights: the receiver of the weights.
         directory: of the log; it may be created later.
-        device: where updates are compared and their digests computed; best that of the weights. On a GPU it holds the
-            active values once, and twice while a step is received.
+        device: where digests of the values are computed; best that of the weights.
     """
 
     def __init__(self, weights: WeightReceiver, directory: str | Path, *, device: torch.device | str = "cpu") -> None:
         self.weights, self._device = weights, torch.device(device)
         self._files = LogFiles(Path(directory))
         self._base: MaskElements | None = None
-        self._log: LogSender | None = None
+        self._at: MaskElements | None = None  # the last step that was applied
         self._needs_state = False
 
     def receive(self, timeout: float = 600.0) -> int:
@@ -72,8 +70,7 @@ class FolderReceiver:
         If the run was continued from an earlier step (`DeltaLog.truncate`), that may be a smaller number.
 
         Raises:
-            WeightSyncError: no step has come within `timeout` seconds, or the weights are not those of the mask, or
-                were changed by others since the last step. After a refusal, the next call writes all active values.
+            WeightSyncError: no step has come within `timeout` seconds, or the weights are not those of the mask.
             DeltaLogError: a file is damaged, missing or of another run, the log has no mask, or a step changes elements
                 outside of the mask; names file and step.
 
@@ -85,7 +82,7 @@ class FolderReceiver:
             if found is not None:
                 return self._apply(found)
             if time.monotonic() >= deadline:
-                last = "none was found" if self._log is None else f"the last one is {self._log.elements.step}"
+                last = "none was found" if self._at is None else f"the last one is {self._at.step}"
                 raise WeightSyncError(f"{self._files.directory}: no new step within {timeout:g} s, {last}")
             time.sleep(_POLL)
 
@@ -98,7 +95,7 @@ class FolderReceiver:
         listed = self._files.steps()
         if not listed:
             return None
-        at = None if self._log is None else self._log.elements
+        at = self._at
         if at is not None and not (at.step in listed and at.is_at(self._files.header(listed[at.step]))):
             at = None  # the step was removed, by a squash or a truncation
         if at is None:
@@ -126,20 +123,12 @@ class FolderReceiver:
         return elements
 
     def _apply(self, new: MaskElements) -> int:
-        """Bring the weights to a step, by a state, or by an update if they are at the step before."""
-        update = None
-        if self._log is None:
-            self._log = LogSender(new, self._device)
-        else:
-            update = self._log.update_to(new)
-        needs_state = self._needs_state or update is None
-        self._needs_state = True  # until the receiver has taken it
+        """Bring the weights to a step."""
+        sender = WeightSender(_ValuesOf(new, self._device))
+        self._at, self._needs_state = new, True  # until the receiver has taken it
         if self.weights.mask_digest != new.mask.digest:
-            needs_state = self.weights.receive(self._log.mask_message()) is None
-        if needs_state:
-            self.weights.receive(self._log.state_message())
-        elif update is not None:
-            self.weights.receive(update)
+            self.weights.receive(replace(sender.mask_message(), version=new.step))
+        self.weights.receive(replace(sender.state_message(), version=new.step))
         self._needs_state = False
         return new.step
 
@@ -218,31 +207,13 @@ class MaskElements:
             raise DeltaLogError(f"{self.header.file.where}: changes {outside} elements outside of the mask")
 
 
-class LogSender:
-    """Makes the messages of a log's steps; their versions are the numbers of the steps.
-
-    Attributes:
-        elements: at the step of the last message.
-    """
+class _ValuesOf(ActiveValues):
+    """The active values at a step of a log, on a device."""
 
     def __init__(self, elements: MaskElements, device: torch.device) -> None:
-        self.elements = elements
-        self.mask, self.device = elements.mask, device
+        self._values, self.mask, self.device = elements.values, elements.mask, device
         self.layout = Layout.of(elements.mask, elements.values)
-        self.backend = choose(self.device, None)
-        self._sender = WeightSender.of_values(self)
+        self.backend = choose(device, None)
 
     def take(self) -> dict[str, Tensor]:
-        """See `ActiveValues.take`."""
-        return {dtype: values.to(self.device) for dtype, values in self.layout.joined(self.elements.values).items()}
-
-    def mask_message(self) -> Message:
-        return replace(self._sender.mask_message(), version=self.elements.step)
-
-    def state_message(self) -> Message:
-        return replace(self._sender.state_message(), version=self.elements.step)
-
-    def update_to(self, new: MaskElements) -> Message:
-        """Continue with the elements of another step, and return the update that leads to them."""
-        base, self.elements = self.elements.step, new
-        return replace(self._sender.update().wait(), version=new.step, base_version=base)
+        return {dtype: values.to(self.device) for dtype, values in self.layout.joined(self._values).items()}

@@ -20,9 +20,8 @@ from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message
 from ..receiver import WeightReceiver
 from ..sender import WeightSender
-from .channel import SenderChannel
-from .control import BUSY_SECONDS, TransportName, first_line
-from .receiver_channel import ReceiverChannel, tensors_of
+from .channel import ReceiverChannel, SenderChannel, tensors_of
+from .control import BUSY_SECONDS, first_line
 
 Backend = Literal["gloo", "nccl"]
 
@@ -108,15 +107,11 @@ class ProcessGroupSender(SenderChannel):
         device: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        self._backend = backend
+        self.transport: Backend = backend
         super().__init__(weights, address, device=_device(backend, device), timeout=timeout)
         self._group: BroadcastGroup | None = None
         self._members: list[int] = []
         self._made = 0
-
-    @property
-    def transport(self) -> TransportName:
-        return self._backend
 
     def _offer(self, message: Message, receivers: Sequence[int]) -> dict[str, Any]:
         if self._group is None or self._members != list(receivers):
@@ -131,19 +126,12 @@ class ProcessGroupSender(SenderChannel):
             on_device = [tensor.to(self._device).contiguous() for tensor in tensors]
             if self._group is None:
                 size = 1 + len(self._members)
-                self._group = BroadcastGroup(control.store, str(self._made), 0, size, self._backend, self.timeout)
+                self._group = BroadcastGroup(control.store, str(self._made), 0, size, self.transport, self.timeout)
             self._group.broadcast(on_device)
         except RuntimeError as error:
             self._drop()
             return first_line(error)
         return None
-
-    def _after(self, message: Message, *, complete: bool) -> None:
-        if not complete:
-            self._drop()
-
-    def _end(self) -> None:
-        self._drop()
 
     def _drop(self) -> None:
         group, self._group, self._members = self._group, None, []
@@ -173,31 +161,28 @@ class ProcessGroupReceiver(ReceiverChannel):
         timeout: float = 60.0,
         name: str | None = None,
     ) -> None:
-        self._backend, self._device = backend, _device(backend, device)
+        self.transport: Backend = backend
+        self._device = _device(backend, device)
         super().__init__(weights, address, timeout=timeout, name=name)
         self._group: BroadcastGroup | None = None
-
-    @property
-    def transport(self) -> TransportName:
-        return self._backend
 
     def _fetch(self, command: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Tensor]:
         try:
             if self._group is None or self._group.key != command["group"]:
-                self._end()
+                self._drop()
                 receivers = command["receivers"]
                 rank, size = 1 + receivers.index(self._control.number), 1 + len(receivers)
                 # With the sender's timeout: it waits for the replies as long.
                 timeout = command["timeout"]
-                self._group = BroadcastGroup(self._control.store, command["group"], rank, size, self._backend, timeout)
+                self._group = BroadcastGroup(self._control.store, command["group"], rank, size, self.transport, timeout)
             tensors = tensors_of(entries, self._device)
             self._group.broadcast(tensors.values())
         except RuntimeError:
-            self._end()
+            self._drop()
             raise
         return tensors
 
-    def _end(self) -> None:
+    def _drop(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.abort()

@@ -93,7 +93,7 @@ def test_compiled_layers_stay_compiled(tmp_path):
     words += ["--steps_in_a_row", "2"]
     done = run_command(
         1,
-        ["bench", "distributed", *words, "--variants", "local_element_fp32,ddp,fsdp2_element_fp32"],
+        ["bench", "distributed", *words, "--variants", "local_element_fp32,ddp_whole_layers,fsdp2_element_fp32"],
         {**os.environ, "TORCHELASTIC_RUN_ID": "started-by-the-user"},
         script=Path(__file__).with_name("compiled_calls.py"),
         launched=True,

@@ -135,7 +135,7 @@ def is_aligned(case: cases.Case) -> bool:
 
 def cluster_rules() -> dict[int, list[tuple[int, float, int]]]:
     """Of tile_weight_grad.cu, by tile size: blocks, most tiles for each multiprocessor, least tokens, first match."""
-    source = (Path(__file__).parents[3] / "csrc/kernels/cuda/tiles/tile_weight_grad.cu").read_text()
+    source = (Path(__file__).parents[3] / "csrc/tiles/tile_weight_grad.cu").read_text()
     found = {}
     for tile_size, rules in re.findall(r"constexpr SplitRule kRules(\d+)\[\] = \{(.*?)\};", source, re.DOTALL):
         rows = re.findall(r"\{(\d+), ([\d.]+), (\d+)\}", rules)

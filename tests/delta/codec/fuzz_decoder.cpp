@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/delta/patch_codec.h"
+#include "delta/patch_codec.h"
 
 using namespace sparse_opt;
 
@@ -39,7 +39,7 @@ void serially(int64_t count, const std::function<void(int64_t, int64_t)>& body) 
 using Bytes = std::vector<uint8_t>;
 
 struct Patch {
-  PatchLevel level = PatchLevel::kFast;
+  PatchLevel level = PatchLevel::kPacked;
   int size = 0;  // of an element
   bool is_float = false;
   int class_shift = 0, width = 0;
@@ -302,13 +302,13 @@ void fuzz(const Patch& sound, int rounds) {
 }
 
 void count_modes(const Patch& patch, std::map<std::string, int>& modes) {
-  const char* names[2][3] = {{"fast-list", "fast-bitmap", "fast-raw"}, {"packed-elias", "packed-bitmap", "packed-raw"}};
+  const char* names[3] = {"packed-elias", "packed-bitmap", "packed-raw"};
   for (int64_t tile = 0; tile < patch.tiles(); ++tile) {
     if (patch.record_bytes(tile) == 0) continue;
     if (patch.is_tight()) {
       ++modes[(patch.sizes32[tile] & kRawBit) != 0 ? "tight-raw" : "tight-coded"];
     } else {
-      ++modes[names[patch.level == PatchLevel::kPacked][patch.heads[tile] >> kModeShift]];
+      ++modes[names[patch.heads[tile] >> kModeShift]];
     }
   }
 }
@@ -321,8 +321,8 @@ int main(int argc, char** argv) {
   engine.seed(std::strtoull(argv[2], nullptr, 10));
   std::map<std::string, int> modes;
   int decoded = 0;
-  for (const PatchLevel level : {PatchLevel::kFast, PatchLevel::kPacked, PatchLevel::kTight}) {
-    // Of `tight` one tensor of a lane, one of two with a ragged last row; the other levels have several tiles.
+  for (const PatchLevel level : {PatchLevel::kPacked, PatchLevel::kTight}) {
+    // Of `tight` one tensor of a lane, one of two with a ragged last row; `packed` has several tiles.
     const std::vector<int64_t> numels = level == PatchLevel::kTight
                                             ? std::vector<int64_t>{301, kLaneRows + 1, 1}
                                             : std::vector<int64_t>{301, 2 * kPatchTile + 77, 0, 1};

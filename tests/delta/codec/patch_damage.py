@@ -12,7 +12,7 @@ from torch import Tensor
 from sparse_opt.delta.codec import LEVELS, Patch
 from sparse_opt.delta.codec.words import RAW_BIT, word_kind
 
-UNIT = {"fast": 4, "packed": 4, "tight": 2}
+UNIT = {"packed": 4, "tight": 2}
 
 
 def as_op_arguments(patch: Patch, device: torch.device, offsets: Tensor | None = None) -> list[object]:

@@ -104,7 +104,7 @@ def test_sizes_that_do_not_fit_the_offsets(place, level):
 
 def test_tensors_that_the_patch_is_not_for():
     old = [torch.zeros(10), torch.zeros(7)]
-    patch = encode(old, [tensor + 1 for tensor in old], "fast", backend="reference")
+    patch = encode(old, [tensor + 1 for tensor in old], "packed", backend="reference")
     for dense, message in [
         (old[:1], "dense holds 1 tensors, expected 2"),
         ([old[0], old[1][:6]], r"dense\[1\] is torch.float32 of 6 elements, expected torch.float32 of 7"),
@@ -176,14 +176,14 @@ def test_arguments_that_are_not_aligned(level):
 def test_arguments_that_do_not_fit():
     native = torch.ops.sparse_opt_native
     old, none = [torch.zeros(10, dtype=torch.int16)], (None,) * 4
-    with pytest.raises(ValueError, match=r"level is 3"):
-        native.patch_encode(old, old, 3, True, 7, 0, *none, False)
-    with pytest.raises(ValueError, match=r"width is 16"):
-        native.patch_encode(old, old, 1, True, 7, 16, *none, False)
-    with pytest.raises(ValueError, match=r"level 2 requires row_of"):
+    with pytest.raises(ValueError, match=r"level is 2"):
         native.patch_encode(old, old, 2, True, 7, 0, *none, False)
-    with pytest.raises(ValueError, match="advance is not supported by level 2"):
-        native.patch_encode(old, old, 2, True, 7, 0, *none, True)
+    with pytest.raises(ValueError, match=r"width is 16"):
+        native.patch_encode(old, old, 0, True, 7, 16, *none, False)
+    with pytest.raises(ValueError, match=r"level 1 requires row_of"):
+        native.patch_encode(old, old, 1, True, 7, 0, *none, False)
+    with pytest.raises(ValueError, match="advance is not supported by level 1"):
+        native.patch_encode(old, old, 1, True, 7, 0, *none, True)
     with pytest.raises(ValueError, match=r"old\[0\] has 10 elements, new\[0\] has 9"):
         native.patch_encode(old, [old[0][:9]], 0, True, 7, 0, *none, False)
 

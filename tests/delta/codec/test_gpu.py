@@ -169,7 +169,7 @@ def test_records_and_scratch_of_more_than_2_to_the_31_bytes(gpu, level, every):
     new = old.clone()
     new[::every] = torch.arange(1, 8, device=gpu).repeat(-(-numel // every // 7) + 1)[: -(-numel // every)]
     if every == 1:
-        new *= 0x0123456789ABCDEF  # far changes, so that `fast` and `packed` take the words as they are
+        new *= 0x0123456789ABCDEF  # far changes, so that `packed` takes the words as they are
     patch = encode([old], [new], level, backend="native")
     assert patch.counts.tolist() == [-(-numel // every)]
     if every == 1 and level != "tight":
@@ -299,7 +299,7 @@ def test_the_current_stream_is_followed(gpu, level):
         assert_same_words([dense, before], [new, new])
 
 
-@pytest.mark.parametrize("level", ["fast", "packed"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_how_often_the_host_waits(gpu, level):
     old = torch.zeros(100_000, device=gpu)
     new = old.clone()
@@ -315,7 +315,7 @@ def test_how_often_the_host_waits(gpu, level):
         )
 
     patch, count = waits(lambda: encode([old], [new], level, backend="native"))
-    assert count == (1 if level == "fast" else 2)  # for the length of the records, and for a sample
+    assert count == 2  # for the length of the records, and for a sample
     assert waits(lambda: apply_([old], patch, backend="native", check=False))[1] == 0
     assert torch.equal(old, new)
 

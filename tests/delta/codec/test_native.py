@@ -25,8 +25,6 @@ def assert_same_bytes(found: Patch, expected: Patch) -> None:
         assert parts[name].dtype == part.dtype
         # torch compares no uint16 and no uint32
         assert np.array_equal(parts[name].cpu().numpy(), part.cpu().numpy()), name
-    # `fast` does not store its sizes, and decodes with them
-    assert np.array_equal(found.sizes.cpu().numpy(), expected.sizes.cpu().numpy())
 
 
 def check(place: torch.device, old: Sequence[Tensor], new: Sequence[Tensor], level: str) -> Patch:
@@ -57,9 +55,8 @@ def test_bytes_of_the_reference(place, level, dtype):
 def test_one_tensor(place, numel):
     source = np.random.default_rng(numel)
     old = any_words(source, numel, torch.bfloat16)
-    for level in ("fast", "packed"):
-        for density, step in CHANGES:
-            check(place, [old], [changed_words(source, old, density, step)], level)
+    for density, step in CHANGES:
+        check(place, [old], [changed_words(source, old, density, step)], "packed")
 
 
 @pytest.mark.parametrize("level", LEVELS)

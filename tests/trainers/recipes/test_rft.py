@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,7 +199,7 @@ def test_of_another_run_is_refused_and_of_two_at_once_one(tiny, run):
         assert message in line and "choose another --output_dir, or remove the file" in line
     Path("out/results.jsonl").write_text("[\n")
     assert "out/report.json cannot be read" in run("test", *where, "--max_completion_length", 2, code=1)
-    lock = FileLock.acquire(Path("out/_run.lock"))
+    lock = FileLock(Path("out/_run.lock"))
     try:
         assert "another run" in run("test", *where, "--max_completion_length", 2, code=2)
     finally:
@@ -287,6 +288,7 @@ WHERE = "--model_name_or_path MODEL --dataset_name ROWS --output_dir out"
         ("dataget", [], 2, "unknown stage 'dataget'; the nearest is 'datagen'"),
         ("train --profile balance", [], 2, "invalid choice: 'balance'"),
         ("train --model_name_or_path m --logging_dir tb", [], 2, "give --report_to tensorboard"),
+        (f"train {WHERE}".replace("ROWS", "data/rft.json"), [], 2, "folder: 'sparse-opt train rft datagen' writes it"),
         (f"train {WHERE}", [["q"]], 1, 'row 1: found ["q"], expected [question, answer] or'),
         (f"train {WHERE}", [["q", 1], ["q", 1, "r", 2]], 1, "row 2: found"),
         (f"test {WHERE}", [["q", True]], 1, "expected a number or text as the answer of 'q'"),
@@ -310,6 +312,17 @@ def test_a_wrong_call_is_refused_by_name(tiny, run, words, content, code, messag
     words = words.replace("MODEL", str(tiny / "model")).replace("ROWS", "rows.json")
     assert message in run(*words.split(), code=code)
     assert not Path("out", "rft.json").exists()
+
+
+def test_thoughts_that_the_template_strips_are_refused(tiny, run):
+    shutil.copytree(tiny / "model", "model")
+    strips = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}{% endfor %}"
+    Path("model", "chat_template.jinja").write_text(strips)
+    prompt, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>two</think>4"}
+    Path("rows.jsonl").write_text(json.dumps({"prompt": [prompt], "completion": [answer]}))
+    words = ("--model_name_or_path", "model", "--dataset_name", "rows.jsonl", "--output_dir", "out")
+    assert "<think>two</think>4\" of the assistant is not in the labels of 'completion'" in run("train", *words, code=2)
+    assert not Path("out", "model.safetensors").exists()
 
 
 def test_chat_prompts_need_a_template(start, run, tiny):

@@ -124,7 +124,9 @@ def run(words, tmp_path, capfd):
 
     def call(**changes):
         code = main(["train", "rlt", *words(**changes)])
-        assert code == 0, capfd.readouterr().err
+        said = capfd.readouterr()
+        assert code == 0, said.err
+        assert "rlt: " in said.out and "grpo: " not in said.out
         folder = Path(changes.get("output_dir", tmp_path / "run"))
         return [row for row in json.loads((folder / "trainer_state.json").read_text())["log_history"] if "loss" in row]
 

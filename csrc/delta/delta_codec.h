@@ -1,0 +1,61 @@
+// The launchers of delta_encode and delta_apply_.
+#pragma once
+
+#include "swap/swap.h"
+
+namespace sparse_opt {
+
+// Elements of a block, all of one tensor. A CPU marks and counts the changes of each block, then writes them at
+// the running sum of the counts; a GPU samples blocks.
+constexpr int64_t kDeltaBlock = 8192;
+constexpr int64_t kDeltaBlockBytes = kDeltaBlock / 8;
+
+struct DeltaArguments {
+  int64_t count = 0;
+  void* const* old_tensors = nullptr;    // [count], the list in host memory
+  void* const* new_tensors = nullptr;    // [count], the list in host memory
+  const int64_t* numels = nullptr;       // [count], in host memory
+  const int64_t* first_block = nullptr;  // [count + 1], in host memory: tensor i has blocks [first[i], first[i + 1])
+  int element_size = 0;                  // 1, 2, 4 or 8
+  bool wide_indices = false;
+  int64_t capacity = 0;      // of indices and values
+  bool speculative = false;  // capacity was chosen before the sample was known (GPU)
+  void* indices = nullptr;   // [capacity] int32, or int64 if wide_indices
+  void* values = nullptr;    // [capacity]
+
+  // Scratch memory of a CPU. `changed` has one bit for each element: element k of a block is bit k % 8 of byte k / 8.
+  // Elements past a tensor's end count as unchanged.
+  uint8_t* changed = nullptr;             // [blocks * kDeltaBlockBytes]
+  int64_t* block_counts = nullptr;        // [blocks]
+  const int64_t* running_sums = nullptr;  // [blocks], of block_counts, inclusive
+
+  void* progress = nullptr;  // scratch memory of a GPU, of delta_progress_bytes()
+  // In pinned memory of the host, which the GPU writes, so that no copy is needed between kernels.
+  int64_t* bounds = nullptr;  // [count], the running sum at each tensor's end
+  int64_t sample_stride = 1;
+  int* sampled = nullptr;  // [blocks / sample_stride + tables], changes of every sample_stride-th block of a table
+};
+
+namespace cpu {
+
+void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);
+void delta_collect(const DeltaArguments& args, ParallelFor parallel_for);
+void delta_apply(const MoveArguments& args, ParallelFor parallel_for);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// Writes args.sampled and returns the number of its elements. Called between delta_prepare and delta_encode.
+int64_t delta_sample(const DeltaArguments& args, cudaStream_t stream);
+// The size of args.progress, which delta_prepare initializes for one delta_encode.
+int64_t delta_progress_bytes(const DeltaArguments& args);
+void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
+// Writes args.bounds of the tensors that are not empty, and all changes if args.capacity is sufficient. If
+// args.speculative, does nothing if sample_stride times the changes that delta_sample counted exceeds args.capacity.
+void delta_encode(const DeltaArguments& args, cudaStream_t stream);
+void delta_apply(const MoveArguments& args, cudaStream_t stream);
+
+}  // namespace cuda
+
+}  // namespace sparse_opt

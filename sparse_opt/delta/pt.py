@@ -1,0 +1,261 @@
+"""Converts logs of `.pt` files, `base_state.pt` and `deltas_step_{n}.pt`, that other tools have written.
+
+Both are plain dictionaries, name -> dense tensor, written by torch.save. The tools that are known to write them
+(https://github.com/ScottBiggs2/Reinforcement-Casino and its relatives, public) take `model.named_parameters()`:
+
+    base_state.pt        every parameter before training, `param.detach().float().cpu()`
+    deltas_step_{n}.pt   `param.detach().float().cpu() - base_state[name]` after optimizer step n
+    run_metadata.json    sometimes; its `model_name` is kept as `model`
+
+so a bf16 model is logged in fp32, the difference is always taken to the base, a tied parameter appears under its first
+name alone, and buffers are missing. Dictionaries in other dtypes (bf16 differences, a bf16 base) are converted as well.
+
+The state at step n is base + difference, added in fp32 (fp64 where one of the two is) and rounded to the dtype of the
+base: the inverse of what was written. It has the bits of the run's weights except where the subtraction has lost them:
+a weight that became -0.0 is read as 0.0, and a weight that shrank by more than 2**16 (bf16 weights, fp32 files) is read
+with fewer digits. The files do not show which weights these are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import DeltaLogError
+from ..files import DamagedFile, one_line
+from ..pt_file import check_pt, load_pt
+from ..tensors import as_bits, dtype_name, materialized
+from .export import write_log
+from .files import LogSettings
+from .state import StateLayout, read_state
+
+BASE_FILE, METADATA_FILE = "base_state.pt", "run_metadata.json"
+_NAME = re.compile(r"deltas_step_(\d+)\.pt")
+_INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Against = Literal["base", "previous"]
+
+
+def list_pt_files(folder: Path, base_state: Path | None = None) -> dict[int, Path]:
+    """Return step -> file, ascending; step 0 is the base, `base_state.pt` unless it is given.
+
+    Raises:
+        DeltaLogError: the base or all files of differences are missing, one of them is of step 0, or a step has two.
+    """
+    base = folder / BASE_FILE if base_state is None else base_state
+    files: dict[int, Path] = {}
+    for path in sorted(folder.glob("deltas_*.pt")):
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        step = int(match[1])
+        if step == 0:
+            raise DeltaLogError(f"{path}: is of step 0, expected a later step: {base} is step 0")
+        if step in files:
+            raise DeltaLogError(f"{folder}: {files[step].name} and {path.name} are both of step {step}")
+        files[step] = path
+    if not files:
+        raise DeltaLogError(f"{folder}: holds no deltas_step_*.pt file, expected at least one")
+    if not base.is_file():
+        raise DeltaLogError(f"{base}: file not found, expected the base state of {folder}")
+    return {0: base} | dict(sorted(files.items()))
+
+
+def convert_pt(
+    folder: str | Path,
+    directory: str | Path,
+    *,
+    base_state: str | Path | None = None,
+    against: Against = "base",
+    dtype: torch.dtype | None = None,
+    level: str | None = None,
+    keyframe_every: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
+    """Write every step of a log of `.pt` files into a new delta log.
+
+    Files are mapped, and unpickled with `weights_only=True`; the checksums of all their records are compared, which
+    torch.load does not do. A parameter of the base that is missing from a step's file keeps its value, with a warning.
+    Truncating a file while it is read ends the process. Holds two states in memory.
+
+    Args:
+        folder: contains the files.
+        directory: missing or empty; renamed into place after everything is written.
+        base_state: the base's file, if it is not `base_state.pt` in the folder.
+        against: the state that the differences were taken to. Every known tool uses the base; `previous` is for files
+            with the change since the previous step. The files do not record which it is.
+        dtype: store floating-point tensors in this dtype instead of the base's. A value that this dtype cannot hold
+            exactly is an error.
+        level, keyframe_every: as in `DeltaLog.create`.
+        metadata: added to that of `run_metadata.json`, and preferred for keys in both.
+        on_step: called with each written step.
+
+    Raises:
+        DeltaLogError: there is no such log, a file is damaged or does not fit the base, a value has no exact form in
+            `dtype`, or the directory cannot be written.
+    """
+    if against not in ("base", "previous"):
+        raise DeltaLogError(f"against is {against!r}, expected base or previous")
+    files = list_pt_files(Path(folder), None if base_state is None else Path(base_state))
+    settings = LogSettings(level or "packed", "previous", keyframe_every)
+    stored = _read_metadata(Path(folder)) | dict(metadata or {})
+    write_log(Path(directory), _states(files, against, dtype), settings, stored, on_step=on_step)
+
+
+def exact_dtype(state: Mapping[str, Tensor]) -> torch.dtype | None:
+    """Return the 16-bit dtype that holds every fp32 value of a state exactly, as for a bf16 model, or None."""
+    wide = [tensor for tensor in state.values() if tensor.dtype == torch.float32]
+    dtypes = (torch.bfloat16, torch.float16) if wide else ()
+    return next((dtype for dtype in dtypes if all(_is_exact(tensor, dtype) for tensor in wide)), None)
+
+
+def _states(
+    files: Mapping[int, Path], against: Against, dtype: torch.dtype | None
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield (step, the state at that step), further names of tied tensors with the tensor of the first name.
+
+    Raises a DeltaLogError if a file is damaged, also one that is written to before the last state has been used.
+    """
+    with _tensors(files[0], 0) as content:
+        where = f"{files[0]}: step 0"
+        odd = [name for name, tensor in content.items() if tensor.dtype not in (*_FLOATING, *_INTEGER)]
+        if odd:
+            raise DeltaLogError(f"{where}: {odd[0]} is {dtype_name(content[odd[0]])}: it has no difference")
+        try:
+            layout, base = read_state(content)
+        except DeltaLogError as error:
+            raise DeltaLogError(f"{where}: {error}") from error
+        running = base
+        for step, path in files.items():
+            if step:
+                with _tensors(path, step) as differences:
+                    running = _added(base if against == "base" else running, differences, layout, path, step)
+            found = {name: _in_dtype(tensor, dtype, name, path, step) for name, tensor in running.items()}
+            yield step, found | {alias: found[name] for alias, name in layout.aliases.items()}
+
+
+def _added(
+    start: Mapping[str, Tensor], differences: Mapping[str, Tensor], layout: StateLayout, path: Path, step: int
+) -> dict[str, Tensor]:
+    """Return start + differences. Raises DeltaLogError for differences that do not fit."""
+    where = f"{path}: step {step}"
+    absent = [name for name in start if name not in differences]
+    if absent:
+        warnings.warn(
+            f"{where}: holds no difference for {len(absent)} of {len(start)} tensors of the base, the first of them "
+            f"{absent[0]}: they keep their values",
+            stacklevel=4,
+        )
+    found = dict(start)
+    for name, delta in differences.items():
+        first = layout.aliases.get(name, name)
+        if first not in start:
+            raise DeltaLogError(f"{where}: holds {name}, which the base does not")
+        old = start[first]
+        if delta.layout != torch.strided or delta.is_quantized or delta.device.type != "cpu":
+            raise DeltaLogError(f"{where}: {name} is {delta.layout} on {delta.device}, expected a dense CPU tensor")
+        kinds = _FLOATING if old.is_floating_point() else _INTEGER
+        if delta.shape != old.shape or delta.dtype not in kinds:
+            raise DeltaLogError(
+                f"{where}: {name} is {dtype_name(delta)} {list(delta.shape)}, in the base it is "
+                f"{dtype_name(old)} {list(old.shape)}"
+            )
+        if first != name and not _same_bits(differences.get(first), delta):
+            raise DeltaLogError(f"{where}: {name} and {first} are tied in the base and differ here")
+        if not old.is_floating_point():
+            found[first] = old + delta.to(old.dtype)
+        else:
+            wide = torch.promote_types(torch.promote_types(old.dtype, delta.dtype), torch.float32)
+            found[first] = (old.to(wide) + delta.to(wide)).to(old.dtype)
+    return found
+
+
+def _same_bits(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.dtype == b.dtype and torch.equal(as_bits(a.contiguous()), as_bits(b.contiguous()))
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype | None, name: str, path: Path, step: int) -> Tensor:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    if not _is_exact(tensor, dtype):
+        count = int((tensor.to(dtype).to(tensor.dtype) != tensor).logical_and_(~tensor.isnan()).sum())
+        raise DeltaLogError(
+            f"{path}: step {step}: {name}: {count} of {tensor.numel()} values have no exact "
+            f"{str(dtype).removeprefix('torch.')} form; they are {dtype_name(tensor)}"
+        )
+    return tensor.to(dtype)
+
+
+def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds every value of a tensor exactly; NaN counts as exact in every dtype."""
+    return bool(((tensor.to(dtype).to(tensor.dtype) == tensor) | tensor.isnan()).all())
+
+
+def _read_metadata(folder: Path) -> dict[str, str]:
+    """Return the strings and numbers of `run_metadata.json`, with `model_name` also as `model`."""
+    path = folder / METADATA_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DeltaLogError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise DeltaLogError(f"{path}: holds a {type(content).__name__}, expected a JSON object")
+    found = {key: str(value) for key, value in content.items() if isinstance(value, str | int | float)}
+    return ({"model": found["model_name"]} if "model_name" in found else {}) | found
+
+
+@contextlib.contextmanager
+def _tensors(path: Path, step: int) -> Iterator[dict[str, Tensor]]:
+    """Map the tensors of a file into memory, by name, after the checksums of all its records have been compared.
+
+    Raises:
+        DeltaLogError: the file is missing or damaged, has other content, or was written to before the block ended.
+    """
+    where = f"{path}: step {step}"
+    try:
+        version = _version(path, where)
+        check_pt(path)
+        content = load_pt(path, mmap=True)
+    except (OSError, DamagedFile) as error:
+        raise DeltaLogError(f"{where}: damaged: {one_line(error)}") from error
+    if not isinstance(content, Mapping):
+        raise DeltaLogError(f"{where}: holds a {type(content).__name__}, expected a dictionary of tensors by name")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise DeltaLogError(f"{where}: entry {name!r} is {type(value).__name__}, expected tensors by name")
+        # A tensor with strides of 0 can have any size, which would be allocated.
+        if value.layout == torch.strided and value.nbytes > path.stat().st_size:
+            raise DeltaLogError(
+                f"{where}: {name} is {dtype_name(value)} {list(value.shape)}, more than the file has bytes for"
+            )
+    yield {name: _aligned(tensor.detach()) for name, tensor in content.items()}
+    if _version(path, where) != version:
+        raise DeltaLogError(f"{where}: the file was written to or replaced while it was read: convert the log again")
+
+
+def _version(path: Path, where: str) -> tuple[int, ...]:
+    """Return a value that changes when the file is replaced or written to."""
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise DeltaLogError(f"{where}: the file is missing") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Return the mapped tensor, or a copy if it is unaligned (not as torch.save writes it) or lazily negated."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return tensor
+    unaligned = tensor.numel() > 0 and tensor.data_ptr() % tensor.element_size() != 0
+    return materialized(tensor) if unaligned or tensor.is_neg() or tensor.is_conj() else tensor
