@@ -94,6 +94,13 @@ def test_only_a_library_of_this_source_is_loaded(wheel, tmp_path):
     assert "was not built (`sparse-opt build` compiles it" in wheel(LOAD)[1]
 
 
+@pytest.mark.parametrize("value", ["cache", ""])
+def test_a_relative_cache_folder_is_ignored(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert tmp_path / ".cache/sparse-opt/autograd" in backends.compiled_autograd().parents
+
+
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
 def test_the_first_error_of_the_compiler_and_the_log_are_named(wheel, tmp_path):
     compiler = tmp_path / "g++"
