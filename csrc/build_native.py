@@ -27,8 +27,7 @@ from setuptools.modified import newer_group
 # a contraction in one backend and not in another would change the last bit.
 # With errno and traps, which nobody reads, the compiler would not vectorise a square root; torch builds without too.
 # `sparse-opt build` reads the same file.
-CXX_FLAGS_FILE = Path(__file__).with_name("cxx_flags.txt")
-CXX_FLAGS = CXX_FLAGS_FILE.read_text().split()
+CXX_FLAGS = Path(__file__).with_name("cxx_flags.txt").read_text().split()
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 SOURCES = sorted(path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
 GENERATED = Path("build/generated")
@@ -193,7 +192,7 @@ def is_of_autograd(path):
 def autograd_source():
     """What `sparse_opt._autograd` is compiled from: name below the one folder of includes -> file here."""
     roots = [Path("csrc"), GENERATED.parent]
-    files = [CXX_FLAGS_FILE.relative_to(Path(__file__).parents[1]), *filter(is_of_autograd, SOURCES)]
+    files = [Path("csrc/cxx_flags.txt"), *filter(is_of_autograd, SOURCES)]
     for path in files:  # which grows by the headers that each file includes
         for name in INCLUDE.findall(path.read_text(encoding="utf-8")):
             header = next(folder / name for folder in (path.parent, *roots) if (folder / name).exists())
