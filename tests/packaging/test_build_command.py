@@ -13,7 +13,7 @@ from sparse_opt import backends
 COMMAND = "import sys; from sparse_opt.cli.main import main; sys.exit(main(sys.argv[1:]))"
 LOAD = "from sparse_opt import backends; print(*backends.autograd_module())"
 PATH = "from sparse_opt import backends; print(backends.compiled_autograd())"
-# A step of gradients that the library collects.
+# A step, which warns if the library does not collect its gradients.
 STEP = """
 import torch
 from sparse_opt import MaskSet, SparseAdamW
@@ -21,7 +21,6 @@ model = torch.nn.Linear(8, 8)
 optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5, seed=0))
 model(torch.ones(2, 8)).sum().backward()
 optimizer.step()
-print(type(next(iter(optimizer.gradient_buffers))).__module__)
 """
 # torch asks for its version first.
 FAILING_COMPILER = """#!/bin/sh
@@ -69,7 +68,7 @@ def test_it_is_compiled_once_and_collects_gradients(wheel, tmp_path):
     (library,) = (path for path in (tmp_path / "cache").rglob("*") if path.is_file())
     assert out.endswith(f"built {library}\n")
     assert wheel(COMMAND, "build") == (0, f"sparse_opt._autograd is already built: {library}\n", "")
-    assert wheel(STEP) == (0, "sparse_opt._autograd\n", "")
+    assert wheel(STEP) == (0, "", "")
     assert f"native  ({library})\n" in wheel(COMMAND, "doctor")[1]
 
 
@@ -77,9 +76,8 @@ def test_doctor_and_the_warning_name_the_command(wheel):
     cause = "the extension sparse_opt._autograd was not built (`sparse-opt build` compiles it, in about a minute)"
     (line,) = (line for line in wheel(COMMAND, "doctor")[1].splitlines() if line.startswith("autograd"))
     assert cause in line
-    code, out, err = wheel(STEP)
-    assert (code, out) == (0, "sparse_opt.optim.gradients.python_collection\n")
-    assert cause in err
+    code, _, err = wheel(STEP)
+    assert code == 0 and cause in err
 
 
 def test_only_a_library_of_this_source_is_loaded(wheel, tmp_path):
