@@ -20,8 +20,9 @@ from sparse_opt import backends
 from sparse_opt.ops import STEP_OPS
 from sparse_opt.tuning import ALLOWED, MEANING, Tuning, builtin, files
 
-from ..common.report import Columns, render
-from ..common.timing import Clock, Prepared, measure
+from ..rows import Row as ResultRow
+from ..rows import Run
+from ..timing import Clock, Prepared, measure
 from . import inputs
 from .cases import Active, Case, check_bits
 from .optimizers import SMALL_LR
@@ -235,42 +236,8 @@ def print_row(row: Row) -> None:
     print(f"{row['entry']} {row['value']}, {row['work']}: {times}", flush=True)
 
 
-def columns(start: Mapping[str, int]) -> Columns:
-    """The columns of the table of measurements."""
-
-    def verdict(row: Mapping[str, Any]) -> str:
-        marks = {"chosen": row["chosen"], "built-in": row["value"] == start[row["entry"]]}
-        return row["why"] or ", ".join(mark for mark, holds in marks.items() if holds)
-
-    return {
-        "entry": "{entry}",
-        "work": "{work}",
-        "value": "{value}",
-        "ms": lambda row: "" if row["ms"] is None else f"{row['ms']:.3f}",
-        "p20 - p80": lambda row: "" if row["ms"] is None else f"{row['p20_ms']:.3f} - {row['p80_ms']:.3f}",
-        "": verdict,
-    }
-
-
-def text(found: Mapping[str, Any]) -> str:
-    """The measurements, the entries that differ from the package's table, and the file."""
-    start, chosen = found["builtin"], found["tuning"]
-    changes = [
-        f"{name}: {chosen[name]} instead of {start[name]} ({MEANING[name]})"
-        for name in ALLOWED
-        if chosen[name] != start[name]
-    ]
-    return "\n".join(
-        [
-            render(columns(start), found["rows"], n_words=2, n_last_words=1),
-            *(changes or ["no value is faster by 3 % than that of the package's table"]),
-            f"The table is saved in {found['path']}; `sparse-opt doctor` shows which one is used.",
-        ]
-    )
-
-
-def measured(device: torch.device, *, seed: int, n_rounds: int | None, on_row: Callable[[Row], None]) -> dict[str, Any]:
-    """Tune a GPU and save its table. Return the table, the one that comes with the package, the times and the file.
+def measure_and_save(run: Run, device: torch.device, *, seed: int, n_rounds: int | None) -> None:
+    """Tune a GPU and save its table; the run has the times, and the entries that differ from the package's table.
 
     Raises:
         WrongResult: a value changes the result of a kernel; nothing is saved.
@@ -278,19 +245,32 @@ def measured(device: torch.device, *, seed: int, n_rounds: int | None, on_row: C
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     key = backends.tuning_key(index)
-    start, source = builtin(key.device, key.compute_capability)
+    start, _ = builtin(key.device, key.compute_capability)
     device = torch.device("cuda", index)
     backends.set_tuning(device, start)
     generator = torch.Generator(device).manual_seed(seed)
     runnable = [name for name in ("triton", "cuda") if not backends.why_unavailable(name, device)]
-    tuner = Tuner(device, start, runnable, generator, n_rounds or Tuner.n_rounds, on_row=on_row)
-    table = tuner.run()
-    path = files.save(key, table, tuner.rows)
-    return {
-        "source": source,
-        "builtin": asdict(start),
-        "tuning": asdict(table),
-        "rows": tuner.rows,
-        # Without the name of the user, because the report may be published.
-        "path": f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path),
-    }
+    tuner = Tuner(device, start, runnable, generator, n_rounds or Tuner.n_rounds, on_row=print_row)
+    chosen = tuner.run()
+    path = files.save(key, chosen, tuner.rows)
+    add_rows(run, tuner.rows, asdict(start), asdict(chosen), tuner.n_rounds)
+    # Without the name of the user, because the report may be published.
+    shown = f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
+    run.note(f"the table is saved in {shown}; `sparse-opt doctor` shows which one is used")
+
+
+def add_rows(run: Run, found: Sequence[Row], start: Mapping[str, int], chosen: Mapping[str, int], n: int) -> None:
+    """The times of all values, each next to that of the package's table, and what was chosen."""
+    for row in found:
+        case = {"entry": row["entry"], "work": row["work"], "value": row["value"]}
+        if row["why"]:
+            run.note(f"{row['entry']} {row['value']}: {row['why']}")
+            continue
+        spread = {"p20": row["p20_ms"], "p80": row["p80_ms"], "n": n}
+        peers: dict[str, Any] = {"built-in": {"value": start[row["entry"]]}}
+        run.add(ResultRow(suite="tune", case=case, metric="time", unit="ms", value=row["ms"], peers=peers, **spread))
+    changes = [name for name in ALLOWED if chosen[name] != start[name]]
+    for name in changes:
+        run.note(f"{name}: {chosen[name]} instead of {start[name]} ({MEANING[name]})")
+    if not changes:
+        run.note("no value is faster by 3 % than that of the package's table")

@@ -21,7 +21,7 @@ from .parser import CommandParser, add_json_flag
 # Environment variables that affect which code runs.
 ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
-# Two cores of a busy CPU, torch 2.13, by hand with bench/kernels/host_time.py; docs/notebook.md, Host time.
+# Two cores of a busy CPU, torch 2.13, by hand; docs/notebook.md, Host time.
 WITHOUT_AUTOGRAD = (
     "gradients are collected in Python, to the same bits. For 197 tensors a step took 0.7 ms of host time in place of "
     "0.1 ms with compact gradients, 1.2 ms in place of 0.1 ms with dense ones, and a backward pass with gradient hooks "

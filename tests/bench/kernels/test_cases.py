@@ -8,10 +8,11 @@ import types
 from pathlib import Path
 
 import pytest
+import sanitize_ops
 import torch
 
 from sparse_opt import backends
-from sparse_opt.bench.kernels import cases, inputs, sanitize_ops
+from sparse_opt.bench.kernels import cases, inputs
 from sparse_opt.bench.kernels.cases import WrongResult, check
 from sparse_opt.ops import STEP_OPS
 
@@ -185,10 +186,10 @@ def test_a_cluster_of_another_size_fails_the_sanitized_set(monkeypatch, capsys):
     monkeypatch.setattr(sanitize_ops, "_patches_agree", lambda *_: True)
     monkeypatch.setattr(sanitize_ops, "cases_of", lambda *_: [case_of("indexed_swap_")])
     monkeypatch.setattr(backends, "available", lambda device: ("reference", "cuda"))
-    assert sanitize_ops.main(["--device", "cpu"]) == 1
-    assert "WRONG CLUSTER: tile128, bfloat16, 1 tiles: 2 blocks" in capsys.readouterr().err
+    assert sanitize_ops.main("cpu") == 1
+    assert "cluster: tile128, bfloat16, 1 tiles: 2 blocks" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert sanitize_ops.main(["--device", "cpu"]) == 0
+    assert sanitize_ops.main("cpu") == 0
     assert "clusters: skipped, a GPU of compute capability 8.0 has none" in capsys.readouterr().out
 
 
@@ -196,7 +197,7 @@ def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
     names = [name for name in backends.available("cpu") if name != "reference"]
     if not names:
         pytest.skip("needs a backend besides the reference: the extension, or TRITON_INTERPRET=1")
-    assert sanitize_ops.main(["--device", "cpu"]) == 0
+    assert sanitize_ops.main("cpu") == 0
     # tile_weight_grad_ runs twice, with aligned operands and with ragged ones; a step also with either form of known
     # weights, a sparse one of them with dense gradients and with compact ones.
     n_of_each_density = len(backends.OPS) + 1 + 2 * len(STEP_OPS)
@@ -205,4 +206,4 @@ def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
     assert f"{n_calls} calls of {len(backends.OPS)} ops on {', '.join(names)}: 0 wrong" in capsys.readouterr().out
 
     spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: dense[0].zero_())
-    assert sanitize_ops.main(["--device", "cpu"]) == 1
+    assert sanitize_ops.main("cpu") == 1

@@ -11,7 +11,7 @@ import torch
 from sparse_opt import backends
 from sparse_opt.bench.kernels import tune
 from sparse_opt.bench.kernels.cases import Case, WrongResult
-from sparse_opt.bench.kernels.table import main as kernels
+from sparse_opt.bench.rows import Run
 from sparse_opt.tuning import ALLOWED, Tuning, files
 
 CPU = torch.device("cpu")
@@ -153,29 +153,17 @@ def test_the_command_saves_and_prints_the_table(fake, monkeypatch, tmp_path, cap
     )
     tuner.n_rounds = 1
     monkeypatch.setattr(torch, "Generator", lambda device: torch._C.Generator("cpu"))
-    found = tune.measured(torch.device("cuda", 0), seed=0, n_rounds=1, on_row=tune.print_row)
+    run = Run({})
+    tune.measure_and_save(run, torch.device("cuda", 0), seed=0, n_rounds=1)
     saved = files.load(key)
-    assert asdict(saved.tuning) == found["tuning"] == asdict(replace(Tuning(), cuda_encode_blocks=3))
-    assert json.loads(saved.path.read_text())["measurements"] == found["rows"]
-    text = kernels.text({"tuning": found})
-    assert "cuda_encode_blocks: 3 instead of 2 (blocks of delta_encode" in text
-    assert str(saved.path) in text
+    assert saved.tuning == replace(Tuning(), cuda_encode_blocks=3)
+    measured = {(row["entry"], row["value"]) for row in json.loads(saved.path.read_text())["measurements"]}
+    assert measured == {(row.case["entry"], row.case["value"]) for row in run.rows}
+    (chosen,) = run.matching(entry="cuda_encode_blocks", value=3)
+    assert run.peer(chosen, "built-in").case["value"] == 2
+    assert any(note.startswith("cuda_encode_blocks: 3 instead of 2 (blocks of delta_encode") for note in run.notes)
+    assert any(str(saved.path) in note for note in run.notes)
     assert "cuda_encode_blocks 3, delta_encode: 0.333 ms" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tune", "--device", "cpu"], "--tune measures on an NVIDIA GPU, and the device is cpu"),
-        (["--tune", "--quick"], "--quick is not valid with --tune"),
-        (["--tune", "--only", "tiles"], "--only is not valid with --tune"),
-    ],
-)
-def test_a_wrong_option_is_refused(capsys, words, message):
-    with pytest.raises(SystemExit) as stopped:
-        kernels.main(["--device", "cpu", *words])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

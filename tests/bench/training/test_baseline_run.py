@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 from sparse_opt import MaskSet
-from sparse_opt.bench.common.shapes import LLAMA_3_2_3B_SIZES
+from sparse_opt.bench.shapes import LLAMA_3_2_3B_SIZES
 from sparse_opt.bench.training.baseline import run as baseline_run
 from sparse_opt.bench.training.baseline.inputs import (
     SMALL,
