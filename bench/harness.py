@@ -109,7 +109,7 @@ def time_works(
         run.add(row)
         print(rows.line(row, common), flush=True)
         if device.type == "cuda":
-            cases = {name: peer for name, peer in work.peers.items() if isinstance(peer, dict)}
+            cases: dict[str, float | Case] = {k: peer for k, peer in work.peers.items() if isinstance(peer, dict)}
             for metric, value, peers in (("host time", found.host_ms, {}), ("wall time", found.wall_ms, cases)):
                 run.add(Row(suite=suite, case=work.case, metric=metric, unit="ms", value=value, n=row.n, peers=peers))
 

@@ -11,14 +11,13 @@ device; the wall time ends when the device has finished the work.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -52,9 +51,6 @@ class Timing:
     host_ms: float  # median time until the call returned; without a GPU the same as ms
     wall_ms: float  # median time until the work was done, including launches; without a GPU the same as ms
     n_rounds: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 class Clock(Protocol):

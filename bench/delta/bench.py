@@ -227,7 +227,7 @@ class DeltaBench:
         yield Row(**shared, metric="of raw", unit="share", value=nbytes / raw)
         yield Row(**shared, metric="changed", unit="share", value=changed / step.numel)
         for way, timing in timings.items():
-            ms, spread = timing.wall_ms, {}  # wall time if the host works too
+            ms, spread = timing.wall_ms, dict[str, Any]()  # wall time if the host works too
             if coder.on_device:
                 ms, spread = timing.ms, {"p20": timing.p20_ms, "p80": timing.p80_ms}
             yield Row(**shared, metric=way, unit="ms", value=ms, n=timing.n_rounds, **spread)

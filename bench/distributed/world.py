@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim.ranks.agreement import n_elements
@@ -31,7 +34,6 @@ from .. import rows
 from ..harness import exit_code, limit_memory
 from ..rows import Run
 from ..timing import measure
-from .collectives import CollectiveCounter
 from .models import masked_shapes, model_config, n_bytes_of_weights, pair
 from .reference import Reference, first_step
 from .results import case_of, missing, progress_line, result_rows, wrong_line
@@ -54,6 +56,44 @@ NETWORKS: dict[str, dict[str, str]] = {
         "NCCL_SOCKET_IFNAME": "lo",
     },
 }
+
+
+REDUCTIONS = ("allreduce", "reduce_scatter")
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives of the block, those of C++ code (DDP's reducer) and of autograd's threads included.
+
+    `bytes` and `calls` are by name of the operation: allreduce, reduce_scatter, allgather, broadcast and so on. The
+    bytes of a call are those of its largest argument: of an all-reduce the reduced tensors, of a reduce-scatter the
+    whole input, of an all-gather the whole output.
+
+    Every collective of torch.distributed is an op of the namespace c10d, so that a dispatch mode sees it, as that of
+    torch's CommDebugMode does; that one counts calls, not bytes, and only some of the operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().partition("::")[2].strip("_").removesuffix("_base")
+            sizes = [sum(t.nbytes for t in tree_leaves(argument) if isinstance(t, Tensor)) for argument in args]
+            self.bytes[name] += max(sizes, default=0)
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of all reductions."""
+        return sum(self.bytes[name] for name in REDUCTIONS)
+
+    @property
+    def other(self) -> int:
+        """Bytes of all other collectives, such as FSDP's all-gathers of weights."""
+        return sum(self.bytes.values()) - self.reduced
 
 
 class World:

@@ -22,13 +22,13 @@ from sparse_opt.tuning import files
 from .. import rows
 from ..harness import Benchmark, comma_separated, one_of_each
 from ..rows import Run
-from ..shapes import LLAMA_3_2_3B, LLAMA_3_2_3B_SIZES, scaled, total_numel
-from . import backward, inputs, tiles, tune
+from ..shapes import LLAMA_3_2_3B, scaled, total_numel
+from . import inputs, tiles, tune
 from .cases import Active
 from .recorder import TORCH, Recorder
 from .weights import WeightRows
 
-PARTS = ("weights", "backward", "tiles", "deltas")
+PARTS = ("weights", "tiles", "deltas")
 DENSITIES, PATTERNS, DELTA_DENSITIES = (0.025, 0.1), ("run16", "run32", "tile64", "tile128"), (0.01, 0.025, 0.1)
 PATTERN_DENSITY = 0.025
 
@@ -97,11 +97,6 @@ def measure(args: Namespace, run: Run) -> None:
             WeightRows(
                 recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, not args.no_peers
             ).run()
-        elif part == "backward":
-            if why := "on a CPU" if cpu else backward.why_absent():
-                run.note(f"not timed: the backward pass: {why}")
-                continue
-            backward.time_rows(recorder, LLAMA_3_2_3B_SIZES, DENSITIES[0], args.seed)
         elif part == "tiles":
             tiles.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
         else:

@@ -2,8 +2,7 @@
 
 One model trains throughout. Blocks of steps without and with an append alternate. Between them the log writes its
 pending steps, which is not timed. A step ends when the device has completed the work on the training's stream; copies
-to the host and writes continue after it and delay the next step if they must. The parts of an append are timed
-separately afterwards, on the change of one step.
+to the host and writes continue after it and delay the next step if they must.
 
 Mode dense is full fine-tuning, bf16 with fused AdamW. Mode sparse is SparseAdamW on a random mask, which the log uses.
 """
@@ -27,24 +26,20 @@ from tqdm import tqdm
 
 from sparse_opt import DeltaLog, MaskSet, backends
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.delta import patches as delta_patches
 from sparse_opt.delta.codec.words import LEVELS
-from sparse_opt.delta.digest import StateDigest
-from sparse_opt.delta.patches import LogMask, MaskedState
-from sparse_opt.delta.state import StateReader, read_state
-from sparse_opt.delta.writer import HostCopy, StepInfo
+from sparse_opt.delta.state import read_state
+from sparse_opt.delta.writer import StepInfo
 from sparse_opt.trainers.batches import TokenBatch, TokenSequence, collate
 from sparse_opt.trainers.models import disable_dropout, make_masks_skippable
 
-from ..harness import Benchmark, Work, WrongResult, comma_separated, not_between, one_of_each, time_works
+from ..harness import Benchmark, WrongResult, comma_separated, not_between, one_of_each
 from ..rows import Case, Row, Run
 from ..shapes import LLAMA_3_2_3B_SIZES, random_model
-from ..timing import Prepared
 from .baseline.inputs import SMALL, word_tokenizer, words_config
 from .baseline.modes import Job, Mode, prepare
 from .baseline.run import Sections, Step, dpo_steps
 
-SUITE, PARTS = "delta_logging", "delta_logging, parts of an append"
+SUITE = "delta_logging"
 MODES: tuple[Mode, ...] = ("dense", "sparse")
 N_WARMUP = 3
 N_DURABLE = 3  # appends that are waited for until they are on disk
@@ -141,8 +136,6 @@ def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, de
     for name, before in plain_memory.items():
         add(f"{name}, without a log", "bytes", before)
         add(f"{name}, added by the log", "bytes", logged_memory[name] - before)
-    works = _parts(loop, model, mask, args.level, case)
-    time_works(run, PARTS, works, device, 10)
 
 
 def _blocks(loop: Loop, log: DeltaLog, memory: Memory, args: Namespace, bar: tqdm) -> tuple[_Times, list[StepInfo]]:
@@ -182,35 +175,6 @@ def _durable(loop: Loop, log: DeltaLog) -> tuple[float, StepInfo]:
     began = time.perf_counter()
     info = log.append(loop.n_done).wait()
     return 1e3 * (time.perf_counter() - began), info
-
-
-def _parts(loop: Loop, model: nn.Module, mask: MaskSet | None, level: str, case: Case) -> list[Work]:
-    """The parts of an append, on the change of one step."""
-    layout, tensors = read_state(model)
-    old = {name: tensor.clone() for name, tensor in tensors.items()}
-    loop.run()
-    layout, new = read_state(model)
-    masked = None if mask is None else MaskedState(LogMask(mask), layout, old)
-    shadow = {name: tensor.clone() for name, tensor in old.items()}
-    patch = delta_patches.encode(layout, old, new, level, None, masked=masked)
-    reader = StateReader(layout)
-
-    def restore() -> None:
-        delta_patches.copy_(shadow, old, layout.names)
-
-    def advance_shadow() -> None:
-        delta_patches.encode(layout, shadow, new, level, None, advance=True)
-
-    variants: dict[str, Callable[[], object]] = {
-        "read the state": lambda: reader.read(model, "bench"),
-        "encode": lambda: delta_patches.encode(layout, old, new, level, None),
-        "encode, and advance the shadow": Prepared(restore, advance_shadow),
-        "digests": lambda: StateDigest.start([new[name] for name in layout.names]),
-        "copy to the host": lambda: HostCopy(patch.parts()).result(),
-    }
-    if masked is not None:
-        variants["encode, over the mask"] = lambda: masked.encode(new, level, None, advance=False)
-    return [Work(case | {"part": name}, call) for name, call in variants.items()]
 
 
 # The loop

@@ -10,11 +10,6 @@ from sparse_opt.bench.shapes import LLAMA_3_2_3B, LLAMA_64M, scaled, total_numel
 HIDDEN, N_NORMS = 3072, 57  # two norm vectors a layer, and the last one
 
 
-def test_llama_3_2_3b_is_the_published_model():
-    assert len(LLAMA_3_2_3B) == 197
-    assert total_numel(LLAMA_3_2_3B) + N_NORMS * HIDDEN == 3_212_749_824  # as its model card counts
-
-
 def test_names_and_shapes_are_those_of_transformers():
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     config = transformers.LlamaConfig(
@@ -30,11 +25,6 @@ def test_names_and_shapes_are_those_of_transformers():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     assert {n: tuple(p.shape) for n, p in model.named_parameters() if p.dim() == 2} == LLAMA_3_2_3B
-
-
-def test_the_cpu_model_holds_64_million():
-    assert len(LLAMA_64M) == 85
-    assert total_numel(LLAMA_64M) == pytest.approx(64e6, rel=0.01)
 
 
 @pytest.mark.parametrize("numel", [100_000, 1_000_000, 1_000_000_000])

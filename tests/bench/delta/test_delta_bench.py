@@ -13,7 +13,7 @@ from sparse_opt.bench import report, rows
 from sparse_opt.bench.delta import bench as delta
 from sparse_opt.bench.delta import data as delta_data
 from sparse_opt.bench.delta import peers as delta_peers
-from sparse_opt.bench.delta.data import KINDS, Kind, code_sizes, find_lr, make_step, n_different
+from sparse_opt.bench.delta.data import KINDS, Kind, code_sizes, make_step, n_different
 from sparse_opt.delta import codec as patch_codec
 
 CPU = torch.device("cpu")
@@ -82,11 +82,6 @@ def test_steps_change_the_share_that_their_kind_says(kind):
         for name, old, new in zip(step.mask.names, step.old, step.new, strict=True):
             changed = (old.view(-1) != new.view(-1)).nonzero().view(-1)
             assert set(changed.tolist()) <= set(step.mask[name].tolist())
-
-
-def test_a_share_that_no_step_changes_is_an_error():
-    with pytest.raises(ValueError, match=r"share is 0\.0"):
-        find_lr(0.0)
 
 
 @needs_native

@@ -17,11 +17,10 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spa
 from sparse_opt import MaskSet
 from sparse_opt.bench import report, rows
 from sparse_opt.bench.distributed import results
-from sparse_opt.bench.distributed.collectives import CollectiveCounter
 from sparse_opt.bench.distributed.models import masked_shapes, model_config, pair
 from sparse_opt.bench.distributed.reference import Reference, first_step
 from sparse_opt.bench.distributed.variants import VARIANTS, make_training
-from sparse_opt.bench.distributed.world import World
+from sparse_opt.bench.distributed.world import CollectiveCounter, World
 from sparse_opt.bench.rows import Run
 from sparse_opt.cli.main import main
 

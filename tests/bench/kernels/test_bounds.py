@@ -29,10 +29,6 @@ def test_a_mask_of_whole_granules_touches_no_more_than_its_density():
     assert bounds.hit(0.025, run=16) == pytest.approx(1 - 0.975**2)
 
 
-def test_fp32_has_half_as_many_elements_in_a_granule():
-    assert bounds.hit(0.025, itemsize=4) == pytest.approx(1 - 0.975**16)
-
-
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_touched_bytes_agree_with_a_count(itemsize):
     numel, per_granule = 1 << 20, bounds.GRANULE_BYTES // itemsize
@@ -199,23 +195,3 @@ def test_the_bound_of_a_step_op_follows_from_its_states(op):
     case = random_case(op, {"w": (100, 32)}, torch.float32, 1.0, generator, dense_grads=False)
     # The weight and each fp32 state are read and written; the fp32 gradient and the 2-byte index are read.
     assert case.bound_bytes == 3200 * (2 * 4 + 2 * 4 * len(STEP_OPS[op].states) + 4 + 2)
-
-
-def test_narrow_moments_and_indices_save_what_they_are_narrower():
-    sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 2, "dense_grads": True}
-    wide = bounds.step_traffic(10_000, 500, **sizes).bytes
-    assert wide - bounds.step_traffic(10_000, 500, **sizes, state_itemsize=2).bytes == pytest.approx(500 * 8)
-    assert wide - bounds.step_traffic(10_000, 500, **sizes, index_itemsize=2).bytes == pytest.approx(500 * 2)
-
-
-def test_one_change_costs_its_sector_twice_and_itself():
-    found = bounds.delta_apply_traffic(1 << 20, 1, itemsize=2)
-    assert (found.copied, found.scattered) == (pytest.approx(32 + 6, rel=1e-3), pytest.approx(32, rel=1e-3))
-
-
-def test_nothing_active_costs_nothing():
-    rates = Rates(1.0, {32: [(0.1, 1.0)]})
-    for numel in (0, 1000):
-        for traffic in (bounds.swap_traffic(numel, 0, itemsize=2), bounds.delta_apply_traffic(numel, 0, itemsize=2)):
-            assert traffic.bytes == 0
-            assert traffic.seconds(rates) == 0

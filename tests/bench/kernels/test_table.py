@@ -60,7 +60,7 @@ def test_a_wrong_op_is_not_timed(tmp_path, capsys, needs_extension, monkeypatch)
 
 def test_a_wrong_option_is_refused(capsys):
     for words, message in (
-        (["--only", "tile"], "--only tile: expected some of weights, backward, tiles, deltas"),
+        (["--only", "tile"], "--only tile: expected some of weights, tiles, deltas"),
         (["--tune"], "--tune measures on an NVIDIA GPU, and the device is cpu"),
     ):
         with pytest.raises(SystemExit) as stopped:

@@ -50,16 +50,6 @@ def test_matrices_of_a_layer_share_inputs():
     assert groups[4:8] == [([7, 8, 9], 3072), ([10], 3072), ([11, 12], 3072), ([13], 8192)]
 
 
-def test_operands_of_each_layer_are_their_own(operands):
-    storages = {x.untyped_storage().data_ptr() for x in operands.inputs}
-    assert len(storages) == 2 * 4
-    assert len({g.untyped_storage().data_ptr() for g in operands.grad_outputs}) == 2 * 7
-    first = operands.first(8)
-    assert first.tokens == 8
-    assert torch.equal(first.inputs[5], operands.inputs[5][:8])
-    assert first.inputs[5].data_ptr() == operands.inputs[5].data_ptr() == operands.inputs[4].data_ptr()
-
-
 @pytest.mark.parametrize("pattern", ["tile64", "tile128"])
 @pytest.mark.parametrize("density", [0.1, 1.0])
 def test_tiles_and_the_bytes_of_their_bound(operands, pattern, density):
@@ -82,12 +72,6 @@ def test_the_calls_pass_their_check(gradients, calls):
     assert len(gradients.calls[calls]) == {"layer": 2, "input": 8, "matrix": 14}[calls]
     check(gradients, backends.choose("tile_weight_grad_", "cpu"), calls)
     assert gradients.out.isfinite().all()
-
-
-def test_matrices_may_have_no_tiles(operands):
-    mask = TileMask.random(SHAPES, "tile128", 0.01, generator())
-    assert mask.ends[-1] == 1
-    check(TileGradients(operands, mask), "reference", "matrix")
 
 
 def spoil(monkeypatch, change) -> None:

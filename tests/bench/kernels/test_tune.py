@@ -108,14 +108,6 @@ def test_a_threshold_is_the_lowest_from_which_on_the_other_kernel_wins(fake):
     assert fake.tune(names="cuda")[0].cuda_scattered_swap_bytes == 0
 
 
-def test_entries_of_an_absent_backend_keep_their_value(fake):
-    table = replace(Tuning(), cuda_encode_blocks=3)
-    fake.ms = lambda found: 1.0 / found.triton_swap_slots
-    found, rows = fake.tune(names="triton", table=table)
-    assert found == replace(table, triton_swap_slots=2048)
-    assert {row["entry"] for row in rows} == {name for name in ALLOWED if name.startswith("triton")}
-
-
 @pytest.mark.parametrize("entry", ["triton_tile64_stages", "triton_encode_elements", "cuda_scattered_swap_bytes"])
 def test_a_value_that_changes_a_bit_is_an_error(fake, entry):
     fake.wrong = lambda table: getattr(table, entry) == max(ALLOWED[entry])
