@@ -37,7 +37,7 @@ COUNTS = (
 )
 POSITIVE = ("limit_s", "group_s", "limit_gib")
 # Folders that are made if they do not exist.
-FOLDERS = ("mask_dir", "work_dir", "directory", "folder")
+FOLDERS = ("mask_dir", "work_dir", "folder")
 
 
 # Notes that begin with this name what is missing.

@@ -50,7 +50,7 @@ _FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--modes", type=comma_separated, default=list(MODES), help=f"of {','.join(MODES)} (all)")
-    what.add_argument("--directory", type=Path, help="folder to log into (the system's for temporary files)")
+    what.add_argument("--work_dir", type=Path, help="folder to log into (the system's for temporary files)")
     what.add_argument("--level", default="packed", choices=LEVELS, help="level of the patches (%(default)s)")
     what.add_argument("--density", type=float, default=0.025, help="density of mode sparse's mask (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in both modes (%(default)s)")
@@ -75,7 +75,7 @@ def measure(args: Namespace, run: Run) -> None:
     names = ("small", "level", "density", "learning_rate", "sequence_length", "batch_size", "seed")
     settings = {name: getattr(args, name) for name in names}
     for mode in (mode for mode in MODES if mode in args.modes):
-        with tempfile.TemporaryDirectory(prefix="sparse_opt_delta_logging_", dir=args.directory) as folder:
+        with tempfile.TemporaryDirectory(prefix="sparse_opt_delta_logging_", dir=args.work_dir) as folder:
             case = {"mode": mode, **settings, "file_system": file_system(Path(folder))}
             _measure(run, case, mode, Path(folder), args, device)
         gc.collect()

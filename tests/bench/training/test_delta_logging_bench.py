@@ -19,7 +19,7 @@ SMALL = ["--small", "--n_blocks", "1", "--n_steps", "2", "--sequence_length", "1
 @needs_native
 def test_both_modes_are_timed_shown_and_written(tmp_path, capsys):
     path, work = tmp_path / "new" / "logging.json", tmp_path / "work"
-    assert delta_logging.main([*SMALL, "--directory", str(work), "--output", str(path)]) == 0
+    assert delta_logging.main([*SMALL, "--work_dir", str(work), "--output", str(path)]) == 0
     assert list(work.iterdir()) == []
     run = rows.read(path)
     assert run.completed
@@ -37,7 +37,7 @@ def test_both_modes_are_timed_shown_and_written(tmp_path, capsys):
 def test_a_log_that_is_not_the_model_is_an_error(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(DeltaLog, "step_of", lambda self, model: None)
     path = tmp_path / "logging.json"
-    assert delta_logging.main([*SMALL, "--modes", "dense", "--directory", str(tmp_path), "--output", str(path)]) == 1
+    assert delta_logging.main([*SMALL, "--modes", "dense", "--work_dir", str(tmp_path), "--output", str(path)]) == 1
     assert "WRONG RESULT: mode dense: the model has the weights of step None, logged " in capsys.readouterr().err
     assert not path.exists()
 
@@ -53,7 +53,7 @@ def test_the_file_system_of_a_path():
         (["--modes", "dense,lora"], "--modes dense,lora: expected some of dense, sparse, each once"),
         (["--n_steps", "0"], "--n_steps is 0, expected at least 1"),
         (["--density", "0"], "--density is 0.0, expected more than 0"),
-        (["--directory", "/proc/no"], "--directory /proc/no: cannot make this folder"),
+        (["--work_dir", "/proc/no"], "--work_dir /proc/no: cannot make this folder"),
         (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
     ],
 )
