@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import rows
+from ..harness import NOT_MEASURED
 from ..rows import Case, Row, Run
 from .variants import VARIANTS, Variant, default_variants
 
@@ -16,7 +17,6 @@ SETTINGS = (
     *("shape", "sequence_length", "density", "learning_rate", "seed"),
     *("gradient_checkpointing", "compile", "dpo", "limit_gib", "steps_in_a_row", "share_cores"),
 )
-NOT_MEASURED = "not measured"
 
 
 def case_of(variant: Variant, gpus: int, network: str, args: Namespace) -> Case:
