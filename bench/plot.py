@@ -4,6 +4,7 @@ against a number of the cases, such as a model's size."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,19 @@ from .rows import Case, Row, in_common, label, number, scale_of
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000", "#999999", "#44AA99")
 # A logarithmic axis if the largest value is so many times the smallest.
 LOGARITHMIC = 50
+# Values of cases as a figure names them.
+WORDS = {
+    "local": "no communication",
+    "replicate": "replicated",
+    "ddp": "DistributedDataParallel",
+    "ddp_whole_layers": "DistributedDataParallel, a graph per layer",
+    "fsdp2": "FSDP2",
+    "element": "single elements",
+    "tile64": "tiles of 64 x 64",
+    "tile128": "tiles of 128 x 128",
+    "default": "NCCL's choice",
+    "sockets": "TCP sockets",
+}
 
 
 def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = None, series: str | None = None) -> None:
@@ -26,6 +40,7 @@ def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = N
         series: key of the cases whose values have a colour each; by default metrics have.
     """
     found = [row for row in found if row.unit == found[0].unit]
+    found = [replace(row, case={key: WORDS.get(str(value), value) for key, value in row.case.items()}) for row in found]
     divisor, unit = scale_of(found[0].unit, max(row.value for row in found))
     common = in_common([row.case for row in found])
     metrics = list(dict.fromkeys(row.metric for row in found))
@@ -54,10 +69,16 @@ def _follows(found: Sequence[Row], key: str, x: str) -> bool:
 
 
 def _bars(axes: Any, found: Sequence[Row], series: str | None, divisor: float, name: str, hidden: set[str]) -> None:
-    """Horizontal bars: a group for each case, a colour for each value of `series`, or else stacked metrics."""
+    """Horizontal bars: a group for each case, a colour for each value of `series`, or else stacked metrics.
+
+    On a logarithmic axis, where the length of a bar says nothing, points.
+    """
     places = list(dict.fromkeys(label(row.case, hidden) for row in found))
     kinds = list(dict.fromkeys(str(row.case.get(series, "")) if series else row.metric for row in found))
     height = 0.8 / len(kinds) if series else 0.8
+    sizes = [row.value for row in found if row.value > 0]
+    stacked = not series and len(kinds) > 1
+    logarithmic = bool(sizes) and not stacked and max(sizes) > LOGARITHMIC * min(sizes)
     ends = dict.fromkeys(places, 0.0)
     marked: set[str] = set()
     drawn: set[str] = set()
@@ -67,11 +88,15 @@ def _bars(axes: Any, found: Sequence[Row], series: str | None, divisor: float, n
         y = places.index(place) + (height * (k - (len(kinds) - 1) / 2) if series else 0)
         start = 0.0 if series else ends[place]
         value = row.value / divisor
-        axes.barh(y, value, 0.9 * height, left=start, color=COLOURS[k], label=None if kind in drawn else kind)
+        text = None if kind in drawn else kind
+        if logarithmic:
+            axes.plot(value, y, "o", color=COLOURS[k], label=text)
+        else:
+            axes.barh(y, value, 0.9 * height, left=start, color=COLOURS[k], label=text)
         drawn.add(kind)
         ends[place] = max(ends[place], start + value)
         if series or len(kinds) == 1:
-            axes.text(start + value, y, f" {number(value)}", va="center", fontsize=8)
+            axes.text(start + value, y, f"   {number(value)}", va="center", fontsize=8)
         for peer, other in row.peers.items():
             if not isinstance(other, dict):
                 axes.plot([other / divisor] * 2, [y - height / 2, y + height / 2], color="black", linewidth=2)
@@ -81,10 +106,10 @@ def _bars(axes: Any, found: Sequence[Row], series: str | None, divisor: float, n
             axes.text(end, i, f" {number(end)}", va="center", fontsize=8)
     axes.set_yticks(range(len(places)), places, fontsize=8)
     axes.invert_yaxis()
-    sizes = [row.value for row in found if row.value > 0]
-    stacked = not series and len(kinds) > 1
-    if sizes and not stacked and max(sizes) > LOGARITHMIC * min(sizes):
+    if logarithmic:
         axes.set_xscale("log")
+        axes.grid(axis="x", which="both", linewidth=0.4, alpha=0.5)
+        axes.set_xlim(min(sizes) / divisor / 1.5, max(sizes) / divisor * 2)
     axes.set_xlabel(name + (f" (line: {', '.join(sorted(marked))})" if marked else ""))
     axes.spines[["top", "right"]].set_visible(False)
     if len(kinds) > 1:
