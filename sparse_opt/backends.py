@@ -35,7 +35,7 @@ ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 # The lowest compute capability that Triton 3.6 and 3.7 compile the Triton kernels for.
 TRITON_MINIMUM = (7, 0)
 
-# The first available backend is used. On an H200 (bench/results/gpu_check.json) the CUDA kernels take less host time
+# The first available backend is used. On an H200 (bench/results/kernels_gpu.json) the CUDA kernels take less host time
 # than Triton's and are as fast or faster, except for some tile products, mostly large ones, and the AdamW step from
 # dense gradients at 10 %, which are 2 to 8 % slower.
 # `reference` is last on a GPU because it reads scalars back to the host.

@@ -52,7 +52,7 @@ def tile_options(tile_size: int, operand_size: int, sizes: Sizes) -> TileOptions
 
 # If active tiles are few, the tokens of a tile are split into as many parts as give PROGRAMS programs for each
 # multiprocessor, with at least LEAST_TOKENS each and sums of at most SCRATCH_BYTES. Calls of fewer than WHOLE_BELOW
-# tokens are not split. Chosen on an H200: "Tuning tables" in docs/notebook.md. bench/kernels/tile_gradients.py times
+# tokens are not split. Chosen on an H200: "Tuning tables" in docs/notebook.md. bench/kernels/tiles.py times
 # such calls. No table of a GPU has these numbers, because the parts decide in which order products are added up.
 PROGRAMS = {64: 3, 128: 1}
 WHOLE_BELOW = 2048  # tokens
