@@ -82,19 +82,25 @@ check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty fo
 # The versions of torch that the wheel is tested with, each in an environment of its own. torch has wheels for CPUs alone for some
 # versions only; a wheel for CUDA installs gigabytes.
 TORCHES ?= 2.10.0 2.11.0 2.13.0
-WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py --ignore=tests/ops/test_compile.py -k "not triton"
+OF_GRADIENTS = tests/optim/test_without_autograd.py tests/optim/test_native_hooks.py tests/optim/test_gradient_buffer.py
+WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py $(OF_GRADIENTS) --ignore=tests/ops/test_compile.py -k "not triton"
 
 # In a make of its own, which finds the wheel that this one may make: `make wheel test-wheel`.
-test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes the tests of the ops with each torch of TORCHES
+test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes tests of ops and native gradients with each torch of TORCHES
 	@test -n "$$(ls dist/*abi3*.whl 2> /dev/null)" || { echo "run make wheel first"; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCHES:%=build/wheel-test/%/.tested)
 
+# The wheel's package in place of the checkout's, and a cache of its own.
+OF_WHEEL = PYTHONSAFEPATH=1 XDG_CACHE_HOME=$(CURDIR)/build/wheel-test/cache
+
 build/wheel-test/%/.tested: $(wildcard dist/*abi3*.whl)
 	@$(STEP) "creating an environment for torch $*" $(PYTHON) -m venv build/wheel-test/$*
-	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis
+	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis ninja
 	@$(STEP) "installing the wheel next to torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check --force-reinstall --no-deps $<
 	build/wheel-test/$*/bin/python -c 'import torch; assert torch.__version__.partition("+")[0] == "$*", torch.__version__'
-	PYTHONSAFEPATH=1 build/wheel-test/$*/bin/python -m pytest --quiet -p no:cacheprovider $(WHEEL_TESTS)
+	@$(OF_WHEEL) $(STEP) "sparse-opt build next to torch $*" build/wheel-test/$*/bin/python -m sparse_opt build
+	$(OF_WHEEL) build/wheel-test/$*/bin/python -c 'from sparse_opt import backends; library, cause = backends.autograd_module(); assert library, cause'
+	$(OF_WHEEL) build/wheel-test/$*/bin/python -m pytest --quiet -p no:cacheprovider $(WHEEL_TESTS)
 	@touch $@
 
 # Nothing is uploaded.

@@ -39,7 +39,9 @@ c10::Stream current_stream(at::Device device) {
 // Whether the stream is being captured in a CUDA graph: then it must not wait for work outside of the graph, and work
 // outside must not wait for it.
 bool is_captured(c10::Stream stream) {
-  return stream.device_type() == at::kCUDA && kernels->is_capturing(stream.native_handle());
+  if (stream.device_type() != at::kCUDA) return false;
+  const c10::StreamGuard current(stream);  // torch 2.10 has no Stream::native_handle()
+  return kernels->is_capturing(stream.device_index());
 }
 
 uint32_t version_of(const at::Tensor& tensor) {

@@ -27,6 +27,7 @@ COMMANDS = {
     "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
     "analyze": "measure what training changed: sparsity, coverage, ranks, in tables, plots and one page",
     "bench": "run a benchmark",
+    "build": "compile the native collection of gradients, whose source a wheel has, for the installed torch",
     "doctor": "show what is installed, which backends can run, and why the others cannot",
 }
 
@@ -34,6 +35,7 @@ COMMANDS = {
 _INSTALL = {
     "torch": "pip install torch",
     "triton": "pip install triton",
+    "setuptools": "pip install setuptools",
     "transformers": "pip install 'sparse-opt[train]'",
     "datasets": "pip install 'sparse-opt[train]'",
     "jinja2": "pip install jinja2",
