@@ -33,9 +33,9 @@ class Exchange:
     an index for each run.
 
     Args:
-        changes: (name, tensor, new contents, run length), one after the other: new contents are freed before the next ones are
-            made. Tensors are contiguous; one of several at the same address is used. With a run length, all elements of an aligned run
-            are exchanged if one of them differs.
+        changes: (name, tensor, new contents, run length), one after the other: new contents are freed before the next
+            ones are made. Tensors are contiguous; of several at one address, the first is exchanged. With a run
+            length, all elements of an aligned run are exchanged if one of them differs.
     """
 
     def __init__(self, changes: Iterable[tuple[str, Tensor, Tensor, int]]) -> None:

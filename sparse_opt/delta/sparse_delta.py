@@ -1,4 +1,4 @@
-"""SparseDelta: what training changed, as a folder to share. docs/sharing.md shows its use, docs/formats.md its bytes."""
+"""SparseDelta: what training changed, as a folder to share. docs/sharing.md has its use, docs/formats.md its bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,26 @@ FORMAT = "sparse-opt delta"
 FORMAT_VERSION = "1"
 _DIGEST = re.compile("[0-9a-f]{32}")
 
+_CARD = """---
+library_name: sparse-opt
+{base_model}tags: [sparse-opt]
+---
+# {title}
+
+What training changed in {base}: {changed:,} of {numel:,} weights, bit for bit.
+
+```python
+from sparse_opt import SparseDelta
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{base_name}", dtype="auto")
+SparseDelta.from_pretrained("{repo}").apply_(model)
+```
+
+{facts}
+"""
+
 ModelOrState = nn.Module | Mapping[str, Tensor]
-ReadTensor = Callable[[TensorSpec], Tensor]
 
 
 class SparseDelta:
@@ -97,10 +115,9 @@ class SparseDelta:
         Raises:
             DeltaError: names, shapes, dtypes or ties differ, or a tensor cannot be stored (sharded, on meta).
         """
-        (layout, before), (other, after) = _state(base, "the base"), _state(trained, "the trained model")
-        if differences := layout.mismatches(other):
-            what = listed(differences, "; ").replace("in the log", "in the base")
-            raise DeltaError(f"the trained model is not of the base's architecture: {what}")
+        (layout, before), (other, after) = read_model(base, "the base"), read_model(trained, "the trained model")
+        if differences := layout.mismatches(other, "the base"):
+            raise DeltaError(f"the trained model is not of the base's architecture: {listed(differences, '; ')}")
 
         def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
             return before[spec.name].to(after[spec.name].device), after[spec.name]
@@ -147,7 +164,9 @@ class SparseDelta:
         layout, read, metadata = merged_tensors(adapted)
         return cls.of_tensors(layout, read, level=level, metadata=metadata)
 
-    def merged(self, other: SparseDelta, base: ModelOrState | ReadTensor, *, add: bool = False) -> SparseDelta:
+    def merged(
+        self, other: SparseDelta, base: nn.Module | Callable[[TensorSpec], Tensor], *, add: bool = False
+    ) -> SparseDelta:
         """Return the delta that makes both changes to their common base.
 
         Elements that only one of the deltas changes get its bits. Others are refused or, with `add`, set to
@@ -155,21 +174,28 @@ class SparseDelta:
         number of their dtype, ties to even.
 
         Args:
-            base: the model before training, its state dict, or a function that returns the tensor of a spec.
+            base: the model before training, or a function that returns the tensor of a spec.
 
         Raises:
             DeltaError: the bases differ, an element is changed by both, or cannot be added; names the tensor.
         """
-        require_same_base(self, other)
-        read = base if not isinstance(base, nn.Module | Mapping) else _reader(_state(base, "the base")[1])
+        self._require_base_of(other)
+        found = self._tensors_of(base) if isinstance(base, nn.Module) else {}
 
         def pair(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-            old = read(spec)
+            old = found[spec.name] if isinstance(base, nn.Module) else base(spec)
             a, b = self.trained(spec.name, old), other.trained(spec.name, old)
-            return old, _sum(spec, old, a, b, add=add)
+            return old, _both(spec, old, a, b, add=add)
 
         common = self.metadata.items() & other.metadata.items()
         return SparseDelta.of_tensors(self.layout, pair, metadata=dict(common))
+
+    def _require_base_of(self, other: SparseDelta) -> None:
+        if differences := self.layout.mismatches(other.layout, "the first delta"):
+            raise DeltaError(f"the deltas have different bases: {listed(differences)}")
+        for name, (mine, _) in self._digests.items():
+            if (theirs := other._digests[name][0]) != mine:
+                raise DeltaError(f"the deltas have different bases: {name} has the digests {mine} and {theirs}")
 
     # What is in it
 
@@ -297,7 +323,7 @@ class SparseDelta:
 
     def _tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
         """Return name -> parameter or buffer of a model for each tensor of the layout."""
-        layout, state = _state(model, "the model")
+        layout, state = read_model(model, "the model")
         live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         found = {}
         for spec in self.layout.tensors:
@@ -331,16 +357,15 @@ class SparseDelta:
             "layout": self.layout.to_json(),
             "base_tensor_digests": "".join(self.base_digests),
             "result_tensor_digests": "".join(self.result_digests),
-            "base_digest": self.base_digest,
-            "result_digest": self.result_digest,
             "metadata": compact_json(self.metadata),
         }
         payload = {f"{n}.{part}": t for n, change in self.changes.items() for part, t in change.parts().items()}
         header["payload_digest"] = payload_digest(payload)
         header["header_digest"] = metadata_digest(header)
         config = {
-            **{key: header[key] for key in ("format", "format_version", "base_digest", "result_digest")},
-            "header_digest": header["header_digest"],
+            **{key: header[key] for key in ("format", "format_version", "header_digest")},
+            "base_digest": self.base_digest,
+            "result_digest": self.result_digest,
             "changed": self.changed,
             "numel": self.layout.numel,
             "sparse_opt_version": __version__,
@@ -392,20 +417,17 @@ class SparseDelta:
             if header.get(key) != expected:
                 raise DeltaError(f"its {key} is {header.get(key)!r}, expected {expected!r}")
         rest = {key: value for key, value in header.items() if key != "header_digest"}
-        digests = {
-            "header_digest of its header": (metadata_digest(rest), header.get("header_digest")),
-            f"header_digest in {CONFIG_FILE}": (config["header_digest"], header.get("header_digest")),
-            "payload_digest": (payload_digest(payload), header["payload_digest"]),
-        }
+        for what, found, expected in (
+            ("header_digest", metadata_digest(rest), header.get("header_digest")),
+            (f"header_digest in {CONFIG_FILE}", config["header_digest"], header.get("header_digest")),
+            ("payload_digest", payload_digest(payload), header["payload_digest"]),
+        ):
+            if found != expected:
+                raise DeltaError(f"its {what} is {found}, expected {expected}")
         layout = StateLayout.from_json(header["layout"])
         base, result = (_DIGEST.findall(header[f"{which}_tensor_digests"]) for which in ("base", "result"))
         if not len(base) == len(result) == len(layout.tensors):
             raise DeltaError(f"it has {len(base)} and {len(result)} digests, expected {len(layout.tensors)} of each")
-        digests["base_digest"] = (layout.state_digest(base), header["base_digest"])
-        digests["result_digest"] = (layout.state_digest(result), header["result_digest"])
-        for what, (found, expected) in digests.items():
-            if found != expected:
-                raise DeltaError(f"the {what} is {found}, expected {expected}")
         parts: dict[str, dict[str, Tensor]] = {}
         for key, tensor in payload.items():
             name, _, part = key.rpartition(".")
@@ -438,27 +460,21 @@ class SparseDelta:
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             Path(folder, "README.md").write_text(self._card(repo), encoding="utf-8")
-            return api.upload_folder(
-                repo_id=repo, folder_path=folder, revision=revision, commit_message=commit_message
-            )
+            return api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=commit_message)
 
     def _card(self, repo: str) -> str:
         name = self.metadata.get("base_model", "")
         is_on_hub = name.count("/") == 1 and not name.startswith((".", "/"))
-        head = ["library_name: sparse-opt", *([f"base_model: {name}"] if is_on_hub else []), "tags: [sparse-opt]"]
-        return "\n".join(
-            [
-                *("---", *head, "---", f"# {repo.rpartition('/')[2]}", ""),
-                f"What training changed in {self._base()}: {self.changed:,} of {self.layout.numel:,} weights, bit for",
-                "bit, in the format of [sparse-opt](https://pypi.org/project/sparse-opt).",
-                *("", "```python", "from transformers import AutoModelForCausalLM", "from sparse_opt import SparseDelta"),
-                *("", f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")'),
-                *(f'SparseDelta.from_pretrained("{repo}").apply_(model)', "```", ""),
-                f"- digest of the base: `{self.base_digest}`",
-                f"- digest of the result: `{self.result_digest}`",
-                *(f"- {key}: `{value}`" for key, value in sorted(self.metadata.items())),
-                "",
-            ]
+        facts = {"base_digest": self.base_digest, "result_digest": self.result_digest} | self.metadata
+        return _CARD.format(
+            base_model=f"base_model: {name}\n" if is_on_hub else "",
+            title=repo.rpartition("/")[2],
+            repo=repo,
+            base=self._base(),
+            base_name=name,
+            changed=self.changed,
+            numel=self.layout.numel,
+            facts="\n".join(f"- {key}: `{value}`" for key, value in sorted(facts.items())),
         )
 
     # PEFT
@@ -494,17 +510,7 @@ def origin(model: object, mask: MaskSet | None) -> dict[str, str]:
     return {key: str(value) for key, value in found.items() if value}
 
 
-def require_same_base(a: SparseDelta, b: SparseDelta) -> None:
-    """Raise a DeltaError that names a tensor unless two deltas have one base."""
-    if differences := a.layout.mismatches(b.layout):
-        raise DeltaError(f"the deltas have different bases: {listed(differences).replace('in the log', 'in the first')}")
-    mine, theirs = (dict(zip(d.layout.names, d.base_digests, strict=True)) for d in (a, b))
-    for name, digest in mine.items():
-        if theirs[name] != digest:
-            raise DeltaError(f"the deltas have different bases: {name} has the digests {digest} and {theirs[name]}")
-
-
-def _sum(spec: TensorSpec, old: Tensor, a: Tensor, b: Tensor, *, add: bool) -> Tensor:
+def _both(spec: TensorSpec, old: Tensor, a: Tensor, b: Tensor, *, add: bool) -> Tensor:
     """The tensor with the changes of both `a` and `b`, which are `old` itself where nothing changed."""
     if a is old or b is old:
         return b if a is old else a
@@ -525,15 +531,6 @@ def _sum(spec: TensorSpec, old: Tensor, a: Tensor, b: Tensor, *, add: bool) -> T
     return new
 
 
-def _reader(state: Mapping[str, Tensor]) -> ReadTensor:
-    def read(spec: TensorSpec) -> Tensor:
-        if spec.name not in state:
-            raise DeltaError(f"the base has no tensor {spec.name}")
-        return state[spec.name]
-
-    return read
-
-
 def require_no_base_weights(tensors: Mapping[str, Tensor], call: str) -> None:
     """Raise a DeltaError inside of `base_weights()`, whose exit would write over the change."""
     if holds_base_weights(tensors.values()):
@@ -545,7 +542,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return original
 
 
-def _state(model_or_state: ModelOrState, what: str) -> tuple[StateLayout, dict[str, Tensor]]:
+def read_model(model_or_state: ModelOrState, what: str) -> tuple[StateLayout, dict[str, Tensor]]:
+    """Return the layout and the tensors of a model as `read_state` does; `what` names it in the DeltaError."""
     if isinstance(model_or_state, nn.Module):
         model_or_state = _unwrapped(model_or_state)
     try:
