@@ -56,16 +56,15 @@ class DeltaSet:
             return
         for exchange in self._exchanges.values():
             require_no_base_weights(exchange.tensors, "activate")
-        before = self.active
-        if before is not None:
-            self._exchanges[before].leave_()
-        try:
-            for key in written:
-                self._deltas[key].require_base(self._exchanges[key].tensors, "activate")
-        except BaseException:
-            if before is not None:
-                self._exchanges[before].enter_()
-            raise
+        current = {} if self.active is None else self._exchanges[self.active].tensors
+        held = {id(tensor) for tensor in current.values()}
+        if self.active is not None and written:
+            self._deltas[self.active].require_bits(current, "activate", applied=True)
+        for key in written:
+            others = {n: tensor for n, tensor in self._exchanges[key].tensors.items() if id(tensor) not in held}
+            self._deltas[key].require_bits(others, "activate", applied=False)
+        if self.active is not None:
+            self._exchanges[self.active].leave_()
         self.active = name
         if name is not None:
             self._exchanges[name].enter_()

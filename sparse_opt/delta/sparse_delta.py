@@ -281,12 +281,8 @@ class SparseDelta:
             raise DeltaError("remove_: the delta is not applied to this model")
         exchange = self._applied[model]
         require_no_base_weights(exchange.tensors, "remove_")
+        self.require_bits(exchange.tensors, "remove_", applied=True)
         exchange.leave_()
-        try:
-            self.require_base(exchange.tensors, "remove_")
-        except BaseException:
-            exchange.enter_()
-            raise
         del self._applied[model]
 
     @contextmanager
@@ -315,11 +311,11 @@ class SparseDelta:
         for name, tensor in found.items():
             yield name, tensor, self.trained(name, tensor)
 
-    def require_base(self, tensors: Mapping[str, Tensor], call: str) -> None:
-        """Raise a DeltaError unless the named tensors have the base's bits."""
+    def require_bits(self, tensors: Mapping[str, Tensor], call: str, *, applied: bool) -> None:
+        """Raise a DeltaError unless the named tensors have the bits of the trained model, or those of the base."""
         for name, found in zip(tensors, StateDigest.start(list(tensors.values())).result(), strict=True):
-            if found != self._digests[name][0]:
-                raise DeltaError(f"{call}: {name} was changed since the delta was applied: undo that change first")
+            if found != self._digests[name][applied]:
+                raise DeltaError(f"{call}: {name} was changed by other code: undo that change first")
 
     def _tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
         """Return name -> parameter or buffer of a model for each tensor of the layout."""
