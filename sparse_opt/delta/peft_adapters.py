@@ -106,7 +106,7 @@ def shira_of(changed: Iterable[tuple[str, Tensor, Tensor]], model: nn.Module, ad
     rank = max(-(-len(positions) // sum(layer.weight.shape)) for layer, (positions, _) in values.items())
     for name, layer in zip(names, values, strict=True):
         if rank * sum(layer.weight.shape) > layer.weight.numel():
-            raise DeltaError(f"{name}.weight: rank {rank}, which another layer needs, has more values than it")
+            raise DeltaError(f"{name}.weight: rank {rank}, which the change needs, has more values than the weight")
 
     def mask(layer: nn.Linear, r: int, **_: object) -> Tensor:
         chosen = torch.zeros(layer.weight.numel(), dtype=torch.bool, device=layer.weight.device)
