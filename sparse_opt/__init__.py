@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import ops
-    from .delta import DeltaLog
+    from .delta import DeltaLog, DeltaSet, SparseDelta
     from .errors import BackendUnavailable
     from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
     from .masks import MaskSet
@@ -21,9 +21,11 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "DeltaLog",
+    "DeltaSet",
     "GraphedStep",
     "MaskSet",
     "SparseAdamW",
+    "SparseDelta",
     "SparseLion",
     "SparseSGD",
     "l2_fetch_granularity",
@@ -34,9 +36,11 @@ __all__ = [
 _HOMES = {
     "BackendUnavailable": "errors",
     "DeltaLog": "delta",
+    "DeltaSet": "delta",
     "GraphedStep": "optim",
     "MaskSet": "masks",
     "SparseAdamW": "optim",
+    "SparseDelta": "delta",
     "SparseLion": "optim",
     "SparseSGD": "optim",
     "l2_fetch_granularity": "l2_fetch",

@@ -26,6 +26,10 @@ class DeltaLogError(SparseOptError, ValueError):
     """A delta log file is damaged, missing, or belongs to another run; names the file and the step."""
 
 
+class DeltaError(SparseOptError, ValueError):
+    """A `SparseDelta` is damaged, or is not for the model it is used with; names the file or the tensor."""
+
+
 class DataError(SparseOptError, ValueError):
     """A dataset, checkpoint or mask source misses required data; names the file and the key."""
 

@@ -113,6 +113,8 @@ def _of_fsdp2(plugin: Any, args: Any, options: SparseArguments) -> None:
         raise ConfigError(f"vllm_weight_sync is {options.vllm_weight_sync!r}, expected 'full' with FSDP2")
     if options.grads != "compact":
         raise ConfigError(f"grads is {options.grads!r}, expected 'compact' with FSDP2")
+    if options.save_delta:
+        raise ConfigError("save_delta is True, expected False with FSDP2: compare the saved checkpoints (delta diff)")
     # transformers looks for the best checkpoint's folder on each process, before all of its sharded files are written.
     if args.load_best_model_at_end:
         raise ConfigError(

@@ -227,6 +227,12 @@ class SparseTrainer(EndingTrainer):
 
     # Checkpoints
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Call the Trainer's method, and with `save_delta` write the delta next to the weights."""
+        super()._save(output_dir, state_dict)
+        if self.sparse_arguments.save_delta and self.args.should_save and self.sparse_optimizer is not None:
+            self.sparse_optimizer.delta().save_pretrained(output_dir or self.args.output_dir)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Call the Trainer's method, but remove old checkpoints when the new one has its manifest, not before."""
         args = self.args

@@ -31,6 +31,9 @@ from .segments import compact
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
 
+    from ..delta.sparse_delta import SparseDelta
+    from ..delta.state import TensorSpec
+
 __all__ = ["Params", "SparseOptimizer"]
 
 Params = nn.Module | Iterable[tuple[str, Parameter]] | Iterable[dict[str, Any]]
@@ -584,10 +587,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # Base weights
 
-    def _bases_to_swap(self) -> list[base_weights.BaseWeights]:
-        self._require_bound("base_weights")
+    def _bases_to_swap(self, call: str = "base_weights") -> list[base_weights.BaseWeights]:
+        self._require_bound(call)
         if not self.keep_base_weights:
-            raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
+            raise RuntimeError(f"{call}: the optimizer was built with keep_base_weights=False")
         self.sync_weights()
         return self._bases
 
@@ -643,6 +646,43 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._root,
             lambda: ((name, self._shards[p].unsharded) for name, p in self._named()),
         )
+
+    @torch.no_grad()
+    def delta(self, *, level: str = "tight") -> SparseDelta:
+        """Return what training has changed since W0, as a `SparseDelta` to save and share.
+
+        Makes one tensor's base weights at a time. If the optimizer was built from parameters, without `model`, the
+        delta has these parameters alone.
+
+        Args:
+            level: see `SparseDelta.from_models`.
+
+        Raises:
+            RuntimeError: as `base_weights`.
+            DeltaError: a parameter is sharded by fully_shard.
+        """
+        from ..delta.sparse_delta import SparseDelta, origin, read_model
+
+        bases = self._bases_to_swap("delta")
+        root = self._root()
+        layout, state = read_model(dict(self._named()) if root is None else root, "the model")
+        names = {p.data_ptr(): name for name, p in state.items()}
+        held = {
+            names[shard.param.data_ptr()]: (base.positions(i), base.values[base.segment(i)])
+            for base in bases
+            for i, shard in enumerate(base.shards)
+        }
+
+        def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+            weight = state[spec.name]
+            if spec.name not in held:
+                return weight, weight
+            positions, values = held[spec.name]
+            before = weight.clone()
+            before.view(-1)[positions.long()] = values.to(weight.device)
+            return before, weight
+
+        return SparseDelta.of_tensors(layout, read, level=level, metadata=origin(root, self.mask))
 
     # State
 
