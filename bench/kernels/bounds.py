@@ -2,7 +2,7 @@
 
 Everything that is read, and contiguous writes, cost their bytes at the copy rate. A copy reads as much as it writes, so
 an op that hardly writes may run a few percent faster than this bound. Scattered writes are several times slower than a
-copy (docs/notebook.md), and cost their bytes at the rate at which `access_rates` measured such writes; this rate
+copy (docs/dev/notebook.md), and cost their bytes at the rate at which `access_rates` measured such writes; this rate
 depends on the order of the writes, and an op with a better order than the probe's may be a few percent faster too.
 
 An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. (The

@@ -2,7 +2,7 @@
 
 Rows have the format of the results' JSON, so that stored files can be judged again. Rows of older files have no
 `scattered_bytes`: their bounds take scattered writes for as fast as a copy. Targets that the hardware does not allow
-are withdrawn; docs/notebook.md lists them with the reasons.
+are withdrawn; docs/dev/notebook.md lists them with the reasons.
 """
 
 from __future__ import annotations

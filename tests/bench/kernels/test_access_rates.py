@@ -17,7 +17,7 @@ from sparse_opt.bench.kernels.table import main as kernels
 from sparse_opt.bench.kernels.table import targets
 
 PROBE = Path(__file__).parents[3] / access_rates.PROBE
-# As the probe prints them; the rates are those of an H200 in docs/notebook.md.
+# As the probe prints them; the rates are those of an H200 in docs/dev/notebook.md.
 PRINTED = """[
 {"unit_bytes": 32, "share": 0.024999, "read_gb_per_s": 1336.0, "write_gb_per_s": 803.0, "read_write_gb_per_s": 996.0, \
 "part_gb_per_s": 868.0},
