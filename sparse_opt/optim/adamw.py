@@ -21,7 +21,9 @@ class SparseAdamW(SparseOptimizer):
         params: a model, `model.named_parameters()`, or parameter groups whose 'params' are (name, parameter) pairs.
         mask: the elements that may change, by parameter name.
         lr: a float, or a tensor of one element (needed to change it under a CUDA graph).
-        betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        betas: as in `torch.optim.AdamW`.
+        eps: as there.
+        weight_decay: as there.
         grads: 'compact': a hook gathers each gradient and frees it, `param.grad` stays None, and `step` consumes the
             gradients. 'dense': gradients stay in `param.grad`.
         max_grad_norm: clip the global norm of the active gradients to this value in each step.
