@@ -204,7 +204,7 @@ lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
 docs: $(VENV)/.docs ## build the site in build/site; fails if a link leads nowhere
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-serve: $(VENV)/.docs ## show the site while its pages are edited
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -160,7 +160,8 @@ def number(value: float, digits: int = 4) -> str:
 def scale_of(unit: str, largest: float) -> tuple[float, str]:
     """(divisor, name) of the unit in which values up to `largest` are shown."""
     if unit == "bytes":
-        return next(((2.0**k, name) for k, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 2.0**k), (1.0, "bytes"))
+        units = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
+        return next(((2.0**k, name) for k, name in units if largest >= 2.0**k), (1.0, "bytes"))
     return (0.01, "%") if unit == "share" else (1.0, unit)
 
 

@@ -45,7 +45,7 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-# Two cores of a busy CPU, torch 2.13, by hand with bench/kernels/host_time.py (docs/notebook.md, Host time), and two
+# Two cores of a busy CPU, torch 2.13, by hand with bench/kernels/host_time.py (the lab notebook, Host time), and two
 # H200s (docs/distributed.md, Costs).
 WITHOUT_AUTOGRAD = (
     "gradients are collected in Python, to the same bits. For 197 tensors a step took 0.7 ms of host time in place of "

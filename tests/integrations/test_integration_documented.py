@@ -22,8 +22,7 @@ BLOCKS = {
 
 
 def test_every_trainer_has_its_block():
-    # The block of several GPUs runs in test_distributed_trainers.py.
-    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Several GPUs", "Checkpoints", "Delta log"]
+    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Checkpoints", "Delta log"]
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO", "GRPO"])
