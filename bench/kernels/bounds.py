@@ -2,8 +2,8 @@
 
 Everything that is read, and contiguous writes, cost their bytes at the copy rate. A copy reads as much as it writes, so
 an op that hardly writes may run a few percent faster than this bound. Scattered writes are several times slower than a
-copy (docs/dev/notebook.md), and cost their bytes at the rates that were measured once on an H200; these depend on the order
-of the writes, and an op with a better order may be a few percent faster too. On other GPUs these rates are not known.
+copy (docs/dev/notebook.md), and cost their bytes at the rates that were measured once on an H200; these depend on the
+order of the writes, and an op with a better order may be a few percent faster too. On other GPUs they are not known.
 
 An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. (The
 bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It

@@ -42,8 +42,8 @@ ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # The first step's policy is its reference, so that the loss is ln 2. Its two forward passes may use different kernels.
 FIRST_LOSS_ATOL = 0.01
 # Compiled passes with and without gradients are fused differently. On the 32B shape the log-probability of a token then
-# differs by 0.067 (the root of the mean square; docs/dev/notebook.md). For the sums over n tokens of two sequences, times
-# the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; twice this is allowed.
+# differs by 0.067 (the root of the mean square; docs/dev/notebook.md). For the sums over n tokens of two sequences,
+# times the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; twice this is allowed.
 COMPILED_TOKEN_RMS = 0.067
 # Memory that torch's allocator may use by GPU, in GiB; the rest is CUDA's own.
 GPUS = {"80 GB": 78.0, "141 GB": 139.0}
