@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .delta import DeltaLog
     from .errors import BackendUnavailable
     from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
-    from .masks import MaskSet
+    from .masks import MaskSet, RandomMask
     from .optim import GraphedStep, SparseAdamW, SparseLion, SparseSGD
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ __all__ = [
     "DeltaLog",
     "GraphedStep",
     "MaskSet",
+    "RandomMask",
     "SparseAdamW",
     "SparseLion",
     "SparseSGD",
@@ -36,6 +37,7 @@ _HOMES = {
     "DeltaLog": "delta",
     "GraphedStep": "optim",
     "MaskSet": "masks",
+    "RandomMask": "masks",
     "SparseAdamW": "optim",
     "SparseLion": "optim",
     "SparseSGD": "optim",

@@ -106,17 +106,13 @@ def load_mask(model: nn.Module, file: str | None, density: float | None, pattern
     """The mask in a file, a random one if `density` is given, or None.
 
     Raises:
-        ConfigError: the random mask is empty.
-        MaskError: the file cannot be read, or is of another model.
+        MaskError: the file cannot be read, or is of another model; or the random mask is empty.
     """
     if file is not None:
         return MaskSet.load(Path(file).expanduser(), model)
     if density is None:
         return None
-    mask = MaskSet.random(model, density=density, pattern=pattern, seed=seed)
-    if not mask.nnz:
-        raise ConfigError(f"density {density:g} is less than one unit of {pattern} in each tensor")
-    return mask
+    return MaskSet.random(model, density=density, pattern=pattern, seed=seed)
 
 
 def train_model(model: Any, options: Any, *, reference: bool) -> Trained:
@@ -127,7 +123,8 @@ def train_model(model: Any, options: Any, *, reference: bool) -> Trained:
         reference: whether the reference is used after the first step; if not, no copy of its weights is kept.
 
     Raises:
-        ConfigError: more than one of the three is given, or the random mask is empty.
+        ConfigError: more than one of the three is given.
+        MaskError: the random mask is empty.
         MaskError: the mask cannot be read, or is another model's.
     """
     given = {name: getattr(options, name) for name in ("mask", "density", "lora_rank")}

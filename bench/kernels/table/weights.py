@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import BackendUnavailable, MaskSet, set_l2_fetch_granularity
+from sparse_opt.errors import MaskError
 from sparse_opt.ops import STEP_OPS
 
 from ...common.peers import Peer, why_failed
@@ -271,10 +272,11 @@ class WeightRows:
 
     def _pattern(self, pattern: str) -> None:
         density = self.pattern_density
-        mask = MaskSet.random(self.shapes, density=density, pattern=pattern, seed=self.seed)
         name = f"{targets.STEP_DENSE}, {pattern}"
-        if not mask.nnz:
-            self.recorder.left_out[name] = f"{density:.1%} of these small matrices is less than one unit of {pattern}"
+        try:
+            mask = MaskSet.random(self.shapes, density=density, pattern=pattern, seed=self.seed)
+        except MaskError as error:  # these small matrices have no unit
+            self.recorder.left_out[name] = str(error)
             return
         masked = Masked(mask, active_of(mask, self.recorder.device), density)
         works = []
