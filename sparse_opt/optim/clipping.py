@@ -42,8 +42,8 @@ def warn_of_clipping_elsewhere(optimizer: str) -> None:
     """Warn if the code that calls `step` names a function that clips `param.grad`, where compact gradients are not.
 
     The call itself leaves no trace: it finds no gradients, returns 0 and writes nothing. So this looks for the name in
-    the code of the functions on the stack. It misses a call in a function that has returned. The optimizer calls it in
-    the first step only.
+    the code of the functions on the stack. It misses a call in a function that has returned, and warns of one that an
+    `if` has left out. The optimizer calls it in the first step only.
 
     Args:
         optimizer: the name of the class, for the message.
