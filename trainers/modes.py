@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, MaskError
 from sparse_opt.masks import MaskSet
 from sparse_opt.optim import SparseAdamW
 
@@ -106,13 +106,17 @@ def load_mask(model: nn.Module, file: str | None, density: float | None, pattern
     """The mask in a file, a random one if `density` is given, or None.
 
     Raises:
-        MaskError: the file cannot be read, or is of another model; or the random mask is empty.
+        ConfigError: the random mask is empty.
+        MaskError: the file cannot be read, or is of another model.
     """
     if file is not None:
         return MaskSet.load(Path(file).expanduser(), model)
     if density is None:
         return None
-    return MaskSet.random(model, density=density, pattern=pattern, seed=seed)
+    try:
+        return MaskSet.random(model, density=density, pattern=pattern, seed=seed)
+    except MaskError as error:
+        raise ConfigError(str(error)) from error
 
 
 def train_model(model: Any, options: Any, *, reference: bool) -> Trained:
@@ -123,8 +127,7 @@ def train_model(model: Any, options: Any, *, reference: bool) -> Trained:
         reference: whether the reference is used after the first step; if not, no copy of its weights is kept.
 
     Raises:
-        ConfigError: more than one of the three is given.
-        MaskError: the random mask is empty.
+        ConfigError: more than one of the three is given, or the random mask is empty.
         MaskError: the mask cannot be read, or is another model's.
     """
     given = {name: getattr(options, name) for name in ("mask", "density", "lora_rank")}

@@ -43,7 +43,7 @@ from torch import nn
 from sparse_opt import MaskSet
 from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, MaskError
 from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
@@ -358,7 +358,10 @@ def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
     if not names:
         raise ConfigError("no tensor of the model is chosen by include, exclude and mlp_only")
     chosen = {name: parameters[name] for name in names}
-    return MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
+    try:
+        return MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
+    except MaskError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _run(job: Job, folder: Path) -> dict[str, Any] | None:

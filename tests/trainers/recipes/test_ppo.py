@@ -412,7 +412,7 @@ def test_what_does_not_fit_is_refused_in_one_line(words, files, tmp_path, capfd)
         "cannot load a tokenizer from ./nowhere": (1, {"policy_name": "./nowhere"}),
         "cannot load a tokenizer from /a/b": (1, {"reward_model_name": "/a/b"}),
         "dataset reviews.jsonl: no such file or folder": (2, {"dataset_name": "reviews.jsonl"}),
-        "less than one unit of element": (1, {"mask_density": 1e-9}),
+        "less than one unit of element": (2, {"mask_density": 1e-9}),
     }
     for message, (code, changes) in cases.items():
         found = main(words("refused", **changes)), capfd.readouterr().err
