@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .delta import DeltaLog, DeltaSet, SparseDelta
     from .errors import BackendUnavailable
     from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
-    from .masks import MaskSet
+    from .masks import MaskSet, RandomMask
     from .optim import GraphedStep, SparseAdamW, SparseLion, SparseSGD
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "DeltaSet",
     "GraphedStep",
     "MaskSet",
+    "RandomMask",
     "SparseAdamW",
     "SparseDelta",
     "SparseLion",
@@ -39,6 +40,7 @@ _HOMES = {
     "DeltaSet": "delta",
     "GraphedStep": "optim",
     "MaskSet": "masks",
+    "RandomMask": "masks",
     "SparseAdamW": "optim",
     "SparseDelta": "delta",
     "SparseLion": "optim",

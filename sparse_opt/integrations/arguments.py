@@ -14,9 +14,9 @@ from torch import Tensor
 from ..delta.codec import LEVELS
 from ..delta.schedule import Schedule
 from ..errors import ConfigError
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, RandomMask
 
-Mask = MaskSet | str | PathLike[str] | Mapping[str, Tensor]
+Mask = MaskSet | RandomMask | float | str | PathLike[str] | Mapping[str, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -99,17 +99,20 @@ class SparseArguments:
             raise ConfigError("save_delta needs keep_base_weights=True: a delta is the difference to the base weights")
 
 
-def as_mask(mask: Mask) -> MaskSet:
-    """A MaskSet from a MaskSet, a file for `MaskSet.load`, or a dictionary of bool tensors.
+def read_mask(mask: Mask) -> MaskSet | RandomMask | float:
+    """Make a MaskSet of a file for `MaskSet.load`, or of a dictionary of bool tensors; return other masks as they are.
 
     Raises:
         MaskError: the file or a tensor is not a mask; the message names it.
         TypeError: `mask` has another type.
     """
-    if isinstance(mask, MaskSet):
+    if isinstance(mask, MaskSet | RandomMask | int | float) and not isinstance(mask, bool):
         return mask
     if isinstance(mask, Mapping):
         return MaskSet.from_bool(mask)
     if isinstance(mask, str | PathLike):
         return MaskSet.load(Path(mask))
-    raise TypeError(f"mask is a {type(mask).__name__}, expected a MaskSet, a path, or a dict of bool tensors")
+    raise TypeError(
+        f"mask is a {type(mask).__name__}, expected a MaskSet, a RandomMask, a density, a path, or a dict of bool "
+        "tensors"
+    )

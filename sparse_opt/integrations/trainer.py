@@ -22,10 +22,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from ..errors import ConfigError, DataError
+from ..masks.mask_set import MaskSet, as_mask_set
 from ..optim import SparseAdamW
 from ..optim.options import SharedOptions
 from . import checks, rates
-from .arguments import Mask, SparseArguments, as_mask
+from .arguments import Mask, SparseArguments, read_mask
 from .callback import DeltaLogCallback, Weights, on_process_0
 from .checkpoints import VerifiedCheckpointCallback, complete
 from .colocated_updates import ColocatedUpdates
@@ -63,8 +64,8 @@ class SparseTrainer(EndingTrainer):
     def __init__(self, *args: Any, mask: Mask, sparse: SparseArguments | None = None, **kwargs: Any) -> None:
         self.sparse_arguments = SparseArguments() if sparse is None else sparse
         self.sparse_optimizer: SparseAdamW | None = None
-        self.sparse_mask = as_mask(mask)
-        if not self.sparse_mask.nnz:
+        given_mask = read_mask(mask)
+        if isinstance(given_mask, MaskSet) and not given_mask.nnz:
             raise ConfigError("the mask has no active element")
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         checks.of_call(bound)
@@ -74,11 +75,12 @@ class SparseTrainer(EndingTrainer):
         with self._without_reference(bound), self._without_vllm(given):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)
+        self.sparse_mask = as_mask_set(given_mask, self.model)
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
             checks.of_frozen_parameters(self.model, self.sparse_mask)
-        rates.warn_of_settings(self.args, self.sparse_arguments, self.sparse_mask, self.model)
+        rates.warn_of_rate(self.args, self.sparse_mask)
         if self.sparse_arguments.vllm_weight_sync == "sparse":
             self._send_changes_to_vllm()
         self._sparse_callback = SparseCallback(self)

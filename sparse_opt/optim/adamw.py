@@ -6,7 +6,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, RandomMask
 from .options import SharedOptions
 from .sparse_optimizer import Params, SparseOptimizer
 
@@ -19,7 +19,8 @@ class SparseAdamW(SparseOptimizer):
 
     Args:
         params: a model, `model.named_parameters()`, or parameter groups whose 'params' are (name, parameter) pairs.
-        mask: the elements that may change, by parameter name.
+        mask: the elements that may change, by parameter name; or `RandomMask(0.025, "tile64")`, drawn for these
+            parameters. A number is the density of a `RandomMask` of single elements.
         lr: a float, or a tensor of one element (needed to change it under a CUDA graph).
         betas: as in `torch.optim.AdamW`.
         eps: as there.
@@ -55,7 +56,7 @@ class SparseAdamW(SparseOptimizer):
     def __init__(
         self,
         params: Params,
-        mask: MaskSet,
+        mask: MaskSet | RandomMask | float,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

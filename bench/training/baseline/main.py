@@ -42,7 +42,7 @@ from torch import nn
 
 from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, MaskError
 from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
@@ -341,10 +341,10 @@ def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
     if not names:
         raise ConfigError("no tensor of the model is chosen by include, exclude and mlp_only")
     chosen = {name: parameters[name] for name in names}
-    mask = MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
-    if not mask.nnz:
-        raise ConfigError(f"--density {args.density:g} of these small matrices is less than one unit of {pattern}")
-    return mask
+    try:
+        return MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
+    except MaskError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _run(job: Job, folder: Path) -> dict[str, Any] | None:

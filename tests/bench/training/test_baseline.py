@@ -146,7 +146,7 @@ def test_grpo_with_tiles(tmp_path, bench, run_here):
         (["dpo", "--small", "--mask", __file__, "--pattern", "tile64"], "--pattern tile64 is of a random mask"),
         (
             ["dpo", "--small", "--modes", "tiles", "--density", 0.001],
-            "--density 0.001 of these small matrices is less than one unit of tile64",
+            "density 0.001 is less than one unit of tile64 in each tensor",
         ),
         (["dpo", "--small", "--modes", "dense,lora", "--mlp_only"], "--modes dense,lora draws none"),
         (["dpo", "--small", "--exclude", "*"], "no tensor of the model is chosen by include, exclude and mlp_only"),
