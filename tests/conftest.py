@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -24,12 +25,18 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    """Skip tests that need an unavailable GPU or nvcc, and run `dist` tests in one worker of pytest-xdist."""
     needs_gpu = pytest.mark.skip(reason=f"needs a CUDA GPU, and torch {torch.__version__} sees none")
+    needs_nvcc = pytest.mark.skip(reason="needs nvcc, of CUDA 12.8 or newer, on PATH")
+    one_worker = pytest.mark.xdist_group("dist")
+    has_gpu, has_nvcc = torch.cuda.is_available(), shutil.which("nvcc") is not None
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(needs_gpu)
+        if item.get_closest_marker("nvcc") and not has_nvcc:
+            item.add_marker(needs_nvcc)
+        if item.get_closest_marker("dist"):
+            item.add_marker(one_worker)
 
 
 def pytest_collection_finish() -> None:
@@ -126,6 +133,15 @@ def quick_triton_interpreter() -> Iterator[None]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device that a test must pass on; an unavailable device is skipped with the reason."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two threads for torch and the kernels, whatever OMP_NUM_THREADS says, so that kernels divide their work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -115,7 +114,7 @@ def test_lists_are_read_as_torch_reads_them(requested, monkeypatch):
     assert of_selected == of_request | ({wgmma} if any("compute_90," in flag for flag in of_request) else set())
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+@pytest.mark.nvcc
 @pytest.mark.parametrize("requested", ["", "7.0 7.5 8.0 8.7 9.0+PTX 10.0a 12.1+PTX"])
 def test_nvcc_accepts_the_flags_of_a_selected_list(requested, monkeypatch, tmp_path: Path):
     known = subprocess.check_output(["nvcc", "--list-gpu-arch"], text=True).split()

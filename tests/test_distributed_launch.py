@@ -8,6 +8,8 @@ import pytest
 import torch
 from launch import launch
 
+pytestmark = pytest.mark.dist
+
 
 def summed(rank: int, factor: float) -> float:
     value = torch.tensor([factor * rank])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import struct
 import sys
 import zipfile
@@ -140,25 +139,6 @@ def test_a_reward_function_that_is_not_there(train, name):
 # Models
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("config.json", None),
-        ("config.json", b"{}"),
-        ("config.json", bytes(range(256))),
-        ("model.safetensors", b"\0" * 100),
-        ("model.safetensors", struct.pack("<Q", 2**63) + b"{}"),
-    ],
-)
-def test_a_model_that_is_none(train, files, tmp_path, file, content):
-    model = shutil.copytree(files.model, tmp_path / "model")
-    (model / file).unlink()
-    if content is not None:
-        (model / file).write_bytes(content)
-    outcome = train("sft", model=model)
-    assert str(model) in outcome.error_line(outcome.code) and outcome.code in (1, 2)
-
-
 # Masks
 
 
@@ -207,34 +187,19 @@ def repacked(pickled=None, *, compression=zipfile.ZIP_STORED, data=None):
 ONE = torch.zeros(1, dtype=torch.bool)
 SAFETENSORS_MASKS = {
     "empty": b"",
-    "short": b"abc",
     "header of 2^63 bytes": struct.pack("<Q", 2**63) + b"{}",
-    "header longer than the file": safetensors_file(b"{}", length=10**8),
     "deep header": safetensors_file(DEEP),
-    "binary header": safetensors_file(bytes(range(256))),
-    "list header": safetensors_file(b"[]"),
     "deep shapes": mask_file(DEEP.decode()),
-    "deep objects as shapes": mask_file('{"a":' * 50_000),
-    "long integer": mask_file('{"w":[' + "9" * 5000 + "]}"),
-    "negative size": mask_file({"w": [-2, 3]}),
     "large size": mask_file({"w": [2**62, 2**62]}),
-    "bool size": mask_file({"w": [True]}),
-    "many dimensions": mask_file({"w": [1] * 100_000}),
     "negative position": mask_file({"w": [4]}, struct.pack("<i", -1)),
-    "float positions": mask_file({"w": [4]}, dtype="F32"),
     "another digest": mask_file({"w": [4]}),
-    "unknown pattern": mask_file({"w": [4]}, pattern="none"),
     "no text": mask_file({"w": [4]}, method="\ud800"),
 }
 PT_MASKS = {
     "empty": b"",
-    "text": b"text",
-    "NULs": b"\0" * 1000,
     "cut": pt_file({"w": ONE})[:-30],
     "expanded": pt_file({"w": ONE.expand(800, 10**9)}),
-    "expanded under masks": pt_file({"masks": {"w": ONE.expand(10**12)}}),
     "overlapping": pt_file({"w": torch.zeros(2000, dtype=torch.bool).as_strided((1000, 1000), (1, 1))}),
-    "sparse": pt_file({"w": torch.ones(3, 3, dtype=torch.bool).to_sparse()}),
     "large and sparse": pt_file(
         {
             "w": torch.sparse_coo_tensor(
@@ -243,18 +208,10 @@ PT_MASKS = {
         }
     ),
     "meta": pt_file({"w": torch.zeros(10**12, dtype=torch.bool, device="meta")}),
-    "floats": pt_file({"w": torch.ones(3)}),
     "list": pt_file([1]),
-    "tensor": pt_file(ONE),
-    "no masks": pt_file({}),
-    "numbered": pt_file({3: ONE}),
     "nested": pt_file({"w": {"x": ONE}}),
-    "text in place of a mask": pt_file({"w": "x"}),
     "name that is no text": pt_file({"\ud800": ONE}),
-    "no pickle": repacked(b"hello"),
-    "pop from nothing": repacked(b"\x80\x020."),
     "frame of 2^63 bytes": repacked(b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f."),
-    "string of 2^32 bytes": repacked(b"\x80\x02X\xff\xff\xff\xff."),
     "deep pickle": repacked(b"\x80\x02" + b"}X\x01\0\0\0w" * 20_000 + b"}" + b"s" * 20_000 + b"."),
     "compressed": repacked(compression=zipfile.ZIP_DEFLATED, data=b"\0" * 10_000_000),
 }
@@ -276,10 +233,3 @@ def test_a_mask_that_is_none_to_train_under(train, tmp_path):
     line = train("sft", "--mask", file).failed_in_one_line(1)
     assert "w is [800, 1000000000] with strides [0, 0] over 1 stored bytes, expected 800000000000" in line
     assert not (tmp_path / "out").exists()
-
-
-def test_a_quantized_mask(sparse_opt, tmp_path):
-    file = tmp_path / "mask.pt"
-    with pytest.warns(UserWarning, match="quantize"):
-        torch.save({"w": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8)}, file)
-    assert "expected a dense tensor" in sparse_opt("mask", "info", file).failed_in_one_line(1)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 
 import pytest
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt import DeltaLog, MaskSet
-from sparse_opt.cli import delta
 from sparse_opt.tensors import as_bits
 
 
@@ -33,16 +31,6 @@ def as_json(outcome):
 def changed_between(before, after) -> int:
     """Of the tiny model, whose head is tied to its embedding."""
     return sum(int((as_bits(before[n]) != as_bits(after[n])).sum()) for n in after if n != "lm_head.weight")
-
-
-@pytest.mark.parametrize("action", ["list", "info", "verify", "reconstruct", "squash", "export", "convert"])
-def test_examples_of_an_action_are_calls_that_are_understood(sparse_opt, action):
-    text = sparse_opt("delta", action, "--help").done()
-    examples = [shlex.split(line.partition("|")[0]) for line in re.findall(r"^  sparse-opt (.*)$", text, re.MULTILINE)]
-    assert [words[:2] for words in examples] == [["delta", action]] * len(examples)
-    for words in examples:
-        assert delta._parser().parse_words(words[1:]).action == action
-    assert set(delta._ACTIONS) == {"list", "info", "verify", "reconstruct", "squash", "export", "convert"}
 
 
 def test_list_shows_what_the_headers_say(sparse_opt, files):
@@ -151,20 +139,6 @@ def test_reconstruct_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, b
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def test_reconstruct_with_truncated_weights(sparse_opt, files, tmp_path):
-    model = shutil.copytree(files.model, tmp_path / "model")
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    line = call_reconstruct(sparse_opt, files, tmp_path / "rebuilt", model=model).failed_in_one_line(1)
-    assert f"cannot load a causal language model from {model}: " in line
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_misspelt_flag_points_to_the_help_of_its_action(sparse_opt):
-    line = sparse_opt("delta", "reconstruct", "--model_nam", "m").failed_in_one_line(2)
-    assert line.endswith("the nearest is 'model_name' (see 'sparse-opt delta reconstruct --help')")
-
-
 def test_reconstruct_leaves_a_folder_with_files_alone(sparse_opt, files, tmp_path):
     (tmp_path / "mine").write_text("keep")
     assert "not empty" in call_reconstruct(sparse_opt, files, tmp_path).failed_in_one_line(2)
@@ -203,20 +177,6 @@ def test_squash_forgets_the_steps_between(sparse_opt, files, own_log):
     assert log.steps == (0, 3)
     assert log.digest(3) == DeltaLog.open(files.delta_log).digest(3)
     assert log.verify() == []
-
-
-def test_squash_in_words_and_wrongly(sparse_opt, own_log, pt_log):
-    line = sparse_opt("delta", "squash", "--delta_log_dir", own_log, "--from", 3, "--to", 1).failed_in_one_line(1)
-    assert "3" in line
-    assert "1" in line
-    assert "step 9" in sparse_opt(
-        "delta", "squash", "--delta_log_dir", own_log, "--from", 0, "--to", 9
-    ).failed_in_one_line(1)
-    assert "holds a log of .pt files" in sparse_opt(
-        "delta", "squash", "--delta_log_dir", pt_log, "--from", 0, "--to", 2
-    ).failed_in_one_line(1)
-    text = sparse_opt("delta", "squash", "--delta_log_dir", own_log, "--from", 1, "--to", 3).done()
-    assert text.startswith(f"{own_log}: 1 steps removed; step 3 is a patch of ")
 
 
 def test_export_of_a_state_and_of_changes(sparse_opt, files, tmp_path):

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -86,14 +84,6 @@ def test_without_torch_it_says_so(sparse_opt, monkeypatch, flags):
         assert "pip install torch" in outcome.out
 
 
-def test_runs_outside_the_repository(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "sparse_opt", "doctor"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert torch.__version__ in result.stdout
-
-
 def _properties(index):
     major, minor = torch.cuda.get_device_capability(index)
     return SimpleNamespace(name=torch.cuda.get_device_name(index), major=major, minor=minor, total_memory=2**34)
@@ -131,32 +121,3 @@ def test_every_gpu_has_its_own_answer(sparse_opt, three_gpus):
     assert report["auto"]["cuda:1"]["indexed_swap_"]["passed_over"] == {"cuda": cause}
     assert report["in_force"]["cuda:1"]["ops"]["indexed_swap_"] == "triton"
     assert report["extension"]["build_info"]["arch_notes"] == "9.0 is built as 9.0a"
-
-
-def test_gpus_of_one_kind_share_their_lines(sparse_opt, three_gpus):
-    lines = sparse_opt("doctor").out.splitlines()
-    on = [line.split("  ")[0] for line in lines if " tensors" in line and "auto takes" not in line]
-    assert on == [name for name in ("cpu tensors", "cuda:0, cuda:2 tensors", "cuda:1 tensors") for _ in range(4)]
-    assert "not cuda: T4 has compute capability 7.5, the CUDA kernels need 8.0 or newer" in lines
-    assert sum("auto takes" in line for line in lines) == 3
-
-
-def test_a_variable_that_a_gpu_cannot_follow_is_shown_for_that_gpu(sparse_opt, three_gpus, monkeypatch):
-    monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
-    out = sparse_opt("doctor").out
-    assert "SPARSE_OPT_BACKEND=cuda on cuda:0, cuda:2 tensors: in force for every op" in out
-    assert "SPARSE_OPT_BACKEND=cuda on cuda:1 tensors: backend 'cuda' (SPARSE_OPT_BACKEND) cannot run: T4" in out
-
-
-def test_what_native_collection_of_gradients_would_save(sparse_opt, monkeypatch):
-    library, _ = backends.autograd_module()
-    (line,) = (line for line in sparse_opt("doctor").out.splitlines() if line.startswith("autograd"))
-    assert library is None or line.endswith(f"native  ({library.__file__})")
-    monkeypatch.setattr(backends, "autograd_module", lambda: (None, "a wheel does not have it"))
-    report = report_of(sparse_opt("doctor", "--json"))
-    if not report["extension"]["built"]:
-        pytest.skip("needs the extension: " + report["extension"]["cause"])
-    assert report["autograd"] == {"built": False, "path": None, "cause": "a wheel does not have it"}
-    (line,) = (line for line in sparse_opt("doctor").out.splitlines() if line.startswith("autograd"))
-    assert "a wheel does not have it: " in line and "for 197 tensors" in line.lower()
-    assert "0.7 ms of host time in place of 0.1 ms" in line and "docs/" not in line  # a wheel has no docs

@@ -96,18 +96,6 @@ def test_output_that_cannot_be_written_leaves_nothing(sparse_opt, files, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("action", ["find", "random"])
-def test_output_of_another_suffix_is_refused(sparse_opt, files, tmp_path, action):
-    source = ("--delta_log_dir", files.delta_log) if action == "find" else ("--model_name", files.model, "--density", 1)
-    line = sparse_opt("mask", action, *source, "--output", tmp_path / "mask.txt").failed_in_one_line(2)
-    assert "mask.txt ends in .txt: expected .safetensors" in line
-    assert list(tmp_path.iterdir()) == []
-    # An existing folder may have any name.
-    (tmp_path / "v1.5").mkdir()
-    sparse_opt("mask", action, *source, "--output", tmp_path / "v1.5").done()
-    assert len(list((tmp_path / "v1.5").glob("*.safetensors"))) == 1
-
-
 def test_permission_denied_is_one_line(sparse_opt, files, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied", str(tmp_path / ".mask.safetensors.1.abcd.tmp"))

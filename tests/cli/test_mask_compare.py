@@ -85,13 +85,6 @@ def test_files_of_one_name_are_told_apart_by_their_paths(sparse_opt, masks, tmp_
     assert (total["first"], total["second"]) == (str(paths[0]), str(other))
 
 
-def test_nothing_active_is_null_and_a_dash(sparse_opt, masks, tmp_path):
-    paths = [MaskSet.random(SHAPES, density=0).save(tmp_path / f"none{i}.safetensors") for i in range(2)]
-    total, *_ = json.loads(sparse_opt("mask", "compare", *paths, "--json").done())["overlaps"]
-    assert total["jaccard"] is None and total["of_first_chance"] is None
-    assert "all                0        -" in sparse_opt("mask", "compare", *paths).done()
-
-
 def test_common_tensors_on_request(sparse_opt, masks, tmp_path):
     _, paths = masks
     fewer = MaskSet.random({n: s for n, s in SHAPES.items() if "mlp" in n}, density=0.5).save(

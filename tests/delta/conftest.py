@@ -75,6 +75,11 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         assert other.view(-1).view(torch.uint8).numpy().tobytes() == flat.view(torch.uint8).numpy().tobytes(), name
 
 
+@pytest.fixture(autouse=True)
+def threads(two_threads: None) -> None:
+    """The kernels' threads are tested here."""
+
+
 @pytest.fixture
 def states() -> States:
     return States()

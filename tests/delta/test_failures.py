@@ -144,23 +144,6 @@ def test_steps_behind_a_failed_one_are_dropped_with_it(
     assert log.verify() == []
 
 
-def test_a_keyframe_that_fails_too(tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare) -> None:
-    log = DeltaLog.create(tmp_path / "log", state)
-    disk.full = True
-    for step in (1, 2, 3):
-        state["w"][step] += 1
-        with pytest.raises(DeltaLogError, match=FULL.format(step)):
-            log.append(step).wait()
-    disk.full = False
-    kinds = []
-    for step in (4, 5, 6):
-        state["w"][step] += 1
-        kinds.append(log.append(step))
-    assert [handed.wait().kind for handed in kinds] == ["keyframe", "patch", "patch"]
-    same_bits(log.load(6), state)
-    assert log.verify() == []
-
-
 def test_training_can_continue_without_the_log(
     tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

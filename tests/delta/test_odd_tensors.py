@@ -115,6 +115,13 @@ ODD: dict[str, tuple[Any, Callable[[], Tensor], str]] = {
     "nested": ("odd", nested, "odd is nested"),
     "fake": ("odd", fake, "odd is FakeTensor, expected a plain tensor"),
     "lazy": ("odd", nn.UninitializedParameter, "odd is UninitializedParameter"),
+    "meta": (
+        "odd",
+        lambda: torch.zeros(3, device="meta"),
+        "odd is torch.strided on meta, expected a strided tensor in",
+    ),
+    "sparse": ("odd", lambda: torch.zeros(3, 3).to_sparse(), "odd is torch.sparse_coo on cpu"),
+    "value": ("odd", lambda: 5, "odd is int, expected a tensor"),
     "mkldnn": ("odd", lambda: torch.zeros(4000).to_mkldnn(), "odd is torch._mkldnn on cpu"),
     "surrogate": ("w\ud800", zeros, r"'w\\ud800' has a name that cannot be encoded as UTF-8"),
     "metadata": ("__metadata__", zeros, "__metadata__ .* reserved by the file format"),

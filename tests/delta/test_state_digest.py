@@ -118,18 +118,6 @@ def test_around_every_boundary(source, offset):
     assert_chunks([source.bytes(size, offset) for size in EDGES])
 
 
-def test_random_lengths(source):
-    for _ in range(3):
-        assert_chunks(
-            [source.bytes(source.random.randrange(4 * CHUNK), source.random.randrange(16)) for _ in range(25)]
-        )
-
-
-@pytest.mark.parametrize("content", [0, 255])
-def test_one_byte_over_and_over(source, content):
-    assert_chunks([torch.full((size,), content, dtype=torch.uint8, device=source.device) for size in EDGES])
-
-
 # One table of a GPU's launch holds 8 tensors, or 320.
 @pytest.mark.parametrize("count", [1, 8, 9, 320, 321, 700])
 def test_lists(source, count):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparse_opt import DeltaLog
-from sparse_opt.delta.state import StateReader, read_state
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -262,12 +261,3 @@ def test_what_cannot_be_logged_any_more_is_refused_by_step_and_name(tmp_path: Pa
         module[0].weight.data = torch.zeros(3, 3)
         log.append(3)
     assert log.steps == (0, 1, 3) and log.verify() == []
-
-
-def test_tensors_share_the_memory_of_the_state(tmp_path: Path) -> None:
-    module = model()
-    reader = StateReader(read_state(module)[0])
-    found, expected = reader.read(module, "here"), module.state_dict()
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert found[name].data_ptr() == tensor.data_ptr() and not found[name].requires_grad

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from sparse_opt import MaskSet, SparseSGD
 
 pytestmark = [
+    pytest.mark.dist,
     pytest.mark.gpu,
     pytest.mark.skipif(
         torch.cuda.device_count() < 2, reason=f"needs 2 CUDA GPUs, and torch sees {torch.cuda.device_count()}"

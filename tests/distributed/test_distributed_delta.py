@@ -20,6 +20,8 @@ from sparse_opt.distributed import DistributedDeltaLog
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.mask_finding.find import find_from_log
 
+pytestmark = pytest.mark.dist
+
 STEPS = 3
 
 

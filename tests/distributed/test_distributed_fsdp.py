@@ -29,6 +29,8 @@ from sparse_opt.distributed import full_optimizer_state_dict
 from sparse_opt.optim import SparseOptimizer
 from sparse_opt.optim.gradients import reduction
 
+pytestmark = pytest.mark.dist
+
 Forward = Callable[[Tensor], Tensor]
 STEPS, TOKENS, VOCABULARY, WIDTH = 8, 24, 71, 64
 

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.distributed import full_optimizer_state_dict, load_full_optimizer_state_dict, load_optimizer
 
+pytestmark = pytest.mark.dist
+
 OPTIONS: dict[str, Any] = {"master_weights": True, "state_dtype": torch.bfloat16}
 
 

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 
+pytestmark = pytest.mark.dist
+
 STEPS, ROWS = 200, 16
 WIDTHS = {"gloo": 64, "nccl": 256}  # by backend; a step on a CPU takes as long as its collectives
 SGD_LR = 0.05

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from sparse_opt import MaskSet, SparseAdamW
 
+pytestmark = pytest.mark.dist
+
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -26,6 +26,8 @@ from trainer_lab import Lab, make_tokenizer, rows_of
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.integrations import SparseArguments
 
+pytestmark = pytest.mark.dist
+
 # TRL's modules are imported when they are used.
 preload("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 

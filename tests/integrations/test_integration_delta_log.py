@@ -64,16 +64,6 @@ def test_a_resumed_run_appends(lab, watch, tmp_path):
     log = DeltaLog.open(tmp_path / "log")
     assert log.steps == tuple(range(7))
     assert_log_holds(log, watched.weights)
-
-    other = lab("Trainer", max_steps=6, max_grad_norm=1e-3)
-    other.add_callback(DeltaLogCallback(tmp_path / "log"))
-    with pytest.raises(DeltaLogError, match="log: step 3 differs from the weights of the resumed run at that step"):
-        other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    other.pop_callback(DeltaLogCallback).close()
-    new_run = lab("Trainer", max_steps=6)
-    new_run.add_callback(DeltaLogCallback(tmp_path / "log"))
-    with pytest.raises(DeltaLogError, match="log: holds a delta log already"):
-        new_run.train()
     late = lab("Trainer", max_steps=6)
     late.add_callback(DeltaLogCallback(tmp_path / "late"))
     with pytest.raises(DeltaLogError, match="late: holds no delta log, but the run resumes after step 2"):

@@ -23,7 +23,6 @@ CASES = {
     "Trainer": ("Trainer", {}),
     "SFT": ("SFT", {}),
     "DPO": ("DPO", {}),
-    "GRPO": ("GRPO", {}),
     "GRPO with a reference": ("GRPO", {"beta": 0.3}),
 }
 
@@ -252,12 +251,6 @@ def test_a_mask_in_any_form(lab, weights, tmp_path, form):
     trainer = lab("SFT", mask=forms[form], max_steps=1)
     trainer.train()
     assert trainer.sparse_optimizer.mask == mask
-
-
-def test_a_model_by_name(lab):
-    trainer = lab("DPO", mask=lab.random_mask(0.1), model=str(lab.folder), max_steps=1)
-    trainer.train()
-    assert trainer.model.dtype == torch.float32
 
 
 def test_gradients_of_a_loop_that_was_left_are_not_added_to(lab):

@@ -13,12 +13,12 @@ import transformers
 from sparse_opt.integrations import factory
 from sparse_opt.integrations import factory as versions
 
-LOADED = ("transformers", "trl", "accelerate", "peft", "datasets", "packaging")
+LOADED = ("transformers", "trl", "accelerate", "peft", "datasets", "packaging", "vllm")
 
 
 def test_importing_loads_none_of_their_packages(tmp_path):
     look = (
-        "import sys, sparse_opt, sparse_opt.integrations\n"
+        "import sys, sparse_opt.integrations, sparse_opt.integrations.vllm.plugin\n"
         "sparse_opt.integrations.SparseArguments()\n"
         f"print([m for m in {LOADED!r} if m in sys.modules])\n"
     )

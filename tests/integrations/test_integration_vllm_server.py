@@ -209,6 +209,7 @@ def train_on(rank, folder, root):
     return {"kinds": server.kinds, "requests": len(server.requests), "weights": weights, "served": all(same)}
 
 
+@pytest.mark.dist
 def test_of_two_processes_the_main_one_has_the_server(lab, tmp_path):
     if lab.device.type != "cpu":
         pytest.skip("the two processes run on the CPU")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sparse_opt.integrations import SparseArguments
-from sparse_opt.integrations.rates import rate_factor
 from sparse_opt.integrations.trl.margins import MarginsCallback
 from sparse_opt.integrations.trl.memory import MemoryCallback
 from sparse_opt.integrations.trl.rewards import exact_match
@@ -47,12 +46,6 @@ def test_margins_of_a_dense_and_a_sparse_dpo_trainer(lab):
         logged = [row["rewards/margins"] for row in trainer.state.log_history if "rewards/margins" in row]
         assert [row["mean"] for row in found] == pytest.approx(logged, rel=1e-5, abs=1e-9)
         assert [row["n"] for row in found] == [4, 4, 1]  # of 9 rows
-
-
-def test_the_factor_of_the_rate():
-    assert [rate_factor(density) for density in (1.0, 0.1, 0.025, 0.01)] == pytest.approx(
-        [1, 5.62, 15.9, 31.6], rel=0.01
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,21 @@ def fast_backends():
     return [(d, b) for d in devices for b in backends.available(d) if b != "reference"]
 
 
+def place_param(device, backend):
+    marks = [*[pytest.mark.gpu] * (device == "cuda"), *[pytest.mark.triton] * (backend == "triton")]
+    return pytest.param((device, backend), id=f"{device}-{backend}", marks=marks)
+
+
+@pytest.fixture(autouse=True)
+def threads(two_threads):
+    """The kernels' threads are tested here."""
+
+
 def pytest_generate_tests(metafunc):
     if "place" in metafunc.fixturenames:
-        on_gpu, on_triton = pytest.mark.gpu, pytest.mark.triton
-        places = [
-            pytest.param((d, b), id=f"{d}-{b}", marks=[*[on_gpu] * (d == "cuda"), *[on_triton] * (b == "triton")])
-            for d, b in fast_backends()
-        ]
-        metafunc.parametrize("place", places)
+        metafunc.parametrize("place", [place_param(*pair) for pair in fast_backends()])
     if "any_place" in metafunc.fixturenames:
         pairs = [("cpu", "reference"), *fast_backends()]
         if torch.cuda.is_available():
             pairs.append(("cuda", "reference"))
-        metafunc.parametrize("any_place", [pytest.param(p, id="-".join(p)) for p in pairs])
+        metafunc.parametrize("any_place", [place_param(*pair) for pair in pairs])

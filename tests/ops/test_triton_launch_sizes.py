@@ -15,6 +15,7 @@ from sparse_opt.tensors import as_bits
 if not triton_kernels.interpreted() and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a CUDA GPU", allow_module_level=True)
 
+pytestmark = pytest.mark.triton
 DEVICE = torch.device("cpu") if triton_kernels.interpreted() else torch.device("cuda", 0)
 
 

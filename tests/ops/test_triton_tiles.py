@@ -14,6 +14,7 @@ from sparse_opt.triton_kernels import tile_weight_grad
 if not triton_kernels.interpreted() and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or a CUDA GPU", allow_module_level=True)
 
+pytestmark = pytest.mark.triton
 DEVICE = torch.device("cpu" if triton_kernels.interpreted() else "cuda")
 SHAPES = ((130, 70), (64, 128))
 

@@ -17,6 +17,11 @@ from sparse_opt.optim import OPTIMIZERS
 sys.path.append(str(Path(__file__).parent))
 
 
+@pytest.fixture(autouse=True)
+def threads(two_threads):
+    """The kernels' threads are tested here."""
+
+
 @pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
 def sparse_optimizer(request):
     """Each optimizer, for tests that apply to all; options turn on optional states such as momentum."""

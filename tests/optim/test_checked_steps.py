@@ -287,17 +287,6 @@ def test_group_options_are_checked_at_construction(device):
     assert all(p.requires_grad and p.grad is None for p in params.values())
 
 
-def test_a_closed_optimizer_steps_nothing(device, backend):
-    params = make_params(device)
-    optimizer = build(SparseAdamW, params, backend)
-    backward(params, 0)
-    before = [p.detach().clone() for p in params.values()]
-    optimizer.close()
-    with pytest.raises(RuntimeError, match="step: the optimizer is closed"):
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params.values(), before, strict=True))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 def test_a_bad_bucket_on_another_device(grads):

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
 from sparse_opt.optim import OPTIMIZERS
 from sparse_opt.optim.gradients import reduction
-from sparse_opt.optim.gradients.python_collection import PythonBackwardNotifier
+
+pytestmark = pytest.mark.dist
 
 STEPS, MICRO_BATCHES, ROWS, WIDTH = 20, 2, 4, 64
 
@@ -410,26 +411,6 @@ def test_a_rank_that_is_lost_is_named(how: str) -> None:
         launch(loses_a_rank, 2, how, collective_timeout=5)
 
 
-@pytest.mark.parametrize("python", [False, True])
-def test_the_notifier(monkeypatch: pytest.MonkeyPatch, python: bool) -> None:
-    model = make_model()
-    params = [p for p in model.parameters() if p.dim() == 2]
-    events: list[Any] = []
-    make = PythonBackwardNotifier if python else reduction.backward_notifier
-    notifier = make(params, [0, 0, 1], events.append, lambda: events.append("end"))
-    for _ in range(2):
-        events.clear()
-        loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
-        assert events == [1, 0, "end"]
-    events.clear()
-    model[2:](torch.ones(1, 128, device=device())).sum().backward()  # the first layer is not used in this pass
-    assert events == [1, "end"]
-    events.clear()
-    notifier.remove()
-    loss_of(model, torch.ones(1, WIDTH, device=device())).backward()
-    assert not events
-
-
 ENDS_IN_ITS_HOOK = """
 import sys, torch
 from sparse_opt.optim.gradients.reduction import backward_notifier
@@ -499,23 +480,3 @@ def nests_passes(rank: int, python: bool) -> None:
 
 def test_reentrant_checkpointing_is_refused(python: bool, group_backend: str) -> None:
     launch_on(group_backend, nests_passes, 2, python)
-
-
-@pytest.mark.gpu
-def test_a_rank_that_is_lost_is_named_before_nccl_ends_the_process() -> None:
-    # NCCL's watchdog first writes its own report, which takes longer than the timeout.
-    with pytest.raises(AssertionError, match=r"(?s)rank 0: reduction 2 .* rank 1 did not respond within 2.5 s"):
-        launch_on("nccl", waits_for_a_lost_rank, 2, collective_timeout=10, timeout=40)
-
-
-def waits_for_a_lost_rank(rank: int) -> None:
-    model = make_model()
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3), process_group=dist.group.WORLD)
-    for step in range(3):
-        if rank == 1 and step == 1:
-            signal.pause()
-        loss = loss_of(model, torch.ones(1, WIDTH, device=device()))
-        loss.backward()
-        optimizer.step()
-        loss.item()
-        torch.cuda.synchronize()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -295,47 +294,3 @@ def test_a_context_is_entered_once_at_a_time_and_decorates(backend):
         trained.assert_unharmed()
     assert all(map(torch.equal, trained.optimizer.base_weights()(trained.bits)(), trained.start))
     trained.assert_unharmed()
-
-
-SCRIPT = """
-import os, random, signal, sys, threading
-import torch
-from sparse_opt import MaskSet, SparseAdamW
-
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=0.1)
-x = torch.ones(2, 64)
-model(x).square().sum().backward()
-optimizer.step()
-trained = [p.detach().clone() for p in model.parameters()]
-rng, go, done = random.Random(0), threading.Event(), 0
-
-def press_ctrl_c():
-    while go.wait():
-        go.clear()
-        threading.Event().wait(rng.random() * 1e-3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-threading.Thread(target=press_ctrl_c, daemon=True).start()
-while done < 60:
-    try:
-        go.set()
-        while True:
-            with torch.no_grad(), optimizer.base_weights():
-                x.sum()
-    except KeyboardInterrupt:
-        saved = [p.detach().clone() for p in model.parameters()]  # as a script does that saves on Ctrl-C
-        if not all(map(torch.equal, saved, trained)):
-            sys.exit(f"interruption {done}: other weights than the trained ones would be saved")
-        torch.set_grad_enabled(True)  # torch.no_grad() may have been interrupted
-        done += 1
-optimizer.step()
-print(done, "interruptions")
-"""
-
-
-def test_a_script_that_saves_on_ctrl_c():
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "60 interruptions\n"

@@ -81,21 +81,6 @@ def test_gradients_are_gathered_without_python(model, python_calls, options, que
     assert python_calls == []
 
 
-def test_python_begins_the_next_step(model, python_calls):
-    mask = MaskSet.random(model, density=0.5)
-    optimizer = SparseAdamW(model, mask, max_grad_norm=1.0)
-    backward(model)
-    optimizer.step()
-    backward(model)  # without zero_grad(): the first gradient drops those that the step has used
-    assert len(python_calls) == 1
-    assert_gathered(model, optimizer, mask)
-    optimizer.step()
-    optimizer.zero_grad()
-    backward(model)
-    assert len(python_calls) == 1
-    assert_gathered(model, optimizer, mask)
-
-
 @pytest.mark.parametrize("queued", [False, True], ids=["", "queued"])
 @pytest.mark.parametrize("pattern", ["element", "tile64"])
 def test_with_a_scaler_only_the_first_gradient_of_a_step_reaches_python(device, python_calls, pattern, queued):
@@ -176,16 +161,6 @@ def test_a_new_mask_and_a_new_optimizer(model, python_calls):
     assert python_calls == []
 
 
-def test_an_optimizer_that_is_gone_leaves_gradients_alone(model):
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
-    backward(model)
-    assert model[0].weight.grad is None
-    del optimizer
-    gc.collect()
-    backward(model)
-    assert model[0].weight.grad is not None
-
-
 def test_a_model_without_its_optimizer_is_freed(device):
     """A native hook that held buffers or parameters would be part of a cycle that the garbage collector cannot see."""
     import weakref
@@ -196,18 +171,6 @@ def test_a_model_without_its_optimizer_is_freed(device):
     del optimizer, model
     gc.collect()
     assert weight() is None
-
-
-def test_gradients_inside_base_weights_and_after_clipping_are_refused(model, python_calls):
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
-    stale = sum(p.sum() for p in model.parameters())
-    with optimizer.base_weights(), pytest.raises(RuntimeError, match="arrived inside base_weights"):
-        stale.backward()
-    backward(model)
-    optimizer.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError, match="arrived after clip_grad_norm_"):
-        backward(model)
-    assert len(python_calls) == 2
 
 
 def gradients_of(model, optimizer):

@@ -16,6 +16,8 @@ from torch import nn
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim.gradients import reduction
 
+pytestmark = pytest.mark.dist
+
 DIFFERENCES = {
     "skips": "has made 2 steps, and this one 3",
     **dict.fromkeys(

@@ -136,22 +136,6 @@ def test_rows_that_hold_no_whole_runs_are_taken_by_element(pattern, grads, devic
         assert same(runs, start)
 
 
-@pytest.mark.parametrize("grads", ["compact", "dense"])
-def test_parameters_without_gradient_are_passed_over(grads, device):
-    runs, elements = make_model(device), make_model(device)
-    mask = runs_mask(runs, "run32")
-    a = SparseAdamW(runs, mask, lr=1e-2, grads=grads, max_grad_norm=1.0)
-    b = SparseAdamW(elements, elements_of(mask), lr=1e-2, grads=grads, max_grad_norm=1.0)
-    for step in range(6):
-        for model, optimizer in ((runs, a), (elements, b)):
-            used = [p for i, p in enumerate(model.parameters()) if p.requires_grad and (i + step) % 3]
-            generator = torch.Generator().manual_seed(step)
-            sum((p * torch.randn(p.shape, generator=generator).to(device)).sum() for p in used).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert agree(runs, elements, (a, b), device)
-
-
 @pytest.mark.parametrize("pattern", ["run16", "tile64"])
 def test_states_load_across(pattern, device):
     """A file states which elements are active; it is the same for both optimizers."""
@@ -172,14 +156,6 @@ def test_states_load_across(pattern, device):
         assert same(model, models[0]) and same_state(optimizer, first[0])
         with optimizer.base_weights():
             assert same(model, start)
-
-
-def test_a_state_of_other_runs_is_refused(device):
-    model = make_model(device)
-    saved = SparseAdamW(model, runs_mask(model, "run32", seed=1)).state_dict()
-    other = make_model(device)
-    with pytest.raises(ValueError, match="was saved under another mask"):
-        SparseAdamW(other, runs_mask(other, "run32", seed=2)).load_state_dict(saved)
 
 
 def test_set_mask_from_pattern_to_pattern(device):

@@ -84,14 +84,6 @@ def test_a_random_mask_of_overlapping_parameters_is_refused(make, device):
         MaskSet.random(make(device), density=0.5)
 
 
-def test_a_mask_file_is_not_loaded_for_overlapping_parameters(tmp_path, device):
-    model = same_memory(device)
-    path = full_mask(model, "b.weight").save(tmp_path / "mask.safetensors")
-    with pytest.raises(ValueError, match="a.weight and b.weight are different parameters that share memory"):
-        MaskSet.load(path, model)
-    assert MaskSet.load(path).names == ("b.weight",)
-
-
 def test_a_mask_that_would_train_one_of_them_is_refused_later(device):
     model = same_memory(device)
     model.c = nn.Parameter(torch.ones(5, device=device))

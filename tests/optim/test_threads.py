@@ -163,31 +163,3 @@ def test_many_steps_of_two_threads(sparse_optimizer, backend):
                 optimizer.step()
     finally:
         sys.setswitchinterval(interval)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: autograd has one thread for each")
-def test_first_gradients_after_a_step_come_from_two_devices(monkeypatch):
-    params = {f"p{i}": nn.Parameter(torch.ones(64, device=f"cuda:{i}")) for i in range(2)}
-    mask = MaskSet.from_bool({name: torch.ones(64, dtype=torch.bool) for name in params})
-    optimizer = SparseAdamW(list(params.items()), mask, lr=1e-3)
-
-    def backward(factor):
-        sum((p * factor).sum().to("cuda:0") for p in params.values()).backward()
-
-    backward(5.0)
-    optimizer.step()
-    buffer_type, dropped = type(optimizer.gradient_buffers[0]), []
-    drop = buffer_type.drop
-
-    def drop_slowly(buffer):
-        dropped.append(buffer)
-        if len(dropped) == 2:  # the first of them has been dropped: the other device's gradient would be lost
-            threading.Event().wait(PAUSE)
-        drop(buffer)
-
-    monkeypatch.setattr(buffer_type, "drop", drop_slowly)
-    backward(2.0)
-    for name, param in params.items():
-        found = optimizer.compact_grad(param)
-        assert found is not None and torch.equal(found, torch.full((64,), 2.0, device=param.device)), name

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiled_models import EPS32, SIZES, assert_same_gradients, batch, loss_of, make, pair
+from tiled_models import EPS32, FIRST_LAYERS, SIZES, assert_same_gradients, batch, loss_of, make, pair
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +24,12 @@ pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
 
 def conv1d():
     return pytest.importorskip("transformers.pytorch_utils", reason="needs transformers").Conv1D
+
+
+@pytest.fixture(params=FIRST_LAYERS)
+def first_layer(request):
+    """(make, batch) of a model whose first layer is of this kind."""
+    return FIRST_LAYERS[request.param]
 
 
 def layer_of(kind, device, dtype):
@@ -333,8 +339,9 @@ def test_tiles_under_checkpointing(reentrant, device):
     assert_same_gradients(tiles, dense)
 
 
-def test_tiles_inside_base_weights_and_after_clipping_are_refused(device):
-    model, tiles, twin, dense = pair(device)
+def test_tiles_inside_base_weights_and_after_clipping_are_refused(device, first_layer):
+    make, batch = first_layer
+    model, tiles, twin, dense = pair(device, make)
     x = batch(device)
     for m, o in ((model, tiles), (twin, dense)):
         loss = loss_of(m, x)
@@ -355,8 +362,9 @@ def test_tiles_inside_base_weights_and_after_clipping_are_refused(device):
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_tiles_under_a_grad_scaler(unscale, device):
-    model, tiles, twin, dense = pair(device, amp_scaling=True)
+def test_tiles_under_a_grad_scaler(unscale, device, first_layer):
+    make, batch = first_layer
+    model, tiles, twin, dense = pair(device, make, amp_scaling=True)
     scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**10) for _ in range(2)]
     for step in range(4):
         for m, o, scaler in ((model, tiles, scalers[0]), (twin, dense, scalers[1])):

@@ -274,91 +274,10 @@ def test_embeddings_are_tiled_at_low_densities(device, monkeypatch):
     assert optimizer.tiled_parameters == ("0.weight",) and has_route(head) and not has_route(embedding)
 
 
-def test_close_and_detach_restore_the_embedding(device):
-    model, tiles, twin, dense = model_pair(device)
-    tiles.detach()
-    assert not has_route(model.embedding)
-    loss_of(model, batch(device)).backward()
-    assert model.embedding.weight.grad is not None
-    model.zero_grad()
-    tiles.attach()
-    assert has_route(model.embedding)
-    for m in (model, twin):
-        loss_of(m, batch(device)).backward()
-    assert_same_gradients(tiles, dense)
-    tiles.close()
-    assert model.embedding.forward.__func__ is nn.Embedding.forward
-
-
-def test_closing_between_forward_and_backward_leaves_the_dense_embedding_gradient(device):
-    model, tiles, twin, dense = embedding_pair(device)
-    losses = [m(batch(device)).square().sum() for m in (model, twin)]
-    for optimizer, loss in zip((tiles, dense), losses, strict=True):
-        optimizer.close()
-        loss.backward()
-    assert torch.equal(model.weight.grad, twin.weight.grad)
-
-
-def test_a_new_mask_between_forward_and_backward(device):
-    model, tiles, twin, dense = embedding_pair(device)
-    losses = [m(batch(device)).square().sum() for m in (model, twin)]
-    for optimizer in (tiles, dense):
-        optimizer.set_mask(MaskSet.random(model, density=0.5, pattern="tile64", seed=4))
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(tiles.compact_grad(model.weight), dense.compact_grad(twin.weight))
-
-
-def test_copies_of_an_embedding_with_tiles_are_ordinary(device):
-    model, tiles, _, _ = embedding_pair(device)
-    other = copy.deepcopy(model)
-    other(batch(device)).square().sum().backward()
-    assert other.weight.grad is not None and tiles.compact_grad(model.weight) is None
-
-
-def test_base_weights_with_a_tiled_embedding(device):
-    model, tiles, _, _ = embedding_pair(device)
-    loss = model(batch(device)).square().sum()
-    with tiles.base_weights():
-        assert not model(batch(device)).requires_grad
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|arrived inside base_weights\(\)"):
-            loss.backward()
-    assert tiles.compact_grad(model.weight) is None
-
-
 def test_autograd_grad_of_an_embedding_with_tiles(device):
     model, tiles, twin, _ = embedding_pair(device)
     found, expected = (torch.autograd.grad(m(batch(device)).square().sum(), m.weight)[0] for m in (model, twin))
     assert torch.equal(found, expected) and tiles.compact_grad(model.weight) is None
-
-
-def test_hooks_of_others_get_the_dense_embedding_gradient(device):
-    model, tiles, twin, dense = embedding_pair(device)
-    seen = []
-    forwarded = model(batch(device)).square().sum()  # before the hook is there
-    handle = model.weight.register_hook(lambda grad: seen.append(grad.shape))
-    forwarded.backward()
-    model(batch(device)).square().sum().backward()
-    handle.remove()
-    twin(batch(device)).square().sum().backward()
-    twin(batch(device)).square().sum().backward()
-    assert seen == [model.weight.shape] * 2
-    assert torch.equal(tiles.compact_grad(model.weight), dense.compact_grad(twin.weight))
-
-
-def test_an_embedding_frozen_or_hooked_between_forward_and_backward(device):
-    model, tiles, twin, dense = embedding_pair(device)
-    loss = model(batch(device)).square().sum()
-    model.weight.requires_grad_(False)
-    loss.backward()
-    assert model.weight.grad is None and tiles.compact_grad(model.weight) is None
-    model.weight.requires_grad_(True)
-    for m in (model, twin):
-        loss = m(batch(device)).square().sum()
-        node = torch.autograd.graph.get_gradient_edge(m.weight).node
-        node.register_prehook(lambda grads: (2 * grads[0],))
-        loss.backward()
-    assert torch.equal(tiles.compact_grad(model.weight), dense.compact_grad(twin.weight))
 
 
 def test_a_tiled_embedding_is_not_differentiated_twice(device):
@@ -393,24 +312,6 @@ def test_an_embedding_with_tiles_under_autocast(device):
 def test_vmap_over_an_embedding_with_tiles(device):
     model, _tiles, twin, _ = embedding_pair(device)
     assert torch.equal(torch.func.vmap(model)(batch(device)), twin(batch(device)))
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_tiled_embedding_under_a_grad_scaler(unscale, device):
-    model, tiles, twin, dense = embedding_pair(device, amp_scaling=True)
-    scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**10) for _ in range(2)]
-    for step in range(3):
-        for m, optimizer, scaler in ((model, tiles, scalers[0]), (twin, dense, scalers[1])):
-            optimizer.zero_grad()
-            before = m.weight.detach().clone()
-            scaler.scale(m(batch(device, step)).square().mean() * (float("inf") if step == 1 else 1.0)).backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            assert torch.equal(m.weight, before) == (step == 1)
-    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
-    assert torch.equal(model.weight, twin.weight)
 
 
 def test_a_compiled_model_has_a_dense_embedding_gradient(device):

@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from sparse_opt import MaskSet, SparseAdamW, SparseSGD
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.analysis import compare_masks
-from sparse_opt.mask_finding.model_scores import weight_scores
-from sparse_opt.mask_finding.select import find_mask
 from sparse_opt.masks import algebra as mask_algebra
 
 SETTINGS = {
@@ -154,55 +151,6 @@ def test_training(setting, pattern, dtype, options, backend):
     assert_same_under(SETTINGS[setting], training, device, backend, pattern, dtype, **OPTIONS[options])
 
 
-def scaled(device: torch.device, backend: str | None, unscale: bool) -> Results:
-    """Under a GradScaler, with momentum, and an overflow in the middle."""
-    model = make_model(device)
-    mask = MaskSet.random(model, density=0.4)
-    optimizer = SparseSGD(model, mask, lr=1e-2, momentum=0.9, amp_scaling=True, backend=backend)
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)
-    norms = {}
-    for seed in range(4):
-        if seed == 2:
-            with torch.no_grad():
-                model[0].bias.mul_(float("inf"))
-        backward(model, seed, device, scaler)
-        if unscale:
-            scaler.unscale_(optimizer)
-            norms[f"norm {seed}"] = torch.nan_to_num(optimizer.clip_grad_norm_(0.5))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return {name: torch.nan_to_num(value) for name, value in state_of(model, optimizer).items()} | norms
-
-
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale"])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_grad_scaler(setting, unscale, backend):
-    assert_same_under(SETTINGS[setting], scaled, torch.device("cpu"), backend, unscale)
-
-
-def tiles(device: torch.device, backend: str | None, checkpointed: bool) -> Results:
-    model = make_model(device)
-    mask = MaskSet.random({n: p for n, p in model.named_parameters() if n != "2.weight"}, density=0.5, pattern="tile64")
-    optimizer = SparseAdamW(model, mask, tile_backward=True, max_grad_norm=1.0, backend=backend)
-    assert optimizer.tiled_parameters
-    for seed in range(2):
-        if checkpointed:
-            x = randn((5, 128), device, torch.float32, seed).requires_grad_()
-            y = checkpoint(model, x, use_reentrant=False)
-            y.square().mean().backward()
-        else:
-            backward(model, seed, device)
-        optimizer.step()
-    return state_of(model, optimizer)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_tile_backward(setting, checkpointed, backend):
-    assert_same_under(SETTINGS[setting], tiles, torch.device("cpu"), backend, checkpointed)
-
-
 def masks(folder: Path, device: torch.device) -> Results:
     """Made, combined, compared, saved and loaded. Positions are on the CPU, whatever the model's device."""
     model = make_model(device)
@@ -243,36 +191,14 @@ def test_masks(setting, tmp_path):
     assert_same_under(SETTINGS[setting], masks, tmp_path, torch.device("cpu"))
 
 
-def selection(device: torch.device, pattern: str, pool: str) -> Results:
-    weights = {n: p.detach() for n, p in make_model(device).named_parameters()}
-    found = find_mask(weight_scores(weights), sparsity=50.0, min_tensor_keep=0.0, pool=pool, pattern=pattern)
-    return {f"{n} {pattern}": tensor for n, tensor in found.mask.indices.items()}
-
-
-@pytest.mark.parametrize("pool", ["global", "tensor"])
-@pytest.mark.parametrize("pattern", ["element", "run16", "tile64"])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_selection(setting, pattern, pool):
-    assert_same_under(SETTINGS[setting], selection, torch.device("cpu"), pattern, pool)
-
-
 GPU_SETTINGS = {"cuda": (None, "cuda"), "float64-cuda": ("float64", "cuda")}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_device", ["cuda", "cpu"])
-@pytest.mark.parametrize("work", ["training", "scaled", "tiles", "masks", "selection"])
 @pytest.mark.parametrize("setting", GPU_SETTINGS)
-def test_default_device_cuda(setting, work, model_device, backend, tmp_path):
+def test_default_device_cuda(setting, model_device, backend, tmp_path):
     """The model on the GPU, as in most scripts that set it; and on the CPU."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device(model_device, 0) if model_device == "cuda" else torch.device("cpu")
-    works: dict[str, Callable[[], Results]] = {
-        "training": lambda: training(device, backend, "element", torch.float32, max_grad_norm=1.0),
-        "scaled": lambda: scaled(device, backend, True),
-        "tiles": lambda: tiles(device, backend, False),
-        "masks": lambda: masks(tmp_path, device),
-        "selection": lambda: selection(device, "run16", "global"),
-    }
-    assert_same_under(GPU_SETTINGS[setting], works[work])
+    device, setting = torch.device(model_device), GPU_SETTINGS[setting]
+    assert_same_under(setting, training, device, backend, "element", torch.float32, max_grad_norm=1.0)
+    assert_same_under(setting, masks, tmp_path, device)

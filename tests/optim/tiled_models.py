@@ -23,6 +23,21 @@ def batch(device, seed=0, dtype=torch.float32):
     return torch.randn(3, 33, SIZES[0], generator=generator).to(device, dtype)
 
 
+def make_embedding(device, dtype=torch.float32):
+    """The same with an embedding in place of the first layer."""
+    rest = make(device, dtype)[1:]
+    return nn.Sequential(nn.Embedding(300, SIZES[1], device=device, dtype=dtype), *rest)
+
+
+def tokens(device, seed=0):
+    """Ids with repetitions, a batch of `make_embedding`."""
+    return torch.randint(300, (3, 33), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+# How a model is made, and its batches: its first layer is linear, or an embedding.
+FIRST_LAYERS = {"linear": (make, batch), "embedding": (make_embedding, tokens)}
+
+
 def pair(device, make=make, *, pattern="tile64", density=0.3, **options):
     """A model with tiles, its optimizer, and a copy of it with dense gradients under the same mask, and its."""
     model, twin = make(device), make(device)

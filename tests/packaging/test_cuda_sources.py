@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,8 +50,6 @@ def differs_by_gpu(source: Path) -> bool:
 # What compiles for the oldest GPU compiles for all later ones, except where the source selects code by GPU.
 DIFFER_BY_GPU = [source for source in SOURCES if differs_by_gpu(source)]
 
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of CUDA 12.8 or newer, on PATH")
-
 
 def test_there_are_sources_to_compile():
     products = [source.name for source in SOURCES if "tile_product.cuh" in source.read_text()]
@@ -77,19 +74,19 @@ def compile_for(archs: Sequence[str], source: Path, folder: Path, *flags: str) -
     return compiled.stdout + compiled.stderr
 
 
-@needs_nvcc
+@pytest.mark.nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles(source: Path, tmp_path: Path):
     compile_for([OLDEST], source, tmp_path, *HOST_SYNTAX, UNOPTIMIZED)
 
 
-@needs_nvcc
+@pytest.mark.nvcc
 @pytest.mark.parametrize("source", DIFFER_BY_GPU, ids=lambda path: path.name)
 def test_device_code_compiles_for_other_gpus(source: Path, tmp_path: Path):
     compile_for([WITH_WGMMA, NEWEST], source, tmp_path, "-fatbin", UNOPTIMIZED)
 
 
-@needs_nvcc
+@pytest.mark.nvcc
 def test_products_overlap(tmp_path: Path):
     (source,) = (source for source in SOURCES if source.name == PRODUCTS)
     copy = tmp_path / PRODUCTS
@@ -100,7 +97,7 @@ def test_products_overlap(tmp_path: Path):
     assert "wgmma" not in notes  # ptxas makes a note, no warning, where it serializes them
 
 
-@needs_nvcc
+@pytest.mark.nvcc
 @pytest.mark.parametrize(
     ("statement", "error"),
     [
@@ -118,7 +115,7 @@ def test_errors_are_found(statement: str, error: str, tmp_path: Path):
         compile_for([OLDEST], source, tmp_path, *HOST_SYNTAX, UNOPTIMIZED)
 
 
-@needs_nvcc
+@pytest.mark.nvcc
 def test_errors_in_host_code_are_found(tmp_path: Path):
     source = tmp_path / "host.cu"
     source.write_text("template <typename T> T call(T) { return T::missing; }\nint main() { return call(1); }\n")

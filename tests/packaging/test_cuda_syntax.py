@@ -12,6 +12,8 @@ from torch.utils.cpp_extension import include_paths
 
 from .conftest import BUILD, CHECKOUT, GENERATED, RULES, generate
 
+pytestmark = pytest.mark.nvcc
+
 CSRC = CHECKOUT / "csrc"
 SOURCES = sorted(
     path for path in CSRC.rglob("*.cpp") if path.stem.endswith("_cuda") or "SPARSE_OPT_WITH_CUDA" in path.read_text()

@@ -196,14 +196,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
 
 
 # A loop loads what it uses: not the inference engines, nor the transport of weights to them.
-@pytest.mark.parametrize(("name", "most"), [("sft", 80), ("dpo", 90), ("grpo", 90)])
-def test_a_loop_loads_few_modules(name, most):
-    code = f"""
+def test_a_loop_loads_few_modules():
+    code = """
 import sys
-import sparse_opt.trainers.{name}
+import sparse_opt.trainers.grpo
 print(*(name for name in sys.modules if name.partition('.')[0] in ("sparse_opt", "trl", "vllm", "datasets")))
 """
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert f"sparse_opt.trainers.{name}" in found and len(found) <= most, sorted(found)
+    assert "sparse_opt.trainers.grpo" in found and len(found) <= 90, sorted(found)
     foreign = ("trl", "vllm", "datasets", "sparse_opt.weight_sync", "sparse_opt.integrations.vllm")
     assert [module for module in found if module.startswith(foreign)] == []

@@ -20,7 +20,8 @@ if torch.cuda.is_available():
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize `place` with (device, backend); Triton on the CPU needs TRITON_INTERPRET=1."""
     if "place" in metafunc.fixturenames:
-        metafunc.parametrize(
-            "place",
-            [pytest.param(p, id="-".join(p), marks=[pytest.mark.gpu] * (p[0] == "cuda")) for p in PLACES],
-        )
+        params = []
+        for device, backend in PLACES:
+            marks = [*[pytest.mark.gpu] * (device == "cuda"), *[pytest.mark.triton] * (backend == "triton")]
+            params.append(pytest.param((device, backend), id=f"{device}-{backend}", marks=marks))
+        metafunc.parametrize("place", params)

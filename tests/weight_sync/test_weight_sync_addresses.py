@@ -26,31 +26,6 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def test_nothing_is_replaced_by_writes_and_new_modules():
-    model = Tied()
-    addresses = Addresses(model, names_of(model))
-    with torch.no_grad():
-        model.scale.add_(1)
-    model.last = nn.Linear(2, 2)
-    assert addresses.replaced() is None
-
-
-def test_a_replaced_parameter_is_named():
-    model = Tied()
-    addresses = Addresses(model, names_of(model))
-    model.scale = nn.Parameter(torch.ones(3))
-    assert addresses.replaced() == "scale"
-    del model.scale
-    assert addresses.replaced() == "scale"
-
-
-def test_memory_that_was_exchanged_is_noticed():
-    model = Tied()
-    addresses = Addresses(model, names_of(model))
-    model.first[0].bias.data = torch.zeros(4)
-    assert addresses.replaced() == "first.0.bias"
-
-
 def test_one_name_of_a_tied_weight_is_enough():
     model = Tied()
     addresses = Addresses(model, names_of(model))

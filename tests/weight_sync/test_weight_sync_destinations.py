@@ -237,3 +237,24 @@ def test_a_destination_that_does_not_fit_is_refused(destination, message):
     with pytest.raises(ForeignMessage, match=f"'w'.*{message}"):
         receiver.receive(sender.mask_message())
     assert receiver.version is None and receiver.mask_digest is None
+
+
+def test_destinations_may_depend_on_the_layout_of_the_mask():
+    weights = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(8.0)}
+    sender = WeightSender(weights, MaskSet.random(weights, density=0.5, seed=0))
+    memory = torch.cat([weights["a"].flatten(), weights["b"]])
+
+    def find(layout):
+        places, start = {}, 0
+        for entry in layout.tensors:
+            rows, columns = entry.matrix
+            places[entry.name] = [Destination(memory[start : start + rows * columns].view(rows, columns))]
+            start += rows * columns
+        return places
+
+    receiver = WeightReceiver(None, destinations=find)
+    assert receiver.receive(sender.mask_message()) == 0
+    for name, weight in weights.items():
+        weight.view(-1)[sender.mask[name].long()] += 1
+    assert receiver.receive(sender.update().wait()) == 1
+    assert memory.equal(torch.cat([weights["a"].flatten(), weights["b"]]))

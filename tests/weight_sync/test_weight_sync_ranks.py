@@ -26,6 +26,8 @@ from sparse_opt.weight_sync import (
 )
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
+pytestmark = pytest.mark.dist
+
 
 class Uneven(nn.Module):
     """Rows that do not split evenly: 130, 7, 5 and 1; a tied head; two dtypes."""

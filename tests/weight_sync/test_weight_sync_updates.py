@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from independent_receiver import digest
 from samples import DTYPES, bits, change, clones, make_weights, same_bits
 
 from sparse_opt import MaskSet, SparseAdamW, backends
@@ -13,6 +15,7 @@ from sparse_opt.errors import BackendUnavailable, DamagedMessage, WeightSyncErro
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
 from sparse_opt.weight_sync.encoding import changed_tensors, checked_mask
+from sparse_opt.weight_sync.index import choose
 
 SHARES = (0.01, 0.9, 0.0, 0.3, 1.0)
 
@@ -90,25 +93,6 @@ def test_dtypes_and_encodings(dtypes):
         assert {name.rpartition(".")[2] for name in messages["values"].tensors} == {"values"}
         assert {name.rpartition(".")[2] for name in messages["bitmap"].tensors} <= {"bitmap", "changed"}
         assert auto == {dtype: min(values[dtype], size) for dtype, size in bitmap.items()}
-
-
-def test_random_updates_for_several_receivers(place):
-    device, backend = place
-    weights = make_weights("bf16", device)
-    mask = MaskSet.random(weights, density=0.05, seed=3)
-    sender = WeightSender(weights, mask, backend=backend)
-    copies = [clones(weights) for _ in range(2)]
-    receivers = [WeightReceiver(copy, backend=backend) for copy in copies]
-    data = sender.mask_message().to_bytes()
-    assert [r.receive(data) for r in receivers] == [0, 0]
-    n = 5 if place == ("cpu", "triton") else 20  # the interpreter takes a second for each
-    shares = torch.rand(n, generator=torch.Generator().manual_seed(1)) ** 3
-    for version, share in enumerate(shares.tolist(), start=1):
-        change(weights, mask, share, seed=version)
-        data = sender.update().to_bytes()
-        assert [r.receive(data) for r in receivers] == [version, version]
-    assert all(same_bits(weights, copy) for copy in copies)
-    assert len({sender.state_message().result_digest, *(r.digest for r in receivers)}) == 1
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0])
@@ -367,3 +351,23 @@ def test_weights_are_sent_in_another_dtype(compact):
     for name, p in model.named_parameters():
         active = mask.bool(name)
         assert torch.equal(bits(copy[name][active]), bits(p.detach().bfloat16()[active]))
+
+
+@pytest.mark.parametrize("n", [1, 63, 2048, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_changed_values_up_to_a_capacity(place, n, dtype):
+    """On a GPU the sender packs changed values before it knows their number."""
+    device, backend = place[0], choose(torch.device(place[0]), place[1])
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(n, generator=generator).to(device, dtype)
+    changed = torch.rand(n, generator=generator).to(device) < 0.3
+    new = torch.where(changed, -old, old)
+    words = bits(new).cpu().numpy().view({2: np.uint16, 4: np.uint32}[new.element_size()])
+    for capacity in (0, int(changed.sum()) // 2, n):
+        bitmap, totals, packed = backend.compare(old, new, 7, capacity)
+        count = int(totals[2])
+        assert count == int(changed.sum()) and packed.numel() <= capacity
+        known = min(count, capacity)
+        assert torch.equal(packed[:known], new[changed][:known])
+        assert torch.equal(backend.select(new, bitmap, count), new[changed])
+        assert int(totals[0]) % 2**64 == digest(np.arange(7, 7 + n), words)

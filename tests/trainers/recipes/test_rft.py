@@ -244,40 +244,6 @@ def test_a_profile_leaves_the_mask_to_adapters_and_files(options, tiny):
     assert (half.training.fp16, half.training.bf16, half.model.dtype) == (True, False, "float32")
 
 
-def test_spellings_of_the_original(options):
-    words = "--per_device_train_batch_size=16 --gradient_accumulation_steps=4 --fp16=True --use_compile=True"
-    words += " --dataloader_num_workers=4 --dataloader_pin_memory=False --num_train_epochs=2 --group_by_length=True"
-    words += " --warmup_ratio=0.1 --gradient_checkpointing=True --learning_rate=2e-4 --profile=balanced"
-    args = options(*words.split()).training
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.fp16) == (16, 4, True)
-    assert (args.torch_compile, args.dataloader_num_workers, args.dataloader_pin_memory) == (True, 4, False)
-    assert (args.num_train_epochs, args.train_sampling_strategy, args.warmup_steps) == (2, "group_by_length", 0.1)
-    assert (args.activation_checkpointing, args.learning_rate) == (True, 2e-4)
-    assert options("--bf16=True", "--fp16=False", "--profile", "conservative").training.bf16
-    assert options("--use_compile=True", "torch_compile=false").training.torch_compile is False  # the later one
-
-
-def test_a_profile_of_sampling(tiny, run):
-    where = (
-        "--model_name_or_path",
-        tiny / "model",
-        "--dataset_name",
-        tiny / "train.json",
-        "--max_completion_length",
-        2,
-    )
-    run("test", *where, "--output_dir", "out", "--profile", "balanced", "--batch_size=4")
-    found = json.loads(Path("out/report.json").read_text())["run"]
-    assert (found["dtype"], found["batch_size"], found["tf32"]) == ("bfloat16", 4, False)
-
-
-def test_show_optimizations_lists_what_the_profiles_set(run):
-    shown = run("show_optimizations")
-    for name, (values, why) in {**rft.TRAINING, **rft.SAMPLING}.items():
-        assert any(line.split()[:4] == [name, *map(str, values)] and line.endswith(why) for line in shown.splitlines())
-    assert "takes no options" in run("show_optimizations", "gpu", code=2)
-
-
 WHERE = "--model_name_or_path MODEL --dataset_name ROWS --output_dir out"
 
 
@@ -286,24 +252,12 @@ WHERE = "--model_name_or_path MODEL --dataset_name ROWS --output_dir out"
     [
         ("", [], 2, "the stage is missing: sparse-opt train rft datagen | train | test | show_optimizations"),
         ("dataget", [], 2, "unknown stage 'dataget'; the nearest is 'datagen'"),
-        ("train --profile balance", [], 2, "invalid choice: 'balance'"),
-        ("train --model_name_or_path m --logging_dir tb", [], 2, "give --report_to tensorboard"),
         (f"train {WHERE}".replace("ROWS", "data/rft.json"), [], 2, "folder: 'sparse-opt train rft datagen' writes it"),
         (f"train {WHERE}", [["q"]], 1, 'row 1: found ["q"], expected [question, answer] or'),
-        (f"train {WHERE}", [["q", 1], ["q", 1, "r", 2]], 1, "row 2: found"),
-        (f"test {WHERE}", [["q", True]], 1, "expected a number or text as the answer of 'q'"),
-        (f"test {WHERE}", [], 1, "has no rows"),
-        (f"test {WHERE}", [3], 1, "row 1: found 3, expected a JSON object"),
         (f"test {WHERE}", [{"prompt": "q"}], 1, "'number'"),
         (f"test {WHERE}", [["q", "unknown"]], 1, "--verifier number judges none of 1 completions"),
-        (f"test {WHERE} --verifier nothing.at_all", [["q", 1]], 2, "cannot import nothing"),
-        (f"test {WHERE} --verifier exact_matc", [["q", 1]], 2, "the nearest is 'exact_match'"),
-        (f"test {WHERE} --shots ROWS --style chat", {"a": 1}, 1, "expected an array of messages"),
         (f"test {WHERE} --max_completion_length 600", [["q", 1]], 2, "the model takes 512"),
-        (f"test {WHERE} --temperatur 1", [], 2, "unknown option 'temperatur' (from '--temperatur'); the nearest is"),
-        (f"test {WHERE} --keep all", [], 2, "unknown option 'keep'"),
         (f"test {WHERE} --oversample 2", [], 2, "--temperature is 0.0, expected more than 0, or 0 with --oversample 1"),
-        (f"datagen {WHERE} --oversample 0", [], 2, "--oversample is 0, expected 1 or more"),
         ("datagen --model_name_or_path m --output_dir out", [], 2, "--dataset_name is missing"),
     ],
 )
