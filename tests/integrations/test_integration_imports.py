@@ -77,6 +77,7 @@ print("unchanged", len(ours))
 """
 
 
+@pytest.mark.slow
 def test_their_classes_and_modules_are_unchanged(tmp_path):
     looked = subprocess.run([sys.executable, "-c", UNCHANGED], cwd=tmp_path, capture_output=True, text=True)
     assert looked.stdout.strip() == "unchanged 4", looked.stderr

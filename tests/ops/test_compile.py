@@ -172,13 +172,13 @@ STORED = {
     "fp32-narrow": (torch.float32, "narrow"),
     "bf16-runs": (torch.bfloat16, "run16"),
 }
-# What inductor compiles is the work around an op: with AdamW for each dtype and layout, with the others for one.
+# What is compiled is the work around an op: with AdamW for each dtype and layout, with the others for one.
 COMPILED = [
     pytest.param(op, compiler, *stored, id=f"{op}-{compiler}-{name}")
     for op in FUNCTIONS
     for compiler in COMPILERS
     for name, stored in STORED.items()
-    if compiler == "aot_eager" or name == "fp32-elements" or op == "indexed_adamw_, all options"
+    if name == "fp32-elements" or op == "indexed_adamw_, all options"
 ]
 
 
@@ -199,7 +199,7 @@ def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, layout, wh
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("op", ["indexed_adamw_", "delta_encode"])
 def test_no_graph_break_without_fullgraph(op):
     """With torch's default settings, except one that results of data-dependent shape require, as in torch.nonzero."""
     case = make(torch.device("cpu"))
@@ -283,7 +283,7 @@ def test_device_scalars_make_no_new_graph():
     assert graphs_of(ADAMW, calls) == 1
 
 
-@pytest.mark.parametrize("op", [op for op in FUNCTIONS if op != "delta_encode"])
+@pytest.mark.parametrize("op", [op for op in FUNCTIONS if op.endswith("all options") or op == "masked_grad_gather_"])
 def test_other_masks_of_one_model_share_a_graph(op):
     """The second mask makes sizes and segments dynamic; lengths of 0 and 1 may have a graph of their own."""
     calls = [(make(torch.device("cpu"), seed=seed), "cpu") for seed in range(12)]
@@ -341,7 +341,10 @@ def test_segments_read_from_a_tensor_are_checked_when_the_graph_runs():
 
 # CUDA graphs
 
-CAPTURED = [op for op in FUNCTIONS if op != "delta_encode"]
+CAPTURED = [
+    *(p for p in COMPILED if p.values[0] != "delta_encode"),
+    *((op, "eager", *stored) for op in FUNCTIONS if op != "delta_encode" for stored in STORED.values()),
+]
 
 
 @pytest.fixture(params=["cuda", "triton"])
@@ -366,13 +369,7 @@ def capture(work: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [(torch.float32, "element"), (torch.float32, "narrow"), (torch.bfloat16, "run16")],
-    ids=["fp32-elements", "fp32-narrow", "bf16-runs"],
-)
-@pytest.mark.parametrize("compiler", ["eager", *COMPILERS])
-@pytest.mark.parametrize("op", CAPTURED)
+@pytest.mark.parametrize(("op", "compiler", "dtype", "layout"), CAPTURED)
 def test_replays_are_eager_calls(op, compiler, dtype, layout, gpu_backend):
     function = FUNCTIONS[op]
     captured = function if compiler == "eager" else torch.compile(function, fullgraph=True, backend=compiler)

@@ -148,10 +148,14 @@ def changing(case, seed=0):
     return chosen
 
 
+# Alignment and the width of indices choose how slots are read, the dtype how a parameter is written.
 @pytest.mark.parametrize("aligned", [True, False], ids=["", "unaligned"])
 @pytest.mark.parametrize("held", ["weights", "master"])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64, torch.uint16], ids=name_of)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype"),
+    [(torch.float32, torch.int32), (torch.float16, torch.int64), *((d, torch.uint16) for d in DTYPES[:2])],
+    ids=name_of,
+)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_few_and_many_changes_of_params_that_are_not_read(op, dtype, index_dtype, held, aligned, place):
     device, backend = torch.device(place[0]), place[1]
@@ -415,7 +419,7 @@ def test_stochastic_rounding_repeats_itself_and_depends_on_seed_step_and_element
     assert abs(down - p) < 4 * math.sqrt(p * (1 - p) / 1024)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 2**31, 2**62 + 2**31, 2**63 - 1])
+@pytest.mark.parametrize("seed", [2**31, 2**32 - 1, 2**62 + 2**31, 2**63 - 1])
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_seeds_of_any_width(op, seed, place):
     """Those that fill the sign bit of a word, which Triton and its interpreter hold in different types, among them."""
@@ -433,10 +437,9 @@ def test_empty_list(op, compact, any_place):
 
 
 # The shapes of an op, and what it writes, depend on layout and gradient alone: each layout has one dtype.
-@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("element", torch.float32), ("narrow", torch.bfloat16), ("run16", torch.float16)],
+    ("layout", "dtype", "compact"),
+    [("element", torch.float32, True), ("narrow", torch.bfloat16, False), ("run16", torch.float16, True)],
     ids=name_of,
 )
 @pytest.mark.parametrize("op", STEP_OPS)

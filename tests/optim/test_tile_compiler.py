@@ -163,6 +163,7 @@ class Slices(nn.Module):
         return self.second(self.first(x[:, 1:]).transpose(0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor_compiles_what_the_graphs_became(dtype):
     """By its own code, for sizes that vary, and with its cache, also under autocast."""

@@ -211,6 +211,7 @@ def test_attention_without_a_mask_is_that_of_separate_rows(config_class, checkpo
     assert_trains_like_separate_rows(model, [PAIRS["no prompt"][0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without_mask", ["separate rows"], indirect=True)
 def test_compiled_layers_without_a_mask(without_mask, monkeypatch):
     monkeypatch.setattr(fused, "compiled", lambda function: function)

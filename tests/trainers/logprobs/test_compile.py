@@ -160,6 +160,7 @@ def test_policy_and_second_model_are_compiled():
     assert has_compiled_layers(trained.policy) and has_compiled_layers(trained.reference)
 
 
+@pytest.mark.slow
 def test_compiled_layers_recompute_what_their_gradients_need(monkeypatch):
     # inductor's partition of forward and backward pass, run by torch: inductor itself takes long on a CPU.
     partitioned = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
