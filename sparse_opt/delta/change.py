@@ -46,9 +46,9 @@ class Change:
         if old.numel() < _TIGHT_NUMEL:
             level = "packed"
         patch = codec.encode([old.view(-1)], [new.view(-1)], level)
-        parts = {name: getattr(patch, name) for name in ("heads", "sizes", "records")}
-        on_cpu = {name: part if part is None else part.cpu() for name, part in parts.items()}
-        return cls(replace(patch, **on_cpu), runs, run_length)
+        heads = None if patch.heads is None else patch.heads.cpu()
+        patch = replace(patch, heads=heads, sizes=patch.sizes.cpu(), records=patch.records.cpu())
+        return cls(patch, runs, run_length)
 
     @property
     def changed(self) -> int:
