@@ -16,8 +16,8 @@ from .codec import Patch, PatchError
 from .state import TensorSpec
 
 RUN_LENGTHS = (64, 32, 16)
-# `tight` stores tables of frequencies, about 8 KB; below this size they do not pay.
-_TIGHT_NUMEL = 65536
+# The tables of `tight`, 0.4 to 8 KB, may not pay for fewer elements than this.
+_SMALL = 2**18
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Change:
             among = expanded(runs, run_length)
             old, new = (as_bits(tensor)[among].view(tensor.dtype) for tensor in (old, new))
             runs = runs.cpu().to(torch.uint32)
-        if old.numel() < _TIGHT_NUMEL:
-            level = "packed"
-        patch = codec.encode([old.view(-1)], [new.view(-1)], level)
-        parts = {name: getattr(patch, name) for name in ("heads", "sizes", "records")}
-        on_cpu = {name: part if part is None else part.cpu() for name, part in parts.items()}
-        return cls(replace(patch, **on_cpu), runs, run_length)
+        levels = {level, "packed"} if old.numel() < _SMALL else {level}
+        patches = [codec.encode([old.view(-1)], [new.view(-1)], name) for name in sorted(levels)]
+        patch = min(patches, key=lambda patch: patch.nbytes)
+        heads = None if patch.heads is None else patch.heads.cpu()
+        patch = replace(patch, heads=heads, sizes=patch.sizes.cpu(), records=patch.records.cpu())
+        return cls(patch, runs, run_length)
 
     @property
     def changed(self) -> int:

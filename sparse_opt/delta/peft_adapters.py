@@ -117,9 +117,10 @@ def shira_of(changed: Iterable[tuple[str, Tensor, Tensor]], model: nn.Module, ad
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*mask")  # its name is not one of PEFT's own masks
-        config = ShiraConfig(r=rank, mask_type="sparse-opt", target_modules="|".join(map(re.escape, names)))
+        options: dict[str, Any] = {"mask_type": "sparse-opt", "target_modules": "|".join(map(re.escape, names))}
+        config = ShiraConfig(r=rank, **options)
         config.mask_fn = mask
-        adapted = get_peft_model(model, config, adapter_name=adapter_name)
+        adapted: Any = get_peft_model(model, config, adapter_name=adapter_name)  # type: ignore[arg-type]
     for layer in adapted.modules():
         if adapter_name in getattr(layer, "shira_indices", {}):
             base = layer.get_base_layer()

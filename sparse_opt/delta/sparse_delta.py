@@ -301,7 +301,7 @@ class SparseDelta:
     def exchange(self, model: nn.Module) -> Exchange:
         """Decode the change for a model with the base's bits, without writing to it. Errors as in `apply_`."""
         with torch.no_grad():
-            changed = ((name, *pair) for name, *pair in self._pairs(model) if name in self.changes)
+            changed = (found for found in self._pairs(model) if found[0] in self.changes)
             return Exchange((name, old, new, self.changes[name].run_length) for name, old, new in changed)
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -414,12 +414,12 @@ class SparseDelta:
                 raise DeltaError(f"its {key} is {header.get(key)!r}, expected {expected!r}")
         rest = {key: value for key, value in header.items() if key != "header_digest"}
         for what, found, expected in (
-            ("header_digest", metadata_digest(rest), header.get("header_digest")),
-            (f"header_digest in {CONFIG_FILE}", config["header_digest"], header.get("header_digest")),
+            ("header_digest", metadata_digest(rest), header.get("header_digest", "")),
+            (f"header_digest in {CONFIG_FILE}", config["header_digest"], header.get("header_digest", "")),
             ("payload_digest", payload_digest(payload), header["payload_digest"]),
         ):
             if found != expected:
-                raise DeltaError(f"its {what} is {found}, expected {expected}")
+                raise DeltaError(f"its {what} is {found!r}, expected {expected!r}")
         layout = StateLayout.from_json(header["layout"])
         base, result = (_DIGEST.findall(header[f"{which}_tensor_digests"]) for which in ("base", "result"))
         if not len(base) == len(result) == len(layout.tensors):
@@ -432,7 +432,12 @@ class SparseDelta:
         if parts.keys() != changed:
             raise DeltaError(f"it has changes of {listed(sorted(parts.keys() ^ changed))} or lacks them")
         specs = {spec.name: spec for spec in layout.tensors}
-        changes = {name: Change.from_parts(found, specs[name]) for name, found in parts.items()}
+        changes = {}
+        for name, of_name in parts.items():
+            try:
+                changes[name] = Change.from_parts(of_name, specs[name])
+            except PatchError as error:
+                raise DeltaError(f"the change of {name}: {one_line(error)}") from error
         metadata = {str(key): str(value) for key, value in json.loads(header["metadata"]).items()}
         return cls(layout, {name: changes[name] for name in layout.names if name in changes}, base, result, metadata)
 
@@ -487,7 +492,7 @@ class SparseDelta:
         """
         from .peft_adapters import shira_of
 
-        changed = ((name, old, new) for name, old, new in self._pairs(model) if name in self.changes)
+        changed = (found for found in self._pairs(model) if found[0] in self.changes)
         return shira_of(changed, model, adapter_name)
 
     def __repr__(self) -> str:

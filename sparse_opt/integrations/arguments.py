@@ -41,6 +41,8 @@ class SparseArguments:
             `DeltaLog.create`.
         save_delta: write a `SparseDelta`, what training has changed since W0, next to the weights of each checkpoint
             and of the saved model; `push_to_hub` uploads that of the model. Not with FSDP2.
+        save_weights: False saves the delta alone, in place of the weights. A run resumes from such a checkpoint if its
+            model has the weights that the first run started from.
         vllm_weight_sync: what GRPO with `use_vllm=True` sends vLLM before it generates: "full", all weights, as TRL
             does, or "sparse", the values that have changed under the mask. "sparse" needs a model with vLLM's dtype
             and with the weights of the checkpoint that vLLM has loaded. With `vllm_mode="colocate"` it needs a
@@ -74,6 +76,7 @@ class SparseArguments:
     delta_log_keyframe_every: int | None = None
     delta_log_on_error: Literal["raise", "warn"] = "raise"
     save_delta: bool = False
+    save_weights: bool = True
     vllm_weight_sync: Literal["full", "sparse"] = "full"
     vllm_options: Mapping[str, Any] | None = None
 
@@ -95,6 +98,8 @@ class SparseArguments:
                     raise ConfigError(f"{option.name} has no effect without delta_log_dir")
         if self.delta_log_dir is not None and not self.keep_base_weights:
             raise ConfigError("delta_log_dir needs keep_base_weights=True: a delta log starts with the base weights")
+        if not self.save_weights and not self.save_delta:
+            raise ConfigError("save_weights=False needs save_delta=True: a checkpoint would have no weights at all")
         if self.save_delta and not self.keep_base_weights:
             raise ConfigError("save_delta needs keep_base_weights=True: a delta is the difference to the base weights")
 

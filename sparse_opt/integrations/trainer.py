@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from ..delta.sparse_delta import SparseDelta
 from ..errors import ConfigError, DataError
 from ..masks.mask_set import MaskSet, as_mask_set
 from ..optim import SparseAdamW
@@ -230,10 +231,27 @@ class SparseTrainer(EndingTrainer):
     # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Call the Trainer's method, and with `save_delta` write the delta next to the weights."""
-        super()._save(output_dir, state_dict)
-        if self.sparse_arguments.save_delta and self.args.should_save and self.sparse_optimizer is not None:
-            self.sparse_optimizer.delta().save_pretrained(output_dir or self.args.output_dir)
+        """Call the Trainer's method, and with `save_delta` write the delta next to the weights or in place of them."""
+        options, optimizer = self.sparse_arguments, self.sparse_optimizer
+        if options.save_weights or optimizer is None:
+            super()._save(output_dir, state_dict)
+        if not options.save_delta or optimizer is None or not self.args.should_save:
+            return
+        folder = output_dir or self.args.output_dir
+        optimizer.delta().save_pretrained(folder)
+        if not options.save_weights:  # what the Trainer's method saves with the weights
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            for part in (model.config, getattr(model, "generation_config", None), self.processing_class):
+                if part is not None:
+                    part.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Call the Trainer's method, or apply the delta of a checkpoint that was saved in place of weights."""
+        if self.sparse_arguments.save_weights:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            SparseDelta.from_pretrained(resume_from_checkpoint).apply_(self.model if model is None else model)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Call the Trainer's method, but remove old checkpoints when the new one has its manifest, not before."""

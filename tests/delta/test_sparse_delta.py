@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -333,6 +334,28 @@ def test_damaged_files_are_refused_in_one_line(folder: Path, tmp_path: Path, wit
         SparseDelta.from_pretrained(folder, revision="main")
     with pytest.raises(DeltaError, match="cannot be written"):
         SparseDelta.from_pretrained(folder).save_pretrained(folder / DELTA_FILE / "inside")
+
+
+@pytest.mark.parametrize(
+    ("runs", "run_length", "said"),
+    [
+        ([3, 999_999], 64, "its runs do not ascend within the tensor"),
+        ([3, 3], 64, "its runs do not ascend within the tensor"),
+        ([3, 4], 63, "its runs have the length 63"),
+        ([3], 64, "the change of w: a count is larger than its tensor"),
+        ([3, 4], 64, "the change of w is damaged: its result has the digest"),
+    ],
+)
+def test_a_damaged_change_under_right_digests(tmp_path: Path, runs: list[int], run_length: int, said: str) -> None:
+    base, tuned = torch.zeros(64, 8192), torch.zeros(64, 8192)
+    tuned[1, 64:192] = 1
+    delta = SparseDelta.from_models({"w": base}, {"w": tuned})
+    assert delta.changes["w"].runs.tolist() == [129, 130]
+    delta.changes["w"] = replace(delta.changes["w"], runs=torch.tensor(runs, dtype=torch.uint32), run_length=run_length)
+    delta.save_pretrained(tmp_path)
+    with pytest.raises(DeltaError, match=said) as caught:
+        SparseDelta.from_pretrained(tmp_path).trained("w", base)
+    assert "\n" not in str(caught.value)
 
 
 class Hub:

@@ -51,6 +51,7 @@ class MaskArguments:
     vllm_options: dict[str, Any] | str | None = option(None, "JSON: options of vllm.LLM for which TRL has no argument")  # noqa: RUF009
 
     save_delta: bool = option(False, "write what training changed, to share, next to the weights that are saved")
+    save_weights: bool = option(True, "save the weights, too; false saves what training changed in their place")
     delta_log_dir: str | None = option(None, "folder of a log of the weights, from which masks are found")
     delta_log_steps: str = option("every:1,last", "steps to log: every:10,last or 10-40:10,100")
     delta_log_level: str = option("packed", "compression of the log's patches")
