@@ -14,10 +14,10 @@ PYTEST = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # shows how much runs of one commit differ.
 BASELINE ?= $(lastword $(sort $(wildcard bench/results/pytest/*/*_cpu.json)))
 BENCH_THRESHOLD ?= min:20%
-# Options of `make gpu-check`: --resume continues an interrupted run.
+# Options of `sparse-opt bench kernels` in `make gpu-check`, such as `--only tiles --resume`.
 GPU_CHECK_OPTIONS ?=
 
-.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-all test-vllm test-verl lint docs docs-serve format bench bench-compare bench-baseline performance-tables gpu-check clean
+.PHONY: help wheel wheel-cuda kernels-hub check-wheel test-wheel release-check build quickstart test test-all test-vllm test-verl lint docs docs-serve format bench bench-compare bench-baseline performance-tables gpu-check gpu-build gpu-tests gpu-sanitizer gpu-kernels clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -82,19 +82,25 @@ check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty fo
 # The versions of torch that the wheel is tested with, each in an environment of its own. torch has wheels for CPUs alone for some
 # versions only; a wheel for CUDA installs gigabytes.
 TORCHES ?= 2.10.0 2.11.0 2.13.0
-WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py --ignore=tests/ops/test_compile.py -m "not triton"
+OF_GRADIENTS = tests/optim/test_without_autograd.py tests/optim/test_native_hooks.py tests/optim/test_gradient_buffer.py
+WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py $(OF_GRADIENTS) --ignore=tests/ops/test_compile.py -m "not triton"
 
 # In a make of its own, which finds the wheel that this one may make: `make wheel test-wheel`.
-test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes the tests of the ops with each torch of TORCHES
+test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes tests of ops and native gradients with each torch of TORCHES
 	@test -n "$$(ls dist/*abi3*.whl 2> /dev/null)" || { echo "run make wheel first"; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCHES:%=build/wheel-test/%/.tested)
 
+# The wheel's package in place of the checkout's, and a cache of its own.
+OF_WHEEL = PYTHONSAFEPATH=1 XDG_CACHE_HOME=$(CURDIR)/build/wheel-test/cache
+
 build/wheel-test/%/.tested: $(wildcard dist/*abi3*.whl)
 	@$(STEP) "creating an environment for torch $*" $(PYTHON) -m venv build/wheel-test/$*
-	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis
+	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis ninja
 	@$(STEP) "installing the wheel next to torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check --force-reinstall --no-deps $<
 	build/wheel-test/$*/bin/python -c 'import torch; assert torch.__version__.partition("+")[0] == "$*", torch.__version__'
-	PYTHONSAFEPATH=1 build/wheel-test/$*/bin/python -m pytest --quiet -p no:cacheprovider $(WHEEL_TESTS)
+	@$(OF_WHEEL) $(STEP) "sparse-opt build next to torch $*" build/wheel-test/$*/bin/python -m sparse_opt build
+	$(OF_WHEEL) build/wheel-test/$*/bin/python -c 'from sparse_opt import backends; library, cause = backends.autograd_module(); assert library, cause'
+	$(OF_WHEEL) build/wheel-test/$*/bin/python -m pytest --quiet -p no:cacheprovider $(WHEEL_TESTS)
 	@touch $@
 
 # Nothing is uploaded.
@@ -172,7 +178,7 @@ lint: $(VENV)/.lint ## ruff, mypy and clang-format
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
 docs: $(VENV)/.docs ## build the site in build/site; fails if a link leads nowhere
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-serve: $(VENV)/.docs ## show the site while its pages are edited
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
@@ -191,17 +197,45 @@ bench-compare: $(VENV)/.test build ## the benchmark suites against the committed
 bench-baseline: $(VENV)/.test build ## keep a new run for bench-compare
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only --benchmark-storage=file://./bench/results/pytest --benchmark-save=cpu
 
-performance-tables: $(VENV)/.test build ## write the tables of docs/performance_tables.md and other pages from bench/results
-	$(BIN)/python -m sparse_opt.bench.report_tables
+performance-tables: $(VENV)/.test build ## write the tables and numbers of README.md and docs/ from bench/results
+	$(BIN)/sparse-opt bench report --docs
 
 # Uses PYTHON's torch and installs nothing: the package is built in build/gpu. With PYTHONSAFEPATH the checkout's sparse_opt
-# folder, which has no extension for this torch, is not imported instead.
-gpu-check: ## build for this machine's GPU against PYTHON's torch, run the GPU tests and benchmarks
+# folder, which has no extension for this torch, is not imported instead. After an interruption, make the parts that are left.
+GPU = PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+# Folders of tests that run in parallel, a line each. ops/test_large.py and delta/codec need much of a GPU's memory.
+define GPU_TESTS
+tests/ops/test_steps.py
+tests/ops/test_compile.py
+tests/ops --ignore=tests/ops/test_steps.py --ignore=tests/ops/test_compile.py
+tests/optim
+tests/distributed tests/bench tests/test_backends.py tests/test_l2_fetch.py
+tests/masks tests/mask_finding tests/analysis tests/delta
+endef
+export GPU_TESTS
+
+gpu-check: gpu-build ## build for this machine's GPU against PYTHON's torch; run the GPU tests, compute-sanitizer and the table of kernels
+	@$(MAKE) --no-print-directory gpu-tests gpu-sanitizer gpu-kernels
+
+gpu-build:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"gpu-check needs a CUDA GPU that torch {torch.__version__} can use")'
 	rm -rf build/gpu
 	@TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-native}" SPARSE_OPT_REQUIRE_NATIVE=1 $(STEP) "building for this GPU" \
 	  $(PYTHON) setup.py --quiet build --build-temp build/gpu-objects --build-lib build/gpu
-	PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m sparse_opt.bench.kernels.gpu_check $(GPU_CHECK_OPTIONS)
+
+gpu-tests:
+	echo "$$GPU_TESTS" | xargs -P 6 -I{} sh -c '$(GPU) -m pytest -q -p no:cacheprovider -m gpu {}'
+
+# Each tensor is allocated separately: in torch's memory pool, an access out of bounds could hit a valid neighbour. torch probes
+# for optional driver features; the resulting API errors do not come from a kernel.
+gpu-sanitizer:
+	@command -v compute-sanitizer > /dev/null || echo "compute-sanitizer is not on PATH: its checks are skipped"
+	for options in "memcheck --report-api-errors no" racecheck; do command -v compute-sanitizer > /dev/null || break; \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(subst $(PYTHON),compute-sanitizer --tool $$options --error-exitcode 1 --print-limit 20 $(PYTHON),$(GPU)) \
+	  tests/bench/kernels/sanitize_ops.py || exit 1; done
+
+gpu-kernels:
+	$(GPU) -m sparse_opt bench kernels $(GPU_CHECK_OPTIONS)
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks sparse_opt/*.so

@@ -35,7 +35,9 @@ MINIMUM_KERNELS = "0.17.2"  # the only version that was tested
 
 def build_hash() -> str:
     """Return a hash of the native sources, of how they are built, and of the Python files."""
-    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh", ".py")]
+    native = [
+        path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh", ".py", ".txt")
+    ]
     files = [*native, *PACKAGE.glob("*.py"), *(ROOT / "sparse_opt" / name for name in MODULES)]
     digest = hashlib.sha256()
     for path in sorted(files):

@@ -1,19 +1,16 @@
-"""Benchmarks: each checks results before timing, interleaves the variants, and writes JSON with machine and versions.
+"""Benchmarks. Each checks results before it times them, times variants in turns, and writes rows.
 
-| module | what it measures |
+| module | |
 |---|---|
-| `kernels.cpu_step` | the optimizer step on a CPU, next to `torch.optim.AdamW(fused=True)` |
-| `kernels.table` | every op and optimizer of a 3B model, next to bandwidth bounds, peers and targets |
-| `kernels.gpu_check` | all checks on a GPU: tests, `compute-sanitizer`, and the table of `kernels.table` |
-| `kernels.plots` | plots of the rows written by `kernels.table` or `kernels.gpu_check` |
-| `kernels.host_time` | host time of an optimizer step and of the gradient hooks |
-| `kernels.dram_bytes` | the bytes that the ops move, counted by Nsight Compute, next to their minimum |
-| `delta` | patches, delta logs and mask finding |
-| `training.baseline` | training end to end, sparse, dense and LoRA: time of each part of a step, and peak memory |
-| `training.profiles` | RFT's profiles compared with plain training: tokens per second, memory, accuracy |
-| `training.delta_logging`, `training.trl_memory` | see their docstrings |
-| `report_tables` | the generated tables of the documentation, from the JSON of measured runs |
-| `common.harness` | the command line, report and exit code of every benchmark |
-| `common.spread` | the spread between runs of the same code, from files of `pytest bench` |
+| `rows` | a row is one measured value of one case; a run is rows with one environment, as JSON |
+| `harness` | the command line of every benchmark; `Work`: something to check and then to time |
+| `timing` | times calls in turns |
+| `report`, `targets.yaml`, `plot` | tables and verdicts of rows, for a terminal and for the documentation; pictures |
+| `kernels` | every op and optimizer, the step on a CPU, and launch sizes |
+| `training` | whole steps: `baseline`, `trl`, `profiles`, `delta_logging` |
+| `scale`, `distributed`, `verl` | steps by model size; on several GPUs; in verl |
+| `weight_sync`, `delta` | weight updates to an engine; patches |
 | `test_bench_ops` | every op on every backend, for `pytest bench` (pytest-benchmark) |
+
+A new benchmark row is a `harness.Work` or a `rows.Row` that a benchmark's `measure` adds to its run.
 """

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from .common.environment import environment
-from .common.shapes import SUITE_NUMEL
+from .rows import environment
+from .shapes import SUITE_NUMEL
 
 DEFAULT_ROUNDS = 100
 # The cases of the run that `--benchmark-compare` names.

@@ -19,8 +19,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from sparse_opt import backends
 
-from .common.shapes import LLAMA_64M, SUITE_NUMEL, scaled
-from .common.timing import n_buffer_sets, samples
 from .kernels.cases import Case, check
 from .kernels.inputs import random_active, random_case, random_tensors
 from .kernels.optimizers import (
@@ -32,6 +30,8 @@ from .kernels.optimizers import (
     step_again,
     step_bytes,
 )
+from .shapes import LLAMA_64M, SUITE_NUMEL, scaled
+from .timing import n_buffer_sets, samples
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DENSITIES = [0.025, 0.1]

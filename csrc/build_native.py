@@ -2,6 +2,7 @@
 
 `sparse_opt._kernels` has the ops, on torch's stable ABI and Python's limited API: one binary for torch 2.10 and newer,
 and for Python 3.11 and newer. `sparse_opt._autograd`, from autograd/, belongs to one version of both, and is optional.
+The package has its source too, which `sparse-opt build` compiles where a wheel is installed.
 
 torch's BuildExtension runs ninja in build/temp.*. It compiles a source again after a change of the source, of a header
 that it includes, or of the command. The build also writes sources: those that follow from the optimizers' headers
@@ -25,11 +26,12 @@ from setuptools.modified import newer_group
 # Every floating-point operation is rounded on its own, on the host (-ffp-contract=off) and on the GPU (--fmad=false):
 # a contraction in one backend and not in another would change the last bit.
 # With errno and traps, which nobody reads, the compiler would not vectorise a square root; torch builds without too.
-CXX_FLAGS = ["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-fvisibility=hidden"]
-CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
+# `sparse-opt build` reads the same file.
+CXX_FLAGS = Path(__file__).with_name("cxx_flags.txt").read_text().split()
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo", "-Xcompiler=-ffp-contract=off,-fvisibility=hidden"]
 SOURCES = sorted(path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
 GENERATED = Path("build/generated")
+INCLUDE = re.compile(r'^\s*#\s*include "(.+)"', re.MULTILINE)
 # Of gcc, clang, nvcc, ptxas and ld.
 COMPILER_ERROR = re.compile(r"\b(error|fatal)\s*:|cannot find -l|undefined reference")
 
@@ -85,6 +87,20 @@ def with_torch(torch):
         missing = f"TORCH_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}: {'; '.join(notes)}"
         if REQUIRE_NATIVE:
             sys.exit(f"sparse-opt: the CUDA kernels cannot be built: {missing}")
+
+    class BuildPython(build_py):
+        """Also copies the source of `sparse_opt._autograd` into the package."""
+
+        def run(self):
+            super().run()
+            if self.editable_mode:
+                return  # `make build` compiles it in the checkout
+            generate_rule_sources()
+            folder = Path(self.build_lib, "sparse_opt", "_autograd_source")
+            shutil.rmtree(folder, ignore_errors=True)  # an older build's
+            for name, path in autograd_source().items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, folder / name)
 
     class BuildNative(BuildExtension):
         """torch's build, which an absent or failing compiler does not stop unless the extension is required."""
@@ -152,7 +168,8 @@ def with_torch(torch):
     if not NO_AUTOGRAD:
         extensions.append(autograd_extension(torch))
     tag = {"bdist_wheel": {"py_limited_api": PYTHON_TAG}} if NO_AUTOGRAD else {}
-    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildNative}, "options": tag}
+    commands = {"build_py": BuildPython, "build_ext": BuildNative}
+    return {"ext_modules": extensions, "cmdclass": commands, "options": tag}
 
 
 def generate_rule_sources():
@@ -170,6 +187,18 @@ def include_dirs():
 
 def is_of_autograd(path):
     return path.parts[1] == "autograd"
+
+
+def autograd_source():
+    """What `sparse_opt._autograd` is compiled from: name below the one folder of includes -> file here."""
+    roots = [Path("csrc"), GENERATED.parent]
+    files = [Path("csrc/cxx_flags.txt"), *filter(is_of_autograd, SOURCES)]
+    for path in files:  # which grows by the headers that each file includes
+        for name in INCLUDE.findall(path.read_text(encoding="utf-8")):
+            header = next(folder / name for folder in (path.parent, *roots) if (folder / name).exists())
+            if header not in files:
+                files.append(header)
+    return {path.relative_to(next(root for root in roots if root in path.parents)).as_posix(): path for path in files}
 
 
 def kernels_extension(torch, missing, archs, notes):

@@ -241,9 +241,9 @@ void add_partial_sums_and_clip_(const TensorView& sum_sq, const TensorView& part
                               partial_sums.device.index);
 }
 
-bool is_capturing(void* stream) {
+bool is_capturing(int device) {
   cudaStreamCaptureStatus status{};
-  check_cuda(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+  check_cuda(cudaStreamIsCapturing(OnStream(device), &status));
   return status != cudaStreamCaptureStatusNone;
 }
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import ops
-    from .delta import DeltaLog
+    from .delta import DeltaLog, DeltaSet, SparseDelta
     from .errors import BackendUnavailable
     from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
-    from .masks import MaskSet
+    from .masks import MaskSet, RandomMask
     from .optim import GraphedStep, SparseAdamW, SparseLion, SparseSGD
 
 __version__ = "0.1.0"
@@ -21,9 +21,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "DeltaLog",
+    "DeltaSet",
     "GraphedStep",
     "MaskSet",
+    "RandomMask",
     "SparseAdamW",
+    "SparseDelta",
     "SparseLion",
     "SparseSGD",
     "l2_fetch_granularity",
@@ -34,9 +37,12 @@ __all__ = [
 _HOMES = {
     "BackendUnavailable": "errors",
     "DeltaLog": "delta",
+    "DeltaSet": "delta",
     "GraphedStep": "optim",
     "MaskSet": "masks",
+    "RandomMask": "masks",
     "SparseAdamW": "optim",
+    "SparseDelta": "delta",
     "SparseLion": "optim",
     "SparseSGD": "optim",
     "l2_fetch_granularity": "l2_fetch",

@@ -8,11 +8,15 @@ runs or raises `BackendUnavailable` with the cause. The choice is made per devic
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.util
 import os
+import sys
+import sysconfig
 import warnings
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cuda_archs
+from . import __version__, cuda_archs
 from .errors import BackendUnavailable
 from .ops.namespace import NATIVE
 from .ops.schemas import SCHEMAS
@@ -31,7 +35,7 @@ ENVIRONMENT_VARIABLE = "SPARSE_OPT_BACKEND"
 # The lowest compute capability that Triton 3.6 and 3.7 compile the Triton kernels for.
 TRITON_MINIMUM = (7, 0)
 
-# The first available backend is used. On an H200 (bench/results/gpu_check.json) the CUDA kernels take less host time
+# The first available backend is used. On an H200 (bench/results/kernels_gpu.json) the CUDA kernels take less host time
 # than Triton's and are as fast or faster, except for some tile products, mostly large ones, and the AdamW step from
 # dense gradients at 10 %, which are 2 to 8 % slower.
 # `reference` is last on a GPU because it reads scalars back to the host.
@@ -41,14 +45,24 @@ AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-# Two cores of a busy CPU, torch 2.13, by hand with bench/kernels/host_time.py (docs/notebook.md, Host time), and two
+# Two cores of a busy CPU, torch 2.13, by hand with bench/kernels/host_time.py (the lab notebook, Host time), and two
 # H200s (docs/distributed.md, Costs).
 WITHOUT_AUTOGRAD = (
     "gradients are collected in Python, to the same bits. For 197 tensors a step took 0.7 ms of host time in place of "
     "0.1 ms with compact gradients, 1.2 ms in place of 0.1 ms with dense ones, and a backward pass with gradient hooks "
-    "13 ms in place of 3 ms; an FSDP2 step took 1.07 times as long as fused AdamW's in place of 0.72 times. A build "
-    "from source has it: pip install --no-build-isolation ."
+    "13 ms in place of 3 ms; an FSDP2 step took 1.07 times as long as fused AdamW's in place of 0.72 times."
 )
+
+
+# In an installed package: what `sparse-opt build` compiles.
+AUTOGRAD_SOURCE = Path(__file__).parent / "_autograd_source"
+_CSRC = Path(__file__).parents[1] / "csrc"
+BUILD_CHECKOUT = "run `make build`, or in another environment `pip install --no-build-isolation -e .`"
+
+
+def is_checkout() -> bool:
+    """Return whether the package is imported from a checkout, whose extensions `make build` builds."""
+    return (_CSRC / "build_native.py").exists()
 
 
 @functools.cache
@@ -63,23 +77,58 @@ def native_module() -> tuple[ModuleType | None, str]:
 def autograd_module() -> tuple[ModuleType | None, str]:
     """Return the library of native gradient collection, or None and the reason why it could not be loaded.
 
-    It is optional: see `WITHOUT_AUTOGRAD`.
+    A build from source has it in the package, and `sparse-opt build` compiles it into the cache for a wheel. It is
+    optional: see `WITHOUT_AUTOGRAD`.
     """
     kernels, cause = native_module()
     if kernels is None:
         return None, cause
-    return _extension("_autograd", "a wheel does not have it, because it is compiled against one version of torch")
+    if is_checkout():
+        return _extension("_autograd", BUILD_CHECKOUT)
+    module, cause = _extension("_autograd", "`sparse-opt build` compiles it, in about a minute")
+    path = compiled_autograd()
+    if module is not None or not path.exists():
+        return module, cause
+    try:
+        return _load_autograd(path), ""
+    except ImportError as error:
+        return None, f"{error} (`sparse-opt build --force` compiles it again)"
+
+
+def compiled_autograd() -> Path:
+    """Return where `sparse-opt build` puts sparse_opt._autograd for the installed sparse_opt, torch and Python."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in AUTOGRAD_SOURCE.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(AUTOGRAD_SOURCE).as_posix()} {len(content)}\n".encode() + content)
+    python = sysconfig.get_config_var("SOABI")
+    folder = f"{__version__}-torch{torch.__version__}-{python}-{digest.hexdigest()[:16]}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative path is invalid and to be ignored: https://specifications.freedesktop.org/basedir-spec/latest/
+    cache = cache if cache.is_absolute() else Path.home() / ".cache"
+    return cache / "sparse-opt" / "autograd" / folder / "_autograd.so"
+
+
+def _load_autograd(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sparse_opt._autograd", path)
+    assert spec is not None and spec.loader is not None  # by the suffix .so
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module
+    return module
 
 
 def _extension(name: str, hint: str) -> tuple[ModuleType | None, str]:
-    spec = importlib.util.find_spec(f"sparse_opt.{name}")
-    if spec is not None and spec.origin is not None and (cause := _why_outdated(Path(spec.origin))):
+    # In this folder alone: the finder of an editable installation would find a checkout's.
+    spec = PathFinder.find_spec(f"sparse_opt.{name}", [str(Path(__file__).parent)])
+    if spec is None:
+        return None, f"the extension sparse_opt.{name} was not built ({hint})"
+    if spec.origin is not None and (cause := _why_outdated(Path(spec.origin))):
         return None, cause
     try:
         return importlib.import_module(f"sparse_opt.{name}"), ""
     except ImportError as error:
-        cause = f"the extension sparse_opt.{name} was not built" if spec is None else str(error)
-        return None, f"{cause} ({hint})"
+        return None, f"{error} ({hint})"
 
 
 def _why_outdated(extension: Path) -> str:
@@ -87,10 +136,9 @@ def _why_outdated(extension: Path) -> str:
 
     It must not be loaded then: its kernels might read other arguments than the schemas in ops/schemas.py have.
     """
-    csrc = Path(__file__).parents[1] / "csrc"
-    if not (csrc / "build_native.py").exists():
-        return ""  # an installed wheel
-    sources = (path for path in csrc.rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
+    if not is_checkout():
+        return ""  # an installed package
+    sources = (path for path in _CSRC.rglob("*") if path.suffix in (".cpp", ".cu", ".h", ".cuh"))
     newest = max(sources, key=lambda path: path.stat().st_mtime)
     if newest.stat().st_mtime <= extension.stat().st_mtime:
         return ""

@@ -18,8 +18,16 @@ class MaskError(SparseOptError, ValueError):
     """A mask is malformed, or does not fit the model it is used with."""
 
 
+class BuildError(SparseOptError, RuntimeError):
+    """The native gradients could not be compiled; names what is missing, or the first error and the log."""
+
+
 class DeltaLogError(SparseOptError, ValueError):
     """A delta log file is damaged, missing, or belongs to another run; names the file and the step."""
+
+
+class DeltaError(SparseOptError, ValueError):
+    """A `SparseDelta` is damaged, or is not for the model it is used with; names the file or the tensor."""
 
 
 class DataError(SparseOptError, ValueError):

@@ -1,7 +1,7 @@
 """Reads and sets the L2 fetch granularity of an NVIDIA GPU: the bytes it fetches from memory into L2 at a time.
 
 The default on an H200 is 64 bytes. With a mask of single elements most of these are not used; with 32, steps at 2.5 %
-take 6 to 18 % less time (docs/notebook.md).
+take 6 to 18 % less time (docs/dev/notebook.md).
 
 The setting applies to the whole process on that device, including other libraries' kernels; this package never changes
 it by itself. It is CUDA's `cudaLimitMaxL2FetchGranularity`

@@ -91,6 +91,8 @@ class CommandParser(argparse.ArgumentParser):
         positionals: list[str] = []
         while words:
             word = words.pop(0)
+            if word[:2] != "--" and word in self._option_string_actions:  # -o
+                word = self._option_string_actions[word].option_strings[0]
             key, equals, text = word.partition("=")
             if not word.startswith("--"):
                 if word.startswith("-"):

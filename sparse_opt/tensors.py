@@ -39,9 +39,12 @@ def holds_base_weights(tensors: Iterable[Tensor]) -> bool:
 def named_parameters_of(
     model_or_named: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Name -> parameter, every name of a tied parameter included, in the model's order."""
+    """Name -> parameter, every name of a tied parameter included, in the model's order.
+
+    The names of a model that `torch.compile` has wrapped are those of the model inside, without `_orig_mod.`.
+    """
     if isinstance(model_or_named, nn.Module):
-        return dict(model_or_named.named_parameters(remove_duplicate=False))
+        return dict(getattr(model_or_named, "_orig_mod", model_or_named).named_parameters(remove_duplicate=False))
     return dict(model_or_named)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, MaskError
 from sparse_opt.masks import MaskSet
 from sparse_opt.optim import SparseAdamW
 
@@ -113,10 +113,10 @@ def load_mask(model: nn.Module, file: str | None, density: float | None, pattern
         return MaskSet.load(Path(file).expanduser(), model)
     if density is None:
         return None
-    mask = MaskSet.random(model, density=density, pattern=pattern, seed=seed)
-    if not mask.nnz:
-        raise ConfigError(f"density {density:g} is less than one unit of {pattern} in each tensor")
-    return mask
+    try:
+        return MaskSet.random(model, density=density, pattern=pattern, seed=seed)
+    except MaskError as error:
+        raise ConfigError(str(error)) from error
 
 
 def train_model(model: Any, options: Any, *, reference: bool) -> Trained:

@@ -50,7 +50,7 @@ _PIECE_MULTIPLE = 128
 _ROW_MULTIPLE = 64
 # Rows have a multiple of this many tokens: attention kernels on GPUs copy masks with other rows in each layer.
 _ALIGNMENT = 8
-# Separate rows may have this many times the pairs of pieces. An estimate from the times in docs/notebook.md ("A DPO
+# Separate rows may have this many times the pairs of pieces. An estimate from the times in docs/dev/notebook.md ("A DPO
 # step in a CUDA graph"): cuDNN computes 2.3 times as many pairs per second, and copies take a part of that.
 _MAX_PAIRS_RATIO = 1.75
 

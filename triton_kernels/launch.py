@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     tile128_registers: int = 0  # most registers of a thread: tiles of 128, 16-bit operands; 0: the compiler's choice
 
 
-# "Tuning tables" in docs/notebook.md. Three and two programs with these stages fit into the 227 KiB of shared memory of
+# "Tuning tables" in the lab notebook. Three and two programs with these stages fit into the 227 KiB of shared memory of
 # a multiprocessor of compute capability 9.0, and two programs of 8 warps have 128 registers for each thread.
 SIZES_OF_SM_90 = Sizes(1024, 8192, 4, 3, 128)
 

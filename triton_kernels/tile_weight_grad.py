@@ -41,7 +41,7 @@ def tile_options(tile_size: int, operand_size: int, sizes: Sizes) -> TileOptions
     """The options for tiles of 64 or 128 and operands of 2 or 4 bytes.
 
     4 warps compute 64 rows of a wgmma. fp32 operands are multiplied by FMAs from registers, which would spill with more
-    tokens in a step. Large calls on an H200 take 0.95 to 1.18 times as long as with the CUDA kernel (docs/notebook.md).
+    tokens in a step. Large calls on an H200 take 0.95 to 1.18 times as long as with the CUDA kernel (the lab notebook).
     """
     if operand_size == 4:
         return TileOptions(16, 4 if tile_size == 64 else 8, 2, 0)
@@ -52,7 +52,7 @@ def tile_options(tile_size: int, operand_size: int, sizes: Sizes) -> TileOptions
 
 # If active tiles are few, the tokens of a tile are split into as many parts as give PROGRAMS programs for each
 # multiprocessor, with at least LEAST_TOKENS each and sums of at most SCRATCH_BYTES. Calls of fewer than WHOLE_BELOW
-# tokens are not split. Chosen on an H200: "Tuning tables" in docs/notebook.md. bench/kernels/tile_gradients.py times
+# tokens are not split. Chosen on an H200: "Tuning tables" in docs/dev/notebook.md. bench/kernels/tiles.py times
 # such calls. No table of a GPU has these numbers, because the parts decide in which order products are added up.
 PROGRAMS = {64: 3, 128: 1}
 WHOLE_BELOW = 2048  # tokens

@@ -1,4 +1,4 @@
-"""The coders of `sparse-opt bench delta`: the three levels of patches, and other encodings of changes."""
+"""The coders of `sparse-opt bench delta`: the two levels of patches, and other encodings of changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta import patches as delta_patches
+from sparse_opt.delta.codec.words import LEVELS as LEVELS
 from sparse_opt.delta.patches import LogMask, MaskedState
 from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.ops import delta_apply_, delta_encode
 from sparse_opt.tensors import as_bits, dtype_name
 
-from ..common.peers import Peer
+from ..peers import Peer
 from .data import Step
 
 

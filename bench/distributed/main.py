@@ -12,11 +12,11 @@ time in which the host launches their kernels.
 Started by itself, it starts the processes of each number of GPUs and each network, every process on its own share of
 the host's cores, and ends with the table and the targets. One GPU, which efficiency is measured against, is the first;
 the largest number of GPUs, which the targets are on, is the second. Started by torchrun, it measures with the processes
-of that torchrun, for example on several hosts, on one network; rank 0 writes the results file, the table and the plot.
+of that torchrun, for example on several hosts, on one network; rank 0 writes the results file and the table.
 
-The first measured rows replace the results file; with --resume they are added to it. If rows have no time at the end,
-because --limit_s has passed or a process has failed, the file has `completed: false` and their names, one line on
-stderr names them, and the exit code is 1; the same command with --resume measures them.
+The first measured rows replace the results file; with --resume they are added to it, and its rows are not measured
+again. If rows have no time at the end, because --limit_s has passed or a process has failed, the file has
+`completed: false`, one line on stderr names them, and the exit code is 1; the same command with --resume measures them.
 
 Rows (--variants):
   local_PATTERN_DTYPE      SparseAdamW, every GPU for itself: the step without communication
@@ -48,16 +48,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 
-from ..common.harness import Benchmark, Report, comma_separated, exit_code, one_of_each, out_of_range
-from ..common.report import why_unwritable, write_json
+from .. import rows
+from ..harness import Benchmark, comma_separated, exit_code, not_between, one_of_each
+from ..rows import Run
 from .models import SHAPES
-from .plot import plot
-from .report import missing_lines, text, wrong_lines
-from .results import missing_rows, new_report, read_report, timed
+from .results import checked_line, missing, missing_line
 from .variants import VARIANTS
 from .world import NETWORKS, measure_world
 
@@ -99,11 +97,9 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
     run.add_argument("--group_s", type=float, default=10.0, help="seconds to time rows that run in turns (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
-    run.add_argument("--resume", action="store_true", help="keep the rows of --output and measure the missing ones")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
-    run.add_argument("--plot", type=Path, help="PNG of times and efficiency; needs matplotlib")
 
 
 def problem(args: Namespace) -> str:
@@ -115,29 +111,19 @@ def problem(args: Namespace) -> str:
     names = args.variants or []
     if error := (
         (_ranks_problem(args) if dist.is_torchelastic_launched() else _gpus_problem(args, on_cpu=on_cpu))
-        or out_of_range(args, "sequence_length", at_least=2)
-        or out_of_range(args, "steps_in_a_row")
-        or out_of_range(args, "limit_gib", at_least=0)
+        or not_between(args, "sequence_length", at_least=2)
         or one_of_each("networks", args.networks, ["default"] if on_cpu else list(NETWORKS))
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")
     ):
         return error
     if args.limit_gib is not None and on_cpu:
         return f"--limit_gib {args.limit_gib:g} limits the memory of GPUs, and the device is the CPU"
-    for name in ("group_s", "limit_s"):
-        if (value := getattr(args, name)) is not None and value <= 0:
-            return f"--{name} is {value}, expected more than 0"
     if args.dpo and not (names and all(VARIANTS[name].pattern for name in names)):
         return "--dpo needs --variants with sparse variants only: their reference is the base weights"
-    if args.mask_dir is not None and not args.mask_dir.is_dir():
-        return f"--mask_dir {args.mask_dir}: no such folder"
     if args.output is None and args.shape != "3b":
         args.output = Path(f"bench/results/distributed_{args.shape}.json")
     args.device = "cpu" if on_cpu else "cuda"
-    if args.plot is None:
-        return ""
-    require_matplotlib("plot")
-    return why_unwritable(args.plot)
+    return ""
 
 
 def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
@@ -167,26 +153,25 @@ def _ranks_problem(args: Namespace) -> str:
     return ""
 
 
-def run(args: Namespace, report: Report) -> None:
+def measure(args: Namespace, run: Run) -> None:
     """Measure with the processes of this torchrun, or start some for each number of GPUs and network.
 
-    Fills the report with the rows, which are in the results file then, and with those that are missing.
+    The rows are in the results file as soon as they are measured.
     """
-    rows = read_report(args) if args.resume else new_report(args)
-    rows |= {"environment": report["environment"], "completed": False}
+    n_before = len(run.rows)
     if dist.is_torchelastic_launched():
-        measure_world(_job(args, args.networks[0], _deadline(args)), rows, [args.output])
-        failed: list[str] = []
+        measure_world(_job(args, args.networks[0], _deadline(args)), run, [args.output])
     else:
-        rows, failed = _run_each(args, rows)
-    if not rows["rows"]:
+        _run_each(args, run)
+    if not run.rows and not run.wrong:
         raise SparseOptError(f"no row was measured; {args.output} is as it was before")
-    args.missing = missing_rows(rows, args)
-    report |= {name: value for name, value in rows.items() if name != "completed"}
-    report |= {"failed": failed, "missing": args.missing}
-    if args.plot is not None and timed(report):
-        plot(report, args.plot)
-        print(f"plot: {args.plot}")
+    left = missing(run, args)
+    if left and not run.wrong:
+        run.note(missing_line(left))
+        run.completed = False
+    run.notes = [note for note in run.notes if not note.startswith("the first update is")]
+    if len(run.rows) > n_before:
+        run.note(checked_line(run))
 
 
 def _deadline(args: Namespace) -> float | None:
@@ -196,25 +181,25 @@ def _deadline(args: Namespace) -> float | None:
 
 def _job(args: Namespace, network: str, deadline: float | None) -> Namespace:
     """The options of the processes of one number of GPUs and network."""
-    options = {name: value for name, value in vars(args).items() if name != "plot"}
+    options = {name: value for name, value in vars(args).items() if name not in ("plot", "resume", "strict")}
     return Namespace(**options, network=network, deadline=deadline, store="env://")
 
 
-def _run_each(args: Namespace, report: Report) -> tuple[Report, list[str]]:
-    """Measure each number of GPUs and network; return the report with their rows, and where a process failed."""
-    failed: list[str] = []
+def _run_each(args: Namespace, run: Run) -> None:
+    """Measure each number of GPUs and network, and add their rows to the run."""
     deadline = _deadline(args)
     with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as name:
         folder = Path(name)
-        rows = folder / "rows.json"  # what is in the results file, too, once a row has been measured
-        write_json(rows, report)
-        worlds = dict.fromkeys((row["world_size"], row["network"]) for row in missing_rows(report, args))
-        for n, network in worlds:
+        file = folder / "rows.json"  # what is in the results file, too, once a row has been measured
+        rows.write(file, run)
+        for n, network in dict.fromkeys((n, network) for n, network, _ in missing(run, args)):
             job = vars(_job(args, network, deadline)) | {"mask_dir": str(args.mask_dir or folder)}
-            job |= {"output": str(args.output), "rows": str(rows)}
+            job |= {"output": str(args.output), "rows": str(file)}
             if (deadline is None or time.time() < deadline) and not _run_ranks(n, job, folder / "job.json"):
-                failed.append(f"{n} x {network}")
-        return json.loads(rows.read_text(encoding="utf-8")), failed
+                run.note(f"not measured: a process failed on {n} x {network}")
+                run.completed = False
+        found = rows.read(file)
+        run.rows, run.wrong = found.rows, found.wrong
 
 
 def _run_ranks(n: int, job: dict[str, Any], file: Path) -> bool:
@@ -250,23 +235,15 @@ def _run_ranks(n: int, job: dict[str, Any], file: Path) -> bool:
             process.wait()
 
 
-def failures(report: Report, args: Namespace) -> list[str]:
-    failed = [f"{where}: a process failed" for where in report["failed"]]
-    return [*failed, *wrong_lines(report), *missing_lines(report)]
-
-
 BENCHMARK = Benchmark(
     name="distributed",
     doc=__doc__,
     options=options,
     problem=problem,
-    measure=run,
-    text=text,
-    failures=failures,
-    partial=lambda args: bool(args.missing),
+    measure=measure,
     epilog=_EPILOG,
     output="bench/results/distributed.json",
-    device="auto",
+    resumes=True,
 )
 
 
@@ -277,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def other_rank() -> int:
         args = BENCHMARK.arguments(sys.argv[1:] if argv is None else argv)
-        measure_world(_job(args, args.networks[0], _deadline(args)), new_report(args), [])
+        measure_world(_job(args, args.networks[0], _deadline(args)), Run({}), [])
         return 0
 
     return exit_code(other_rank)

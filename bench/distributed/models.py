@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from sparse_opt.trainers.models import compile_layer
 
-from ..common.shapes import LLAMA_3_2_3B_SIZES, LLAMA_3_70B_SIZES, TINY_SIZES, llama_config
+from ..shapes import LLAMA_3_2_3B_SIZES, LLAMA_3_70B_SIZES, TINY_SIZES, llama_config
 
 SHAPES = {"3b": LLAMA_3_2_3B_SIZES, "70b": LLAMA_3_70B_SIZES, "tiny": TINY_SIZES}
 UNTIED = ("70b",)

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,20 +24,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim.ranks.agreement import n_elements
 
-from ..common.environment import commit
-from ..common.harness import Report, exit_code
-from ..common.memory import limit_memory
-from ..common.report import write_json
-from ..common.timing import measure
-from .collectives import CollectiveCounter
+from .. import rows
+from ..harness import exit_code, limit_memory
+from ..rows import Run
+from ..timing import measure
 from .models import masked_shapes, model_config, n_bytes_of_weights, pair
 from .reference import Reference, first_step
-from .report import progress_line
-from .results import missing_rows
+from .results import case_of, missing, progress_line, result_rows, wrong_line
 from .variants import VARIANTS, Training, Variant, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
@@ -58,17 +58,55 @@ NETWORKS: dict[str, dict[str, str]] = {
 }
 
 
+REDUCTIONS = ("allreduce", "reduce_scatter")
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives of the block, those of C++ code (DDP's reducer) and of autograd's threads included.
+
+    `bytes` and `calls` are by name of the operation: allreduce, reduce_scatter, allgather, broadcast and so on. The
+    bytes of a call are those of its largest argument: of an all-reduce the reduced tensors, of a reduce-scatter the
+    whole input, of an all-gather the whole output.
+
+    Every collective of torch.distributed is an op of the namespace c10d, so that a dispatch mode sees it, as that of
+    torch's CommDebugMode does; that one counts calls, not bytes, and only some of the operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().partition("::")[2].strip("_").removesuffix("_base")
+            sizes = [sum(t.nbytes for t in tree_leaves(argument) if isinstance(t, Tensor)) for argument in args]
+            self.bytes[name] += max(sizes, default=0)
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of all reductions."""
+        return sum(self.bytes[name] for name in REDUCTIONS)
+
+    @property
+    def other(self) -> int:
+        """Bytes of all other collectives, such as FSDP's all-gathers of weights."""
+        return sum(self.bytes.values()) - self.reduced
+
+
 class World:
     """The processes of one number of GPUs and network.
 
     Args:
         args: the options of the benchmark, with one `network`, and the `deadline` by `time.time()` or None.
-        report: rank 0 adds the rows to it; the other ranks do not use theirs.
-        outputs: the files that rank 0 writes the report to, after each group of rows.
+        run: rank 0 adds the rows to it; the other ranks do not use theirs.
+        outputs: the files that rank 0 writes the run to, after each group of rows.
     """
 
-    def __init__(self, args: Namespace, report: Report, outputs: Sequence[Path]) -> None:
-        self.args, self.report, self.outputs, self.began = args, report, outputs, time.monotonic()
+    def __init__(self, args: Namespace, run: Run, outputs: Sequence[Path]) -> None:
+        self.args, self.run, self.outputs, self.began = args, run, outputs, time.monotonic()
         self.device = torch.device("cpu")
         if args.device != "cpu":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -106,8 +144,7 @@ class World:
 
     def _missing(self) -> list[str]:
         here = (self.size, self.args.network)
-        rows = missing_rows(self.report, self.args)
-        return [row["variant"] for row in rows if (row["world_size"], row["network"]) == here]
+        return [variant for n, network, variant in missing(self.run, self.args) if (n, network) == here]
 
     def _prepare(self, variant: Variant) -> tuple[Training, dict[str, Any]]:
         """Build a variant, check its first step and count the collectives of another; return it and its row."""
@@ -134,23 +171,17 @@ class World:
         step_s = self._clock(lambda: training.step(own))[0] / 1e3
         peak = self._peak()
         row = {
-            "world_size": self.size,
-            "network": self.args.network,
             "variant": variant.name,
-            **vars(variant),
-            "nnz": mask.nnz if variant.pattern else None,
             # With what the ranks compare in each reduction.
             "n_reduced": mask.nnz + n_elements(dist.group.WORLD) if variant.pattern else None,
             "check": check,
-            "collectives": {name: {"calls": counter.calls[name], "bytes": n} for name, n in counter.bytes.items()},
             "reduced_bytes": counter.reduced,
             "other_bytes": counter.other,
             "peak_memory_bytes": None if peak is None else peak - held_by_others,
             "build_peak_bytes": None if build_peak is None else build_peak - held_by_others,
             "step_s": step_s,  # of one step, for the number of rounds
-            "commit": commit(),
         }
-        self._print(progress_line(row))
+        self._print(progress_line(self._where(variant), row))
         return training, row
 
     def _time(self, group: list[tuple[Training, dict[str, Any]]]) -> None:
@@ -158,9 +189,6 @@ class World:
         right = [(training, row) for training, row in group if row["check"] is None or row["check"]["met"]]
         own = [self._pair(self.rank)]
         in_a_row, n_rounds = self._steps_in_a_row(group), self._n_rounds(group)
-        for _, row in group:
-            row["steps_in_a_row"] = in_a_row
-            del row["step_s"]
 
         def call(training: Training) -> Callable[[], None]:
             return lambda: training.step(own)
@@ -173,25 +201,30 @@ class World:
         )
         gc.unfreeze()
         for training, row in group:
-            row["timed_with"] = list(variants)
             row["ms"] = None
             if row["variant"] in timings:
-                row |= timings[row["variant"]].as_dict()
+                row |= vars(timings[row["variant"]])
             if training.variant.layout == "replicate":
                 assert isinstance(training.optimizer, SparseAdamW)
                 training.optimizer.check_ranks()  # after all steps
         if self.rank == 0:
-            new = {row["variant"] for _, row in group}
-            here = (self.size, self.args.network)
-            self.report["rows"] = [
-                row
-                for row in self.report["rows"]
-                if (row["world_size"], row["network"]) != here or row["variant"] not in new
-            ] + [row for _, row in group]
+            for training, row in group:
+                self._add(training.variant, row)
             for output in self.outputs:
-                write_json(output, self.report)
-        for _, row in group:
-            self._print(progress_line(row))
+                rows.write(output, self.run)
+        for training, row in group:
+            self._print(progress_line(self._where(training.variant), row))
+
+    def _add(self, variant: Variant, result: dict[str, Any]) -> None:
+        """Add the rows of a variant, or its error if its first update is wrong."""
+        if result["ms"] is None:
+            self.run.wrong.append(f"{self._where(variant)}: {wrong_line(result['check'])}")
+            return
+        for row in result_rows(result, case_of(variant, self.size, self.args.network, self.args)):
+            self.run.add(row)
+
+    def _where(self, variant: Variant) -> str:
+        return f"{self.size} x {self.args.network}, {variant.name}"
 
     def _steps_in_a_row(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
         """As many as the option says; fewer if MIN_ROUNDS rounds of them would last longer than a group may."""
@@ -342,20 +375,19 @@ class World:
             print(f"[{time.monotonic() - self.began:4.0f} s] {line}", flush=True)
 
 
-def measure_world(args: Namespace, report: Report, outputs: Sequence[Path]) -> None:
+def measure_world(args: Namespace, run: Run, outputs: Sequence[Path]) -> None:
     """Measure in processes that all call this; the arguments are those of `World`."""
-    World(args, report, outputs).measure()
+    World(args, run, outputs).measure()
     dist.destroy_process_group()
 
 
 def main(job_file: Path) -> int:
     """Run a job and add its rows to the job's file `rows` and to the results file; the exit code."""
     job = json.loads(job_file.read_text(encoding="utf-8"))
-    rows = Path(job.pop("rows"))
+    file = Path(job.pop("rows"))
 
     def run() -> int:
-        report = json.loads(rows.read_text(encoding="utf-8"))
-        measure_world(Namespace(**job), report, [rows, Path(job["output"])])
+        measure_world(Namespace(**job), rows.read(file), [file, Path(job["output"])])
         return 0
 
     return exit_code(run)

@@ -1,1 +1,1 @@
-"""Benchmarks of ops and optimizers: speed, bytes moved, and checks on a GPU."""
+"""Benchmarks of ops and optimizers."""

@@ -2,8 +2,8 @@
 
 Everything that is read, and contiguous writes, cost their bytes at the copy rate. A copy reads as much as it writes, so
 an op that hardly writes may run a few percent faster than this bound. Scattered writes are several times slower than a
-copy (docs/notebook.md), and cost their bytes at the rate at which `access_rates` measured such writes; this rate
-depends on the order of the writes, and an op with a better order than the probe's may be a few percent faster too.
+copy (docs/dev/notebook.md), and cost their bytes at the rates that were measured once on an H200; these depend on the
+order of the writes, and an op with a better order may be a few percent faster too. On other GPUs they are not known.
 
 An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. (The
 bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It
@@ -19,31 +19,62 @@ not aligned to granules, only increase the cost of a real mask.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.ops import STEP_OPS
 
-from .access_rates import AccessRates
-
 GRANULE_BYTES = 64  # bytes per memory fetch
 SECTOR_BYTES = 32  # bytes per write to memory
-# Stored in the results: bounds that are counted in different ways must not be compared.
-BYTE_COUNTING = "reads by 64-byte granule, changes by 32-byte sector"
-COUNTING = f"{BYTE_COUNTING} at their measured rate"
-COUNTING_WITHOUT_RATES = f"{BYTE_COUNTING} at the copy rate"
-COUNTING_BY_GRANULE = "reads and writes by 64-byte granule"  # at the copy rate, in older results
-# Of results whose rows have verdicts. Without rates, rows with scattered writes have none on their bound.
-JUDGED_COUNTINGS = (COUNTING, COUNTING_WITHOUT_RATES, COUNTING_BY_GRANULE)
+# Contiguous bytes of one write -> (share of all such units that is written, GB/s) of an H200 at 4282 GB/s for a copy:
+# random units of 4 GiB in ascending order, by bench/probes/scattered_access.cu of commit cfa799754.
+H200_SHARES = (0.0025, 0.01, 0.025, 0.15, 0.33, 0.56, 0.81, 1.0)
+H200_WRITES: dict[int, tuple[tuple[float, float], ...]] = {
+    unit: tuple(zip(H200_SHARES, rates, strict=True))
+    for unit, rates in {
+        32: (767, 772, 808, 1046, 1572, 2447, 3207, 3477),
+        64: (1428, 1498, 1484, 1776, 2114, 2641, 3296, 3632),
+        128: (2465, 2553, 2519, 2954, 3134, 3330, 3544, 3833),
+        256: (3074, 3210, 3086, 3708, 3806, 3918, 3993, 4033),
+        1024: (3114, 3279, 3137, 3782, 3946, 4039, 4132, 4187),
+    }.items()
+}
 
 
-def counting(rates: AccessRates) -> str:
-    """How bounds are counted with these rates."""
-    return COUNTING if rates.write else COUNTING_WITHOUT_RATES
+class Rates(NamedTuple):
+    """Rates of one device, in bytes per second."""
+
+    copy: float  # read plus written
+    write: Mapping[int, Sequence[tuple[float, float]]]  # as H200_WRITES, in GB/s; empty if they are not known
+
+    @classmethod
+    def of(cls, copy: float, device: torch.device) -> Rates:
+        is_h200 = device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
+        return cls(copy, H200_WRITES if is_h200 else {})
+
+    def write_rate(self, unit: int, share: float) -> float | None:
+        """The rate of writes to scattered units, or None if it is not known.
+
+        Between measured shares the rate is interpolated linearly; outside of them it is that of the nearest one.
+
+        Args:
+            unit: contiguous bytes of one write; the rates are those of the largest measured unit that is not larger.
+            share: share of all units that is written.
+        """
+        if not self.write:
+            return None
+        found = self.write[max((size for size in self.write if size <= unit), default=min(self.write))]
+        share = min(max(share, found[0][0]), found[-1][0])
+        for (low, low_rate), (high, high_rate) in itertools.pairwise(found):
+            if share < high:
+                return 1e9 * (low_rate + (high_rate - low_rate) * (share - low) / (high - low))
+        return 1e9 * found[-1][1]
 
 
 class Traffic(NamedTuple):
@@ -58,11 +89,11 @@ class Traffic(NamedTuple):
     def bytes(self) -> float:
         return self.copied + self.scattered
 
-    def write_rate(self, rates: AccessRates) -> float | None:
+    def write_rate(self, rates: Rates) -> float | None:
         """The measured rate of the scattered writes in bytes per second; None without any, or if it is not known."""
         return rates.write_rate(self.unit, self.share) if self.scattered else None
 
-    def seconds(self, rates: AccessRates) -> float:
+    def seconds(self, rates: Rates) -> float:
         """The time of the traffic; without measured rates of scattered writes, of all bytes at the copy rate."""
         return self.copied / rates.copy + self.scattered / (self.write_rate(rates) or rates.copy)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparse_opt import ops
 from sparse_opt.tensors import as_bits
 
-from ..common.harness import WrongResult as WrongResult
+from ..harness import WrongResult as WrongResult
 from .bounds import Traffic
 
 # For two fp32 sums of the same squares in different orders: a thread's chain and the reduction tree above it take fewer

@@ -11,7 +11,7 @@ import torch
 
 from sparse_opt.masks.parameters import select_names
 
-from ..common.shapes import (
+from ..shapes import (
     LLAMA_3_1_8B_SIZES,
     LLAMA_3_2_3B_SIZES,
     LLAMA_3_70B_SIZES,
@@ -102,9 +102,14 @@ class Case:
         """Steps that are not timed: the first loads kernels; a graph has three before its capture."""
         return 4 if self.cuda_graphs else 1
 
-    def key(self) -> tuple[Any, ...]:
-        """What identifies the row in a results file: everything but the number of steps."""
-        return tuple(str(value) for name, value in asdict(self).items() if name != "n_steps")
+    def described(self) -> dict[str, Any]:
+        """The case of the rows: what is not of the method is left out, and so is the number of steps."""
+        own = {"sparse": ("density", "pattern", "exclude"), "lora": ("lora_rank",), "dense": ()}
+        others = {"density", "pattern", "exclude", "lora_rank", "n_steps", "device"} - set(
+            own.get(self.method, own["sparse"])
+        )
+        values = {name: value for name, value in asdict(self).items() if name not in others}
+        return {"shape": values.pop("shape"), "parameters": n_parameters(self.shape), **values}
 
     def config(self) -> Any:
         """The model's transformers configuration."""

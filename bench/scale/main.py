@@ -9,38 +9,44 @@ Methods (--methods):
   lora    adapters of rank --lora_rank, which are off for the reference
   sparse  SparseAdamW under a random mask, fp32 moments, compact gradients in bf16, reference by base weights
   lean    the same with bf16 moments, and base weights in host memory
-A row whose memory ran out reads "does not fit", with a lower bound of what it needs. With --limit_gib, torch's
-allocator gets that much memory, as on a smaller GPU: 78 for a GPU of 80 GB. A row that is in the results file is
-measured again; other rows of the file are kept.
+A case whose memory ran out has a lower bound of what it needs. With --limit_gib, torch's allocator gets that much
+memory, as on a smaller GPU: 78 for a GPU of 80 GB. With --resume, rows of the results file that are not measured again
+are kept.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.masks.patterns import PATTERNS
 
-from ..common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
-from ..common.report import why_unwritable, write_json
+from .. import rows
+from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..rows import Row, Run
+from ..training.baseline.run import DPO_BETA
 from .cases import SHAPES, SPARSE_OPTIONS, Case, Method
-from .plot import plot
-from .report import case_of, text, wrong_lines
 
 METHODS: tuple[str, ...] = get_args(Method)
 CHECKPOINTING = {"on": True, "off": False}
 SMALL_SHAPES = [name for name in SHAPES if name.startswith("tiny")]
 # Segments that grow: a peak of allocated memory then needs hardly more reserved memory.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# The first step's policy is its reference, so that the loss is ln 2. Its two forward passes may use different kernels.
+FIRST_LOSS_ATOL = 0.01
+# Compiled passes with and without gradients are fused differently. On the 32B shape the log-probability of a token then
+# differs by 0.067 (the root of the mean square; docs/dev/notebook.md). For the sums over n tokens of two sequences,
+# times the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; twice this is allowed.
+COMPILED_TOKEN_RMS = 0.067
+# Memory that torch's allocator may use by GPU, in GiB; the rest is CUDA's own.
+GPUS = {"80 GB": 78.0, "141 GB": 139.0}
 
 _EPILOG = """examples:
   sparse-opt bench scale                                             # all shapes and methods
@@ -88,10 +94,9 @@ def options(parser: CommandParser) -> None:
         help="of each row; the first is left out of the time, and with --cuda_graphs the first four",
     )
     run.add_argument("--limit_gib", type=float, help="GiB that torch's allocator may use (default: all of the GPU)")
-    run.add_argument("--max_s", type=float, help="begin no row after so many seconds")
+    run.add_argument("--limit_s", type=float, help="begin no case after so many seconds")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--small", action="store_true", help="tiny shapes, on the CPU")
-    run.add_argument("--plot", type=Path, help="PNG of the peaks; needs matplotlib")
 
 
 def problem(args: Namespace) -> str:
@@ -104,18 +109,14 @@ def problem(args: Namespace) -> str:
         one_of_each("shapes", args.shapes, allowed)
         or one_of_each("methods", args.methods, METHODS)
         or one_of_each("checkpointing", args.checkpointing, list(CHECKPOINTING))
-        or out_of_range(args, "sequence_length", at_least=16)
-        or out_of_range(args, "limit_gib", at_least=0)
+        or not_between(args, "sequence_length", at_least=16)
     ):
         return error
     if args.cuda_graphs and (not set(args.methods) <= set(SPARSE_OPTIONS) or args.device == "cpu"):
         return f"--cuda_graphs needs a GPU and --methods of {','.join(SPARSE_OPTIONS)}"
     if args.n_steps <= cases(args)[0].n_warmup:
         return f"--n_steps {args.n_steps} leaves nothing after the {cases(args)[0].n_warmup} steps of the warm-up"
-    if args.plot is None:
-        return ""
-    require_matplotlib("plot")
-    return why_unwritable(args.plot)
+    return ""
 
 
 def cases(args: Namespace) -> list[Case]:
@@ -140,49 +141,96 @@ def cases(args: Namespace) -> list[Case]:
     ]
 
 
-def run(args: Namespace, report: Report) -> None:
-    """Run every case in a process of its own, and keep the rows of the results file that are not measured again."""
-    began, missing = time.monotonic(), cases(args)
-    keys = {case.key() for case in missing}
-    kept = []
-    if args.output.is_file():
-        kept = json.loads(args.output.read_text(encoding="utf-8")).get("rows", [])
-    rows = [row for row in kept if case_of(row).key() not in keys]
-    report |= {"rows": rows, "failed": [], "not_begun": []}
+def measure(args: Namespace, run: Run) -> None:
+    """Run every case in a process of its own; rows are written to the output after each."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparse_opt_scale_") as folder:
-        for case in missing:
-            if args.max_s is not None and time.monotonic() - began > args.max_s:
-                report["not_begun"].append(case.name)
+        for case in cases(args):
+            if args.limit_s is not None and time.monotonic() - began > args.limit_s:
+                run.note(f"not begun, because time was up: {case.name}")
+                run.completed = False
                 continue
-            row = run_in_process("sparse_opt.bench.scale.run", case.name, asdict(case), Path(folder), ALLOCATOR)
-            if row is None:
-                report["failed"].append(case.name)
-            else:
-                rows.append({key: value for key, value in row.items() if key != "job"})
-            write_json(args.output, report)  # an interrupted run keeps its rows
-    if args.plot is not None and rows:
-        plot(report, args.plot)
-        print(f"plot: {args.plot}")
+            result = run_in_process("sparse_opt.bench.scale.run", case.name, asdict(case), Path(folder), ALLOCATOR)
+            if result is None:
+                run.note(f"not measured: {case.name}, whose run failed")
+                run.completed = False
+                continue
+            for row in result_rows(result, case):
+                run.add(row)
+            run.wrong += wrong_results(result, case)
+            if args.output is not None:
+                rows.write(args.output, run)  # an interrupted run keeps its rows
+    run.notes = [note for note in run.notes if not note.startswith(LARGEST)] + largest_lines(run)
 
 
-BENCHMARK = Benchmark(
+def result_rows(result: dict[str, Any], case: Case) -> list[Row]:
+    """The rows of a case: time and memory, or a lower bound of the memory if it does not fit."""
+    shared: dict[str, Any] = {"suite": "scale", "case": case.described()}
+    if not result["fits"]:
+        return [Row(**shared, metric="does not fit: more than", unit="bytes", value=result["needs_more_than_bytes"])]
+    steps = [1e3 * step["step_s"] for step in result["steps"][case.n_warmup :]]
+    found = [Row.of_samples(steps, **shared, metric="step", unit="ms")]
+    memory = {name: result[f"{name}_bytes"] for name in ("peak_memory", "peak_reserved", "build_peak")}
+    for name, nbytes in {**memory, "weights": result["bytes"]["weights"]}.items():
+        if nbytes is not None:
+            found.append(Row(**shared, metric=name.replace("_", " "), unit="bytes", value=nbytes))
+    return found
+
+
+LARGEST = "largest measured model on one GPU of "
+
+
+def largest_lines(run: Run) -> list[str]:
+    """A line for each GPU and method: the largest of the measured models that it trains.
+
+    A case counts if its process held that much memory at most, or was limited to it.
+    """
+    lines = []
+    for gpu, gib in GPUS.items():
+        found: dict[str, tuple[int, str]] = {}
+        for row in run.rows:
+            if row.metric != "peak reserved" or row.value > gib * 2**30:
+                continue
+            case, peak = row.case, run.find(row.suite, "peak memory", row.case)
+            assert peak is not None
+            label = f"{case['shape']}, {case['sequence_length']} tokens, {peak.value / 2**30:.1f} GiB"
+            if case["parameters"] > found.get(case["method"], (0, ""))[0]:
+                found[case["method"]] = case["parameters"], label
+        lines += [f"{LARGEST}{gpu} ({gib:g} GiB), {method}: {label}" for method, (_, label) in found.items()]
+    return lines
+
+
+def first_loss_atol(case: Case) -> float:
+    """How far the first step's loss may be from ln 2."""
+    if not case.compile:
+        return FIRST_LOSS_ATOL
+    return 2 * 0.5 * DPO_BETA * COMPILED_TOKEN_RMS * math.sqrt(2 * case.sequence_length)
+
+
+def wrong_results(result: dict[str, Any], case: Case) -> list[str]:
+    """The errors in a result, a line each."""
+    if not result["fits"]:
+        return []
+    wrong, first = [], result["steps"][0]["loss"]
+    if not abs(first - math.log(2)) <= first_loss_atol(case):
+        wrong.append(f"{case.name} begins at a DPO loss of {first}, expected ln 2 = {math.log(2):.6f}")
+    if not all(step["grad_norm"] > 0 for step in result["steps"]):
+        wrong.append(f"{case.name} has a gradient norm of 0, expected more than 0")
+    if case.method in SPARSE_OPTIONS and case.pattern != "element" and not result["n_tiled"]:
+        wrong.append(f"{case.name} computes no weight gradient by tiles")
+    return wrong
+
+
+main = Benchmark(
     name="scale",
     doc=__doc__,
     options=options,
     problem=problem,
-    measure=run,
-    text=text,
-    failures=lambda report, args: wrong_lines(report),
-    partial=lambda args: args.max_s is not None,
+    measure=measure,
     epilog=_EPILOG,
     output="bench/results/scale_{device}.json",
-    device="auto",
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return BENCHMARK.main(argv)
-
+    resumes=True,
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,9 +9,7 @@ are computed in slices, and the reference is the base weights, the model without
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,10 +20,8 @@ from sparse_opt.trainers.dpo import reference_logprobs
 from sparse_opt.trainers.models import add_lora, make_masks_skippable
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 
-from ..common.environment import commit
-from ..common.harness import job_main
-from ..common.memory import limit_memory
 from ..distributed.models import make_model, pair
+from ..harness import job_main, limit_memory
 from ..training.baseline.modes import held_bytes, n_tiled, n_trained
 from ..training.baseline.run import Sections, dpo_steps, graphed, take_steps
 from .cases import SPARSE_OPTIONS, Case
@@ -37,29 +33,18 @@ def run(case: Case) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     if on_gpu and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    row = {
-        "device_name": torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        "commit": commit(),
-        "least_bytes": case.least_bytes(),
-    }
     if case.least_bytes() > limit_memory(device, case.limit_gib):  # it would run out of memory, but later
-        return row | {"fits": False, "needs_more_than_bytes": case.least_bytes(), "error": "not tried"}
+        return {"fits": False, "needs_more_than_bytes": case.least_bytes()}
     try:
         measured = _measure(case, device)
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError:
         reached = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-        return row | {
-            "fits": False,
-            "needs_more_than_bytes": max(reached, case.least_bytes()),
-            "error": str(error).partition(". ")[0],
-        }
-    return row | {"fits": True, **measured}
+        return {"fits": False, "needs_more_than_bytes": max(reached, case.least_bytes())}
+    return {"fits": True, **measured}
 
 
 def _measure(case: Case, device: torch.device) -> dict[str, Any]:
-    began = time.perf_counter()
     trained = make_training(case, device)
-    build_s = time.perf_counter() - began
     on_gpu = device.type == "cuda"
     build_peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     vocab = case.config().vocab_size
@@ -77,7 +62,6 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
         "n_trained": n_trained(trained),
         "n_tiled": n_tiled(trained),
         "bytes": held_bytes(trained),
-        "build_s": build_s,
         "build_peak_bytes": build_peak,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
@@ -112,7 +96,7 @@ def random_pair(case: Case, index: int, vocab: int) -> TokenBatch:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the case that a JSON file describes and write the measurements to another."""
-    return job_main(lambda job: run(Case(**job)) | {"case": asdict(Case(**job))}, argv)
+    return job_main(lambda job: run(Case(**job)), argv)
 
 
 if __name__ == "__main__":

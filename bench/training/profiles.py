@@ -31,12 +31,11 @@ import torch
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.integrations.rates import rate_factor
 from sparse_opt.integrations.trl.train import run as train_with_trl
-from sparse_opt.tables import format_bytes, table
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.recipes import rft
 
-from ..common.harness import Benchmark, Report, job_main, out_of_range, run_in_process
-from ..common.report import machine_name
+from ..harness import NOT_MEASURED, Benchmark, WrongResult, job_main, not_between, run_in_process
+from ..rows import Case, Row, Run
 
 STAGES = ("datagen", "train", "test")
 # Options of a stage that are not those of a profile.
@@ -53,6 +52,10 @@ PLAIN: dict[str, dict[str, Any]] = {
 # A CPU trains this start in a minute; about a third of its sampled answers are right.
 ARITHMETIC: dict[str, Any] = {"max_operand": 29, "n_train": 600, "p_right": 0.5}
 SIGMAS = 3.0
+SETTINGS = (
+    *("model_name_or_path", "verifier", "answers", "hidden_size", "n_layers", "n_prompts", "oversample"),
+    *("temperature", "max_completion_length", "train_steps", "learning_rate", "max_length", "n_test", "seed"),
+)
 COUNTS = ("n_prompts", "oversample", "train_steps", "n_test", "repeats", "start_steps", "n_layers")
 _EPILOG = """examples:
   sparse-opt bench profiles                                    # sums, on this machine
@@ -63,7 +66,7 @@ _EPILOG = """examples:
 
 
 def _options(parser: CommandParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("model, data and training").add_argument
     add("--profiles", nargs="+", choices=rft.PROFILES, default=list(rft.PROFILES), help="profiles to compare")
     add("--model_name_or_path", help="name or folder of a model; default: a small one for sums")
     add("--dataset_name", help="prompts with answers to train on; with --model_name_or_path")
@@ -93,12 +96,10 @@ def _problem(args: Namespace) -> str:
         return "expected --max_completion_length with --model_name_or_path"
     args.max_completion_length = args.max_completion_length or {"plain": 8, "think": 32}[args.answers]
     args.verifier = args.verifier or ("exact_match" if args.model_name_or_path is None else "number")
-    return out_of_range(args, *COUNTS, "max_completion_length") or out_of_range(args, "max_length", at_least=2)
+    return not_between(args, *COUNTS, "max_completion_length") or not_between(args, "max_length", at_least=2)
 
 
-def _measure(args: Namespace, report: Report) -> None:
-    report["settings"] = {name: value for name, value in vars(args).items() if name not in ("output", "config")}
-    report["start"], report["rows"] = None, []
+def _measure(args: Namespace, run: Run) -> None:
     with tempfile.TemporaryDirectory(prefix="sparse_opt_profiles_") as name:
         folder = Path(name)
         common = {"use_cpu": args.device == "cpu"}
@@ -113,9 +114,10 @@ def _measure(args: Namespace, report: Report) -> None:
             commands = []
         sampling |= {"model_name_or_path": model}
         test = {**sampling, "dataset_name": test_data, "dataset_split": f"train[:{args.n_test}]"}
-        report["start"] = _run(folder, "start", [*commands, ["test", {**test, **PLAIN["test"], "batch_size": 256}]])
-        if report["start"] is None:
-            return
+        start = _run(folder, "start", [*commands, ["test", {**test, **PLAIN["test"], "batch_size": 256}]])
+        if start is None:
+            raise WrongResult("the model that all configurations start from could not be made or tested")
+        run.note(f"accuracy before training: {start['stages']['test']['accuracy']:.4f}")
         datagen = {**sampling, "dataset_name": data, "dataset_split": f"train[:{args.n_prompts}]", "keep": "all"}
         datagen |= {"oversample": args.oversample, "temperature": args.temperature}
         names = ["plain", *args.profiles]
@@ -131,11 +133,14 @@ def _measure(args: Namespace, report: Report) -> None:
                 found = _run(folder, name, commands)
                 if found is not None:
                     results[name].append(found)
-                report["rows"] = [_row(name, results[name]) for name in names]
-    plain = report["rows"][0]
-    for row in report["rows"] if plain["n_repeats"] else ():
-        if row["n_repeats"]:
-            row["accuracy_check"] = accuracy_check(row["accuracy"][0], plain["accuracy"][0], row["n_test"])
+    common = {name: getattr(args, name) for name in SETTINGS}
+    for name in names:
+        if len(results[name]) < args.repeats:
+            run.note(f"{NOT_MEASURED}: {name} ran {len(results[name])} times, expected {args.repeats}")
+            run.completed = False
+        if results[name]:
+            add_rows(run, results[name], {"profile": name, **common})
+            run.wrong += wrong_accuracy(name, results)
 
 
 def _start_options(args: Namespace, world: Path, folder: Path) -> dict[str, Any]:
@@ -209,24 +214,51 @@ def _timed(stage: str, options: dict[str, str]) -> dict[str, Any]:
     return {**found, "work_s": report["seconds"], **{name: report[name] for name in names if name in report}}
 
 
-def _row(name: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """name -> [middle, lowest, highest] over the repeats: of shares the mean in the middle, else the median."""
-    row: dict[str, Any] = {"name": name, "kind": "plain" if name == "plain" else "profile", "n_repeats": len(results)}
-    if not results:
-        return row
+def add_rows(run: Run, results: Sequence[dict[str, Any]], case: Case) -> None:
+    """The rows of a configuration, without loading: medians of the repeats, and of the accuracy the mean."""
+    plain: dict[str, float | Case] = {"plain": {"profile": "plain"}} if case["profile"] != "plain" else {}
 
-    def of(values: list[float], middle: Any = statistics.median) -> list[float]:
-        return [middle(values), min(values), max(values)]
+    def add(metric: str, unit: str, values: list[float], peers: dict[str, float | Case] | None = None) -> None:
+        low, middle, high = min(values), statistics.median(values), max(values)
+        middle = statistics.fmean(values) if metric == "accuracy" else middle
+        run.add(
+            Row(
+                suite="profiles",
+                case=case,
+                metric=metric,
+                unit=unit,
+                value=middle,
+                p20=low,
+                p80=high,
+                n=len(values),
+                peers=peers or {},
+            )
+        )
 
+    add("all", "s", [sum(result["stages"][stage]["work_s"] for stage in STAGES) for result in results], plain)
     for stage in STAGES:
         stages = [result["stages"][stage] for result in results]
-        names = [name for name in ("wall_s", "work_s", "tokens_per_s", "peak_memory_bytes") if stages[0][name]]
-        row[stage] = {"peak_memory_bytes": None} | {name: of([found[name] for found in stages]) for name in names}
-    row["work_s"] = of([sum(result["stages"][stage]["work_s"] for stage in STAGES) for result in results])
-    row["n_kept"] = of([result["stages"]["datagen"]["n_kept"] for result in results])
-    tests = [result["stages"]["test"] for result in results]
-    row |= {"accuracy": of([found["accuracy"] for found in tests], statistics.fmean), "n_test": tests[0]["n_prompts"]}
-    return row | {"results": list(results)}
+        add(stage, "s", [found["work_s"] for found in stages])
+        if stage != "test":
+            add(f"{stage}, tokens", "1/s", [found["tokens_per_s"] for found in stages])
+        if stages[0]["peak_memory_bytes"]:
+            add(f"peak memory, {stage}", "bytes", [found["peak_memory_bytes"] for found in stages])
+    add("accuracy", "share", [result["stages"]["test"]["accuracy"] for result in results])
+
+
+def wrong_accuracy(name: str, results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The error of a profile whose accuracy does not hold."""
+    if not results["plain"] or name == "plain":
+        return []
+    found, plain = (
+        statistics.fmean(result["stages"]["test"]["accuracy"] for result in of_one)
+        for of_one in (results[name], results["plain"])
+    )
+    check = accuracy_check(found, plain, results[name][0]["stages"]["test"]["n_prompts"])
+    if check["holds"]:
+        return []
+    below = f"accuracy of {name} is {found:.4f}, {-check['difference']:.4f} below plain"
+    return [f"{below}; the tolerance is {check['tolerance']:.4f}"]
 
 
 def accuracy_check(accuracy: float, plain: float, n_prompts: int) -> dict[str, Any]:
@@ -239,49 +271,6 @@ def accuracy_check(accuracy: float, plain: float, n_prompts: int) -> dict[str, A
     return {"difference": accuracy - plain, "tolerance": tolerance, "holds": accuracy >= plain - tolerance}
 
 
-def _failures(report: Report, args: Namespace) -> list[str]:
-    if report["start"] is None:
-        return ["WRONG RESULT: the model that all configurations start from could not be made or tested"]
-    wrong = []
-    for row in report["rows"]:
-        if row["n_repeats"] < args.repeats:
-            wrong.append(f"WRONG RESULT: {row['name']} ran {row['n_repeats']} times, expected {args.repeats}")
-        check = row.get("accuracy_check")
-        if check is not None and not check["holds"]:
-            found = f"accuracy of {row['name']} is {row['accuracy'][0]:.4f}, {-check['difference']:.4f} below plain"
-            wrong.append(f"WRONG RESULT: {found}; the tolerance is {check['tolerance']:.4f}")
-    return wrong
-
-
-def text(report: Report) -> str:
-    """The report for a terminal."""
-    settings, rows = report["settings"], [row for row in report["rows"] if "accuracy_check" in row]
-    what = settings["model_name_or_path"] or "sums, a small Llama"
-    before = "" if report["start"] is None else f", accuracy {report['start']['stages']['test']['accuracy']:.4f} before"
-    lines = [
-        f"RFT on {what}{before}: {settings['n_prompts']} prompts x {settings['oversample']} completions, "
-        f"{settings['train_steps']} steps, {settings['n_test']} test prompts; {machine_name(report)}"
-    ]
-    headers = ["profile", *(f"{stage} s" for stage in STAGES), "all s", "x plain", "datagen tok/s", "train tok/s"]
-    cells = []
-    for row in rows:
-        peak = row["train"]["peak_memory_bytes"]
-        cell = [row["name"], *(_spread(row[stage]["work_s"], "{:.2f}") for stage in STAGES)]
-        cell += [f"{row['work_s'][0]:.2f}", f"{rows[0]['work_s'][0] / row['work_s'][0]:.2f}"]
-        cell += [f"{row[stage]['tokens_per_s'][0]:.0f}" for stage in ("datagen", "train")]
-        cell += [format_bytes(int(peak[0])) if peak else "-", _spread(row["accuracy"], "{:.4f}")]
-        cells.append([*cell, "yes" if row["accuracy_check"]["holds"] else "NO"])
-    if cells:
-        lines += [table([*headers, "peak", "accuracy", "holds"], cells)]
-        lines += ["medians of the repeats (lowest - highest), without loading; of the accuracy the mean"]
-    return "\n".join(lines)
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    middle, lowest, highest = (form.format(value) for value in values)
-    return middle if lowest == highest else f"{middle} ({lowest} - {highest})"
-
-
 _benchmark = Benchmark(
     name="profiles",
     doc=__doc__,
@@ -289,8 +278,6 @@ _benchmark = Benchmark(
     options=_options,
     problem=_problem,
     measure=_measure,
-    text=text,
-    failures=_failures,
     output="bench/results/profiles_{device}.json",
     device="auto",
 )

@@ -14,25 +14,26 @@ from __future__ import annotations
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparse_opt.cli.doctor import installed_version
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.errors import SparseOptError
 from sparse_opt.masks.patterns import PATTERNS
 
-from ..common.harness import Benchmark, Report, WrongResult, out_of_range, run_in_process
 from ..distributed.models import SHAPES
+from ..harness import Benchmark, WrongResult, not_between, run_in_process
+from ..rows import Case, Row, Run
 from . import ENVIRONMENTS
-from .report import text, wrong_line
 
 _SETTINGS = (
     *("shape", "gpus", "density", "pattern", "sequence_length", "batch_size", "micro_batch_size", "model_dtype"),
-    *("gradient_checkpointing", "attention", "fused_kernels", "clip_grad", "learning_rate", "n_rounds", "seed"),
-    "device",
+    *("gradient_checkpointing", "attention", "fused_kernels", "clip_grad", "learning_rate", "seed"),
 )
 
 _EPILOG = """examples:
@@ -79,61 +80,75 @@ def problem(args: Namespace) -> str:
     if args.small:
         args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
         args.density = max(args.density, 0.25)  # the matrices have 8 to 32 tiles
-    if error := out_of_range(args, "sequence_length", at_least=4) or out_of_range(args, "micro_batch_size"):
+    if error := not_between(args, "sequence_length", at_least=4):
         return error
     if args.batch_size % args.micro_batch_size:
         return f"--batch_size {args.batch_size} is no multiple of --micro_batch_size {args.micro_batch_size}"
-    if error := out_of_range(args, "gpus", at_least=2):
+    if error := not_between(args, "gpus", at_least=2):
         return error
     if not on_cpu and args.gpus > torch.cuda.device_count():
         return f"--gpus {args.gpus}: torch sees {torch.cuda.device_count()}; --small runs on a CPU"
     if find_spec("verl") is None:
         return "verl is not installed here: `make test-verl` installs it into an environment of its own, build/verl"
-    if args.folder is not None and not args.folder.is_dir():
-        return f"--folder {args.folder}: no such folder"
     if args.output is None and args.shape != "3b":
         args.output = Path(f"bench/results/verl_{args.shape}.json")
     args.device = "cpu" if on_cpu else "cuda"
     return ""
 
 
-def run(args: Namespace, report: Report) -> None:
-    """Run the engines in processes of a torchrun, and fill the report with their rows."""
-    settings = {name: getattr(args, name) for name in _SETTINGS} | {"verl": installed_version("verl")}
-    report |= {"settings": settings, "rows": [], "failed": False}
+def measure(args: Namespace, run: Run) -> None:
+    """Run the engines in processes of a torchrun, and add their rows."""
+    settings = {name: getattr(args, name) for name in _SETTINGS}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_verl_") as temporary:
         # Of the options of World: no limit of the memory, the network that NCCL chooses.
-        job = settings | {"network": "default", "limit_gib": None, "store": "env://"}
-        job["folder"] = str(args.folder or temporary)
+        job = settings | {"network": "default", "limit_gib": None, "store": "env://", "device": args.device}
+        job |= {"folder": str(args.folder or temporary), "n_rounds": args.n_rounds}
         variables = ENVIRONMENTS[args.device]
         result = run_in_process(
             "sparse_opt.bench.verl.world", "verl", job, Path(temporary), variables, n_ranks=args.gpus
         )
     if result is None:
-        report["failed"] = True
-        return
-    report |= {name: result[name] for name in ("rows", "check", "nnz")}
-    if not report["check"]["met"]:
-        raise WrongResult(wrong_line(report["check"]))
+        raise SparseOptError("the run did not end")
+    if not result["check"]["met"]:
+        raise WrongResult(f"the first updates of the engines differ: {errors_line(result['check'])}")
+    for row in result_rows(result, settings | {"verl": installed_version("verl")}):
+        run.add(row)
+    run.note(f"the first updates agree: {errors_line(result['check'])}")
 
 
-BENCHMARK = Benchmark(
+def result_rows(result: Mapping[str, Any], settings: Case) -> list[Row]:
+    """The rows of the engines, the sparse one compared with verl's."""
+    found = []
+    for one in result["rows"]:
+        case: Case = {"engine": one["engine"], **settings}
+        peers: dict[str, float | Case] = {"fsdp2": {"engine": "fsdp2"}} if one["engine"] != "fsdp2" else {}
+        shared: dict[str, Any] = {"suite": "verl", "case": case, "peers": peers}
+        spread = {"p20": one["p20_ms"], "p80": one["p80_ms"], "n": one["n_rounds"]}
+        found.append(Row(**shared, metric="time", unit="ms", value=one["ms"], **spread))
+        for metric, key in (("peak memory", "peak_memory_bytes"), ("memory between updates", "held_bytes")):
+            if one[key] is not None:
+                found.append(Row(**shared, metric=metric, unit="bytes", value=one[key]))
+    return found
+
+
+def errors_line(check: Mapping[str, Any]) -> str:
+    """How far the first updates of the engines are from each other."""
+    return (
+        f"gradients of the active elements differ by {check['moment_error']:.1e}, expected at most "
+        f"{check['moment_tolerance']:.1e}; updates by {check['update_error']:.1e}, expected at most "
+        f"{check['update_tolerance']:.1e}"
+    )
+
+
+main = Benchmark(
     name="verl",
     doc=__doc__,
     options=options,
     problem=problem,
-    measure=run,
-    text=text,
-    failures=lambda report, args: ["the run did not end"] if report["failed"] else [],
+    measure=measure,
     epilog=_EPILOG,
     output="bench/results/verl.json",
-    device="auto",
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return BENCHMARK.main(argv)
-
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,15 +23,16 @@ from torch import Tensor
 
 from sparse_opt import MaskSet
 
-from ..common.environment import commit
-from ..common.harness import job_main
-from ..common.timing import measure
 from ..distributed.models import make_model
 from ..distributed.reference import CHECK_LR, first_step
 from ..distributed.variants import Variant
 from ..distributed.world import World
+from ..harness import job_main
+from ..rows import Run
+from ..timing import measure
 from .engines import EngineTraining, make_batch, make_engine, make_loss
-from .report import DENSE, SPARSE
+
+DENSE, SPARSE = "fsdp2", "sparse_fsdp2"
 
 UNIT_ROUNDOFF = 2.0**-9  # of the bf16 forward and backward pass, verl's default
 
@@ -56,7 +57,7 @@ class EngineWorld(World):
     """
 
     def __init__(self, args: Namespace) -> None:
-        super().__init__(args, {}, [])
+        super().__init__(args, Run({}), [])
         self.fused_kernels = args.fused_kernels != "none"
         self.model = Path(args.folder) / f"{args.shape}_{args.seed}"
         self.mask = Path(args.folder) / f"{args.shape}_{args.pattern}_{args.density:g}_{args.seed}.safetensors"
@@ -104,7 +105,7 @@ class EngineWorld(World):
         timings = measure(variants, device=self.device, n_warmup=1, n_rounds=self.args.n_rounds, clock=self._clock)
         gc.unfreeze()
         for row in rows:
-            row |= timings[row["engine"]].as_dict() | {"commit": commit()}
+            row |= vars(timings[row["engine"]])
         return {"rows": rows, "check": check, "nnz": mask.nnz}
 
     @staticmethod

@@ -21,21 +21,18 @@ from __future__ import annotations
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.l2_fetch import GRANULARITIES
 
-from ..common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
-from ..common.report import why_unwritable
 from ..distributed.models import SHAPES
 from ..distributed.world import NETWORKS
-from .plot import plot
-from .report import VARIANTS, text, wrong_lines
+from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..rows import Run
+from .results import VARIANTS, result_rows
 
 _EPILOG = """examples:
   sparse-opt bench weight_sync                                    # 3B shape on two GPUs, both networks
@@ -70,7 +67,6 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
-    run.add_argument("--plot", type=Path, help="PNG of the times; needs matplotlib")
 
 
 def problem(args: Namespace) -> str:
@@ -84,65 +80,59 @@ def problem(args: Namespace) -> str:
     args.variants = args.variants or possible
     args.networks = args.networks or ["default"] if on_cpu else args.networks or list(NETWORKS)
     if error := (
-        out_of_range(args, "sequence_length", at_least=2)
+        not_between(args, "sequence_length", at_least=2)
         or one_of_each("networks", args.networks, ["default"] if on_cpu else list(NETWORKS))
         or one_of_each("variants", args.variants, possible)
     ):
         return error
-    if args.mask_dir is not None and not args.mask_dir.is_dir():
-        return f"--mask_dir {args.mask_dir}: no such folder"
     if args.output is None and args.shape != "3b":
         args.output = Path(f"bench/results/weight_sync_{args.shape}.json")
     args.device = "cpu" if on_cpu else "cuda"
-    if args.plot is None:
-        return ""
-    require_matplotlib("plot")
-    return why_unwritable(args.plot)
+    return ""
 
 
-def run(args: Namespace, report: Report) -> None:
-    """Run two processes for each network, and fill the report with their rows."""
-    names = ("shape", "density", "learning_rate", "sequence_length", "n_rounds", "seed", "device", "compact_weights")
-    settings = {name: getattr(args, name) for name in (*names, "l2_fetch_granularity")}
-    report |= {"settings": settings, "rows": [], "failed": []}
+SETTINGS = (
+    *("shape", "density", "learning_rate", "sequence_length", "seed", "compact_weights", "l2_fetch_granularity"),
+)
+
+
+def measure(args: Namespace, run: Run) -> None:
+    """Run two processes for each network, and add their rows."""
+    settings = {name: getattr(args, name) for name in SETTINGS}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_weight_sync_") as folder:
         for network in args.networks:
             # CUDA IPC does not use the network.
-            rows = [name for name in args.variants if network == "default" or VARIANTS[name].transport != "ipc"]
-            job = settings | {"variants": rows, "network": network, "mask_dir": str(args.mask_dir or folder)}
-            variables = NETWORKS[network]
+            names = [name for name in args.variants if network == "default" or VARIANTS[name].transport != "ipc"]
+            job = settings | {"variants": names, "network": network, "mask_dir": str(args.mask_dir or folder)}
+            job |= {"n_rounds": args.n_rounds, "device": args.device}
             module = "sparse_opt.bench.weight_sync.world"
-            result = run_in_process(module, network, job, Path(folder), variables, n_ranks=2)
-            if result is None:
-                report["failed"].append(network)
-            else:
-                report["rows"] += result["rows"]
-    if args.plot is not None and report["rows"]:
-        plot(report, args.plot)
-        print(f"plot: {args.plot}")
+            results = run_in_process(module, network, job, Path(folder), NETWORKS[network], n_ranks=2)
+            if results is None:
+                run.note(f"not measured: network {network}, whose run did not end")
+                run.completed = False
+            for result in results or []:
+                variant = VARIANTS[result["variant"]]
+                if not result["right"]:
+                    run.wrong.append(f"{network}, {variant.name}: weights differ between the ranks")
+                    continue
+                for row in result_rows(result, variant, network, settings):
+                    run.add(row)
+    n = len([row for row in run.rows if row.metric == "time"])
+    n_wrong = len(run.wrong)
+    run.note(
+        f"all weights of both GPUs have the same bits after the first and the last update in {n} of {n + n_wrong} rows"
+    )
 
 
-def failures(report: Report, args: Namespace) -> list[str]:
-    return [f"{network}: the run did not end" for network in report["failed"]] + wrong_lines(report)
-
-
-BENCHMARK = Benchmark(
+main = Benchmark(
     name="weight_sync",
     doc=__doc__,
     options=options,
     problem=problem,
-    measure=run,
-    text=text,
-    failures=failures,
+    measure=measure,
     epilog=_EPILOG,
     output="bench/results/weight_sync.json",
-    device="auto",
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return BENCHMARK.main(argv)
-
+).main
 
 if __name__ == "__main__":
     sys.exit(main())

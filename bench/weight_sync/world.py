@@ -25,12 +25,12 @@ from sparse_opt.weight_sync.transports import (
     ProcessGroupSender,
 )
 
-from ..common.environment import commit
-from ..common.harness import job_main
 from ..distributed.models import make_model, masked_shapes, model_config, pair
 from ..distributed.variants import VARIANTS as TRAININGS
 from ..distributed.variants import Training, make_training
-from .report import VARIANTS, Variant
+from ..harness import job_main
+from ..rows import percentiles
+from .results import VARIANTS, Variant
 
 TIMEOUT_S = 120.0
 
@@ -206,19 +206,15 @@ class World:
             own["stream_ms"] = self._stream_ms(row.sender)
         found: list[Any] = [None, None]
         dist.all_gather_object(found, own)
-        times = sorted(times)
+        p20, ms, p80 = percentiles(times)
         return {
-            "network": self.job["network"],
             "variant": variant.name,
-            **vars(variant),
             "nnz": mask.nnz if variant.pattern else None,
-            "numel": sum(weight.numel() for weight in row.weights.values()),
             "right": right,
-            "ms": statistics.median(times) if right else None,
-            "p20_ms": times[len(times) // 5],
-            "p80_ms": times[len(times) - 1 - len(times) // 5],
+            "ms": ms,
+            "p20_ms": p20,
+            "p80_ms": p80,
             "n_rounds": len(times),
-            "commit": commit(),
             **found[0],
             **found[1],
         }
@@ -249,4 +245,4 @@ class World:
 
 
 if __name__ == "__main__":
-    sys.exit(job_main(lambda job: {"rows": World(job).measure()}))
+    sys.exit(job_main(lambda job: World(job).measure()))

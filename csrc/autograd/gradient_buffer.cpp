@@ -39,7 +39,9 @@ c10::Stream current_stream(at::Device device) {
 // Whether the stream is being captured in a CUDA graph: then it must not wait for work outside of the graph, and work
 // outside must not wait for it.
 bool is_captured(c10::Stream stream) {
-  return stream.device_type() == at::kCUDA && kernels->is_capturing(stream.native_handle());
+  if (stream.device_type() != at::kCUDA) return false;
+  const c10::StreamGuard current(stream);  // torch 2.10 has no Stream::native_handle()
+  return kernels->is_capturing(stream.device_index());
 }
 
 uint32_t version_of(const at::Tensor& tensor) {
@@ -193,13 +195,20 @@ void GradientBuffer::set_queue_limits(std::optional<int64_t> tiles, std::optiona
 
 // Dense gradients
 
+// The Python hook gets other gradients, and raises an error with the parameter's name.
+bool GradientBuffer::can_gather(size_t i, const at::Tensor& grad) const {
+  const at::ScalarType dtype = grad.scalar_type();
+  return grad.layout() == at::kStrided && grad.numel() == bound_->numels[i] &&
+         (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+}
+
 bool GradientBuffer::receive(size_t i) {
   at::Tensor taken;  // freed after the lock is released, as by Lock
   const Lock lock(*this);
   at::Tensor& grad = bound_->params[i].mutable_grad();
   if (!direct_) return false;
   if (!grad.defined() && received_tiles_.at(i)) return true;
-  if (!grad.defined() || grad.layout() != at::kStrided) return false;
+  if (!grad.defined() || !can_gather(i, grad)) return false;
   taken = std::exchange(grad, at::Tensor());
   add_dense(i, taken);
   return true;
@@ -263,7 +272,7 @@ void GradientBuffer::gather_(const Queue& queue) {
 
 bool GradientBuffer::receive_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
   const Lock lock(*this);
-  if (!direct_) return false;
+  if (!direct_ || left.size(-1) * right.size(-1) != bound_->numels.at(i)) return false;
   check_tile_operands(i, left, right);
   queue_tiles(i, left, right);
   if (tile_products_.tiles >= max_tiles_ || tile_products_.bytes > max_tile_bytes_) {

@@ -101,6 +101,7 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   void flush(Queue& queue);
   void flush_all();
   void add_dense(size_t i, const at::Tensor& grad);
+  bool can_gather(size_t i, const at::Tensor& grad) const;
   void check_tile_operands(size_t i, const at::Tensor& left, const at::Tensor& right) const;
   void queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
   void gather_(const Queue& queue);

@@ -89,6 +89,16 @@ void step(BoundParams& bound, const std::string& name, const py::kwargs& argumen
   bound.step(op, std::move(stack));
 }
 
+// It reads the objects of torch's C++ classes, whose layout differs between versions.
+void check_torch() {
+  const auto installed = py::str(py::module_::import("torch").attr("__version__")).cast<std::string>();
+  if (installed != SPARSE_OPT_TORCH_VERSION) {
+    throw py::import_error("sparse_opt._autograd was compiled against torch " SPARSE_OPT_TORCH_VERSION
+                           ", and the installed torch is " +
+                           installed);
+  }
+}
+
 // The table of _kernels, which is imported first.
 void load_kernels() {
   const py::object capsule = py::module_::import("sparse_opt._kernels").attr("kernel_table")();
@@ -105,8 +115,8 @@ void load_kernels() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  check_torch();
   load_kernels();
-  m.attr("torch_version") = SPARSE_OPT_TORCH_VERSION;
 
   py::class_<BoundParams, std::shared_ptr<BoundParams>>(
       m, "BoundParams", "Parameters and their segments, converted once; see backends.bind.")

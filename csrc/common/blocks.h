@@ -14,7 +14,7 @@
 namespace sparse_opt::cpu {
 
 // Small blocks, so that memory is busy while a block is computed: AdamW of 1.6 of 64 M fp32 elements, call after call,
-// took 4.7 ms on two Zen 4 cores with these, 5.4 with blocks of 128, 6.3 with blocks of 512 (docs/notebook.md).
+// took 4.7 ms on two Zen 4 cores with these, 5.4 with blocks of 128, 6.3 with blocks of 512 (docs/dev/notebook.md).
 constexpr int64_t kBlock = 64;
 constexpr int64_t kBlocksAhead = 6;  // that are prefetched
 // If a block is of two dense tensors, a few of its lines are prefetched earlier, so that the translations of its pages'

@@ -96,7 +96,7 @@ inline int64_t blocks_of(int64_t start, int64_t end, int64_t slots_per_block) {
 }
 
 // Whether the current device has compute capability 9.x, whose launch sizes were tuned: "Tuning tables" in
-// docs/notebook.md. A size that depends on it changes no bit of any result.
+// docs/dev/notebook.md. A size that depends on it changes no bit of any result.
 inline bool has_tuned_sizes() {
   int device = 0, major = 0;
   cudaGetDevice(&device);

@@ -260,7 +260,7 @@ struct RunSlots {
 // For kernels that read no dense tensor and write few of its single elements: a thread has Unroll consecutive slots,
 // and compact buffers and indices, which must satisfy fits_vectors(), are moved as vectors. A segment may begin and end
 // inside a vector: there elements are moved one by one. Indices are loaded only by threads whose elements change, when
-// these are stored. The accesses have no cache hints: evict-first loads and stores took 3 % longer (docs/notebook.md).
+// these are stored. The accesses have no cache hints: evict-first loads and stores took 3 % longer (the lab notebook).
 template <typename Index, int Threads, int Unroll>
 struct ElementVectors {
   static constexpr int kThreads = Threads, kUnroll = Unroll, kBlocks = 1536 / Threads;

@@ -20,7 +20,7 @@
 
 namespace sparse_opt::cuda {
 
-// Chosen on an H200: "Tuning tables" in docs/notebook.md. `sparse-opt bench kernels` times delta_encode.
+// Chosen on an H200: "Tuning tables" in docs/dev/notebook.md. `sparse-opt bench kernels` times delta_encode.
 constexpr int kEncodeThreads = 256;
 constexpr int kEncodeBlocks = 3;  // on a multiprocessor, 44 KiB of shared memory each
 constexpr int kEncodeBlocksUntuned = 2;

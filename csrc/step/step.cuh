@@ -6,7 +6,7 @@
 // bandwidth bound is the sum over the copy rate.
 //
 // A parameter is stored only where its bits change. Stores to single elements all over memory are the most expensive
-// part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/notebook.md), and in training few
+// part of a step: an H200 writes lone 32-byte sectors at 1.0 to 1.5 TB/s (docs/dev/notebook.md), and in training few
 // active weights move by as much as their last bit in one step. Therefore the parameter is read even if a master holds
 // its value, unless the caller says that the parameter is the rounded master, or gives a compact copy of it: then no
 // dense memory is read. Of the copy 2 or 4 bytes are read, and the sectors written in which an element changes; indices
@@ -218,7 +218,7 @@ inline bool fits_vectors(const StepArguments& args) {
                      [&](const void* state) { return fits_vectors(state, state_size); });
 }
 
-// call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/notebook.md has the
+// call.template operator()<Layout>(). The blocks were tuned with bench/kernels on an H200; docs/dev/notebook.md has the
 // times.
 template <typename Call>
 void dispatch_step_layout(const StepArguments& args, Call call) {

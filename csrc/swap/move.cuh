@@ -12,7 +12,7 @@ enum class Move { kSwap, kToDense, kToCompact };
 
 constexpr int kMoveThreads = 1024;
 
-// Each thread moves Unroll elements. A block reads all of its elements before it writes the first (docs/notebook.md,
+// Each thread moves Unroll elements. A block reads all of its elements before it writes the first (the lab notebook,
 // "Tuning tables").
 template <typename Word, typename Index, Move Way, int Unroll, int Capacity>
 __global__ void __launch_bounds__(kMoveThreads)
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kMoveThreads)
 }
 
 // Whether active elements are single elements, and each has 32 bytes or more of the dense tensors. Fewer of them in
-// flight are faster then, because the writes to neighbouring elements leave the caches together (docs/notebook.md).
+// flight are faster then, because the writes to neighbouring elements leave the caches together (docs/dev/notebook.md).
 inline bool is_scattered(const MoveArguments& args) {
   int64_t active = 0;
   for (int64_t i = 0; i < args.segments.count; ++i) active += args.segments.ends[i] - args.segments.starts[i];
@@ -74,7 +74,7 @@ void move_by(const char* op, const MoveArguments& args, cudaStream_t stream) {
 
 // An element needs few registers, so a thread can have eight in flight. One is faster on an H200 if the dense elements
 // are only written, and if they are scattered, where a small L1 cache is faster too: "Tuning tables" in
-// docs/notebook.md. `sparse-opt bench kernels` times the swaps.
+// docs/dev/notebook.md. `sparse-opt bench kernels` times the swaps.
 template <Move Way>
 void move(const char* op, const MoveArguments& args, cudaStream_t stream) {
   if constexpr (Way == Move::kToDense) {

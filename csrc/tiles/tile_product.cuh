@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_add<float16>(float (&sum)[4], const uin
 }
 
 // The shape of a block's work: threads, tokens of a step, stages in shared memory. Chosen on an
-// H200 with bench/kernels/tile_gradients.py: "Tuning tables" in docs/notebook.md. All fit into 99 KiB, the shared
+// H200 with bench/kernels/tiles.py: "Tuning tables" in docs/dev/notebook.md. All fit into 99 KiB, the shared
 // memory of a block on GPUs outside of data centers.
 template <typename T, int Tile>
 struct TileShape {

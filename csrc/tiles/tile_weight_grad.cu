@@ -276,7 +276,7 @@ struct SplitRule {
 // Splits of the tokens of a tile, which fill the GPU if tiles are few. A multiprocessor holds two blocks with tiles of
 // 128, which take one and a half times as long as one, or three with tiles of 64. Clusters of three, and more so of
 // five or six, leave multiprocessors unused. Chosen on an H200 with 132 multiprocessors: "Tuning tables" in
-// docs/notebook.md. bench/kernels/tile_gradients.py times such calls.
+// docs/dev/notebook.md. bench/kernels/tiles.py times such calls.
 constexpr SplitRule kRules64[] = {{8, 0.3, 2048}, {4, 0.47, 1024}, {3, 0.64, 2048}, {2, 1.0, 2048}};
 constexpr SplitRule kRules128[] = {{8, 0.16, 2048}, {4, 0.25, 1024}, {3, 0.31, 1024}, {4, 0.45, 2048},
                                    {2, 0.5, 1024},  {3, 0.64, 2048}, {2, 1.0, 4096},  {3, 1.25, 6144}};

@@ -87,8 +87,8 @@ class Coverage:
         steps: the steps after the base, ascending; the last one is the final one.
         taus: thresholds.
         numel: number of compared elements.
-        active: [tau][step], active elements.
-        shared: [tau][step], elements that are active at the step and at the final one.
+        active: elements by tau and step that are active.
+        shared: the same, of elements that are active at the step and at the final one.
     """
 
     steps: tuple[int, ...]

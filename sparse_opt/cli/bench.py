@@ -19,29 +19,27 @@ BENCHMARKS = {
         "patches: bytes per changed weight, and speed, compared with other encodings of changes",
     ),
     "delta_logging": (
-        "training.delta_logging.main",
+        "training.delta_logging",
         "training with a delta log of every step, compared with training without: time per step, memory",
     ),
     "distributed": (
         "distributed.main",
         "a step on several GPUs: replicate and FSDP2, sparse and dense: time, peak memory, bytes reduced",
     ),
-    "gpu_check": (
-        "kernels.gpu_check",
-        "all checks on a GPU: the tests, the memory checker, and the table of kernels",
-    ),
     "kernels": (
-        "kernels.table.main",
+        "kernels.table",
         "every op and optimizer on the shapes of a 3B model, with bandwidth bounds, peers and targets",
     ),
     "profiles": (
         "training.profiles",
         "RFT's profiles compared with plain training: tokens per second, memory, accuracy",
     ),
+    "report": ("report", "show the rows that benchmarks wrote, judge them by the targets, compare runs"),
     "scale": (
         "scale.main",
         "the largest model of one GPU: peak memory and time of a DPO step, by model size, dense, LoRA and sparse",
     ),
+    "trl": ("training.trl", "a step of DPO in TRL, with its optimizer and with SparseAdamW: time, peak memory"),
     "verl": (
         "verl.main",
         "verl's actor update on several GPUs, the sparse engine compared with verl's own: time, peak memory",
@@ -55,6 +53,8 @@ BENCHMARKS = {
 _EPILOG = """examples:
   sparse-opt bench baseline dpo
   sparse-opt bench kernels --numel 200000000
+  sparse-opt bench report bench/results/kernels_gpu.json part=tiles
+  sparse-opt bench report before.json after.json
   sparse-opt bench cpu_step --help
 """
 

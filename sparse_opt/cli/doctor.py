@@ -85,7 +85,11 @@ def examine() -> dict[str, Any]:
             "cause": cause,
             "build_info": module.build_info() if module else None,
         },
-        "autograd": {"built": autograd is not None, "cause": why_no_autograd},
+        "autograd": {
+            "built": autograd is not None,
+            "path": autograd.__file__ if autograd else None,
+            "cause": why_no_autograd,
+        },
         "devices": _devices(torch),
         "backends": {
             device: {name: _availability(backends, torch, name, device) for name in backends.BACKENDS}
@@ -165,9 +169,8 @@ def _text(report: dict[str, Any]) -> str:
         from .. import backends
 
         autograd = report["autograd"]
-        facts.append(
-            ("autograd", "native" if autograd["built"] else f"{autograd['cause']}: {backends.WITHOUT_AUTOGRAD}")
-        )
+        native = f"native  ({autograd['path']})"
+        facts.append(("autograd", native if autograd["built"] else f"{autograd['cause']}: {backends.WITHOUT_AUTOGRAD}"))
     facts += [("device", _one_line(device)) for device in report["devices"]]
     facts += [(name, packages[name] or "not installed") for name in OPTIONAL_PACKAGES]
     facts += [("environment", f"{name}={value}") for name, value in report["environment"].items() if value is not None]

@@ -24,9 +24,10 @@ COMMANDS = {
     "quickstart": "dense and sparse DPO of a small model side by side, in minutes: score, memory, bytes that are sent",
     "train": "train a model: sft, dpo and grpo by TRL, all weights or a mask's; recipes ppo, rlt, rft, minimal_dpo",
     "mask": "find masks, or draw them at random; describe, compare, combine and convert them",
-    "delta": "list, verify, rebuild, squash, export and convert the steps of a delta log",
+    "delta": "work with the steps of a delta log; share what training changed as a delta, and apply it",
     "analyze": "measure what training changed: sparsity, coverage, ranks, in tables, plots and one page",
     "bench": "run a benchmark",
+    "build": "compile the native collection of gradients, whose source a wheel has, for the installed torch",
     "doctor": "show what is installed, which backends can run, and why the others cannot",
 }
 
@@ -34,6 +35,7 @@ COMMANDS = {
 _INSTALL = {
     "torch": "pip install torch",
     "triton": "pip install triton",
+    "setuptools": "pip install setuptools",
     "transformers": "pip install 'sparse-opt[train]'",
     "datasets": "pip install 'sparse-opt[train]'",
     "jinja2": "pip install jinja2",

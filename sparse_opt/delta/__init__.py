@@ -1,4 +1,4 @@
-"""Delta logs: store the weights of a run at every logged step, bit for bit, as changes.
+"""Delta logs, which store the weights of a run at every logged step, bit for bit, and deltas, which share one change.
 
 Names are imported when they are first used, because optimizers need the digests of this package alone.
 """
@@ -9,13 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .delta_set import DeltaSet
     from .export import export_values
     from .log import DeltaLog
+    from .sparse_delta import SparseDelta
     from .state_log import StateLog
 
-__all__ = ["DeltaLog", "StateLog", "export_values"]
+__all__ = ["DeltaLog", "DeltaSet", "SparseDelta", "StateLog", "export_values"]
 
-_HOMES = {"DeltaLog": "log", "StateLog": "state_log", "export_values": "export"}
+_HOMES = {
+    "DeltaLog": "log",
+    "DeltaSet": "delta_set",
+    "SparseDelta": "sparse_delta",
+    "StateLog": "state_log",
+    "export_values": "export",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,11 +24,12 @@ from .chain import LogFiles
 from .codec import Backend
 from .digest import StateDigest
 from .encoder import StepCoder, begin, resume, since_keyframe
-from .files import LogSettings, StepHeader, read_header, require_steps
+from .files import MASK_NAME, LogSettings, StepHeader, read_header, require_steps
 from .lock import WriterLock, require_no_log
 from .lock import claim as claim
 from .maintenance import Problem as Problem
-from .state import StateLayout, StateReader, read_state
+from .sparse_delta import SparseDelta, origin
+from .state import StateLayout, StateReader, TensorSpec, read_state
 from .writer import Append, StepInfo, StepWriter
 
 ModelOrState = nn.Module | Mapping[str, Tensor]
@@ -255,6 +256,28 @@ class DeltaLog:
         if any(a > b for a, b in pairwise(steps)):
             raise DeltaLogError(f"{self.directory}: steps {list(steps)} do not ascend")
         yield from self._files.tensor_states(name, steps)
+
+    def between(self, a: int, b: int, *, level: str = "tight") -> SparseDelta:
+        """Return what changed from logged step `a` to the later step `b`, as a delta to share.
+
+        Reads the log tensor by tensor. Its metadata are the log's; base_model is the log's `model` if `a` is step 0.
+
+        Raises:
+            DeltaLogError: as `load`; or `a` is not before `b`.
+        """
+        if a >= b:
+            raise DeltaLogError(f"{self.directory}: between({a}, {b}), expected a step and a later one")
+        mask = MaskSet.load(self.directory / MASK_NAME) if self.mask_digest else None
+        metadata = origin(None, mask) | self.metadata | {"steps": f"{a} to {b}"}
+        if a == 0 and "model" in self.metadata:
+            metadata["base_model"] = self.metadata["model"]
+
+        def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+            # Cloned: a yielded tensor is valid only until the next one is read.
+            old, new = (tensor.clone() for _, tensor in self._files.tensor_states(spec.name, [a, b]))
+            return old, new
+
+        return SparseDelta.of_tensors(self.layout, read, level=level, metadata=metadata)
 
     def step_of(self, model_or_state: ModelOrState) -> int | None:
         """Return the last logged step whose state has the model's current bits, by digest; None if there is none.

@@ -79,18 +79,18 @@ class StateLayout:
         pairs = zip(self.tensors, tensor_digests, strict=True)
         return combined_digest((spec.name, spec.dtype, spec.shape, digest) for spec, digest in pairs)
 
-    def mismatches(self, other: StateLayout) -> list[str]:
+    def mismatches(self, other: StateLayout, mine_is: str = "the log") -> list[str]:
         """Return how `other` differs from this layout, one line per tensor; order and buffers are ignored."""
         mine, theirs = ({spec.name: spec for spec in layout.tensors} for layout in (self, other))
         lines = [f"{name} is missing" for name in mine if name not in theirs]
-        lines += [f"{name} is not in the log" for name in theirs if name not in mine]
+        lines += [f"{name} is not in {mine_is}" for name in theirs if name not in mine]
         lines += [
-            f"{name} is {theirs[name]}, {spec} in the log"
+            f"{name} is {theirs[name]}, {spec} in {mine_is}"
             for name, spec in mine.items()
             if name in theirs and theirs[name] != spec
         ]
         if not lines and dict(self.aliases) != dict(other.aliases):
-            lines.append(f"tied names are {dict(other.aliases)}, {dict(self.aliases)} in the log")
+            lines.append(f"tied names are {dict(other.aliases)}, {dict(self.aliases)} in {mine_is}")
         return lines
 
     def require_same(self, other: StateLayout, where: str) -> None:

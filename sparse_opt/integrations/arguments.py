@@ -14,9 +14,9 @@ from torch import Tensor
 from ..delta.codec import LEVELS
 from ..delta.schedule import Schedule
 from ..errors import ConfigError
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, RandomMask
 
-Mask = MaskSet | str | PathLike[str] | Mapping[str, Tensor]
+Mask = MaskSet | RandomMask | float | str | PathLike[str] | Mapping[str, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -39,6 +39,10 @@ class SparseArguments:
         delta_log_steps: the optimizer steps to log (`delta.schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
         delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
             `DeltaLog.create`.
+        save_delta: write a `SparseDelta`, what training has changed since W0, next to the weights of each checkpoint
+            and of the saved model; `push_to_hub` uploads that of the model. Not with FSDP2.
+        save_weights: False saves the delta alone, in place of the weights. A run resumes from such a checkpoint if its
+            model has the weights that the first run started from.
         vllm_weight_sync: what GRPO with `use_vllm=True` sends vLLM before it generates: "full", all weights, as TRL
             does, or "sparse", the values that have changed under the mask. "sparse" needs a model with vLLM's dtype
             and with the weights of the checkpoint that vLLM has loaded. With `vllm_mode="colocate"` it needs a
@@ -48,8 +52,9 @@ class SparseArguments:
             `vllm_mode="colocate"`: `{"enforce_eager": True, "enable_prefix_caching": False}`.
 
     Raises:
-        ConfigError: an option of the log is out of range, or has no effect without `delta_log_dir`; or a log is
-            requested with keep_base_weights=False; or vllm_options with another vllm_weight_sync than "sparse".
+        ConfigError: an option of the log is out of range, or has no effect without `delta_log_dir`; or a log or
+            a delta is requested with keep_base_weights=False; or vllm_options with another vllm_weight_sync than
+            "sparse".
     """
 
     grads: Literal["compact", "dense"] = "compact"
@@ -70,6 +75,8 @@ class SparseArguments:
     delta_log_level: str = "packed"
     delta_log_keyframe_every: int | None = None
     delta_log_on_error: Literal["raise", "warn"] = "raise"
+    save_delta: bool = False
+    save_weights: bool = True
     vllm_weight_sync: Literal["full", "sparse"] = "full"
     vllm_options: Mapping[str, Any] | None = None
 
@@ -91,19 +98,26 @@ class SparseArguments:
                     raise ConfigError(f"{option.name} has no effect without delta_log_dir")
         if self.delta_log_dir is not None and not self.keep_base_weights:
             raise ConfigError("delta_log_dir needs keep_base_weights=True: a delta log starts with the base weights")
+        if not self.save_weights and not self.save_delta:
+            raise ConfigError("save_weights=False needs save_delta=True: a checkpoint would have no weights at all")
+        if self.save_delta and not self.keep_base_weights:
+            raise ConfigError("save_delta needs keep_base_weights=True: a delta is the difference to the base weights")
 
 
-def as_mask(mask: Mask) -> MaskSet:
-    """A MaskSet from a MaskSet, a file for `MaskSet.load`, or a dictionary of bool tensors.
+def read_mask(mask: Mask) -> MaskSet | RandomMask | float:
+    """Make a MaskSet of a file for `MaskSet.load`, or of a dictionary of bool tensors; return other masks as they are.
 
     Raises:
         MaskError: the file or a tensor is not a mask; the message names it.
         TypeError: `mask` has another type.
     """
-    if isinstance(mask, MaskSet):
+    if isinstance(mask, MaskSet | RandomMask | int | float) and not isinstance(mask, bool):
         return mask
     if isinstance(mask, Mapping):
         return MaskSet.from_bool(mask)
     if isinstance(mask, str | PathLike):
         return MaskSet.load(Path(mask))
-    raise TypeError(f"mask is a {type(mask).__name__}, expected a MaskSet, a path, or a dict of bool tensors")
+    raise TypeError(
+        f"mask is a {type(mask).__name__}, expected a MaskSet, a RandomMask, a density, a path, or a dict of bool "
+        "tensors"
+    )

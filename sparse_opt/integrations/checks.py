@@ -113,6 +113,8 @@ def _of_fsdp2(plugin: Any, args: Any, options: SparseArguments) -> None:
         raise ConfigError(f"vllm_weight_sync is {options.vllm_weight_sync!r}, expected 'full' with FSDP2")
     if options.grads != "compact":
         raise ConfigError(f"grads is {options.grads!r}, expected 'compact' with FSDP2")
+    if options.save_delta:
+        raise ConfigError("save_delta is True, expected False with FSDP2: compare the saved checkpoints (delta diff)")
     # transformers looks for the best checkpoint's folder on each process, before all of its sharded files are written.
     if args.load_best_model_at_end:
         raise ConfigError(
@@ -133,7 +135,7 @@ def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
 
     Raises:
         ConfigError: another optimizer is selected; an option casts the trained weights in place; an option restarts the
-            run, which a delta log does not support.
+            run, which a delta log does not support; or loads weights, which are not saved.
     """
     if args.optim not in _ADAMW:
         raise ConfigError(
@@ -143,6 +145,8 @@ def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
         raise ConfigError(
             "auto_find_batch_size restarts the run, which a delta log does not support: set only one of the two"
         )
+    if args.load_best_model_at_end and not options.save_weights:
+        raise ConfigError("load_best_model_at_end is True, expected False with save_weights=False")
     for option, dtype in (("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)):
         if getattr(args, option):
             _refuse_cast(model, dtype, f"{option}=True", f"load the model in {dtype}, or leave it out")

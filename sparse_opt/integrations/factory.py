@@ -18,7 +18,8 @@ def sparse_trainer(trainer_class: type) -> Any:
 
     Its constructor takes the arguments of `trainer_class` and two more, by keyword:
 
-    - `mask`: a `MaskSet`, a mask file, or a dictionary of bool tensors.
+    - `mask`: a `MaskSet`, a mask file, a dictionary of bool tensors, or a `RandomMask`, which is drawn for the model; a
+      number is the density of a `RandomMask` of single elements.
     - `sparse`: `SparseArguments`; None for the defaults.
 
     Gradients are kept compact, and are clipped and logged by the norm over active elements. The Trainer provides the

@@ -21,11 +21,13 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from ..delta.sparse_delta import SparseDelta
 from ..errors import ConfigError, DataError
+from ..masks.mask_set import MaskSet, as_mask_set
 from ..optim import SparseAdamW
 from ..optim.options import SharedOptions
 from . import checks, rates
-from .arguments import Mask, SparseArguments, as_mask
+from .arguments import Mask, SparseArguments, read_mask
 from .callback import DeltaLogCallback, Weights, on_process_0
 from .checkpoints import VerifiedCheckpointCallback, complete
 from .colocated_updates import ColocatedUpdates
@@ -63,8 +65,8 @@ class SparseTrainer(EndingTrainer):
     def __init__(self, *args: Any, mask: Mask, sparse: SparseArguments | None = None, **kwargs: Any) -> None:
         self.sparse_arguments = SparseArguments() if sparse is None else sparse
         self.sparse_optimizer: SparseAdamW | None = None
-        self.sparse_mask = as_mask(mask)
-        if not self.sparse_mask.nnz:
+        given_mask = read_mask(mask)
+        if isinstance(given_mask, MaskSet) and not given_mask.nnz:
             raise ConfigError("the mask has no active element")
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         checks.of_call(bound)
@@ -74,11 +76,12 @@ class SparseTrainer(EndingTrainer):
         with self._without_reference(bound), self._without_vllm(given):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)
+        self.sparse_mask = as_mask_set(given_mask, self.model)
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
             checks.of_frozen_parameters(self.model, self.sparse_mask)
-        rates.warn_of_settings(self.args, self.sparse_arguments, self.sparse_mask, self.model)
+        rates.warn_of_rate(self.args, self.sparse_mask)
         if self.sparse_arguments.vllm_weight_sync == "sparse":
             self._send_changes_to_vllm()
         self._sparse_callback = SparseCallback(self)
@@ -226,6 +229,29 @@ class SparseTrainer(EndingTrainer):
         return self.sparse_optimizer.clip_grad_norm_(max_norm)
 
     # Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Call the Trainer's method, and with `save_delta` write the delta next to the weights or in place of them."""
+        options, optimizer = self.sparse_arguments, self.sparse_optimizer
+        if options.save_weights or optimizer is None:
+            super()._save(output_dir, state_dict)
+        if not options.save_delta or optimizer is None or not self.args.should_save:
+            return
+        folder = output_dir or self.args.output_dir
+        optimizer.delta().save_pretrained(folder)
+        if not options.save_weights:  # what the Trainer's method saves with the weights
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            for part in (model.config, getattr(model, "generation_config", None), self.processing_class):
+                if part is not None:
+                    part.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Call the Trainer's method, or apply the delta of a checkpoint that was saved in place of weights."""
+        if self.sparse_arguments.save_weights:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            SparseDelta.from_pretrained(resume_from_checkpoint).apply_(self.model if model is None else model)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Call the Trainer's method, but remove old checkpoints when the new one has its manifest, not before."""

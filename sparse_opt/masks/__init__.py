@@ -5,7 +5,7 @@ them; `parameters.py` knows the names of models' parameters.
 """
 
 from .algebra import intersect, invert, union
-from .mask_set import MaskSet, MaskStats
+from .mask_set import MaskSet, MaskStats, RandomMask
 from .patterns import PATTERNS
 
-__all__ = ["PATTERNS", "MaskSet", "MaskStats", "intersect", "invert", "union"]
+__all__ = ["PATTERNS", "MaskSet", "MaskStats", "RandomMask", "intersect", "invert", "union"]

@@ -1,9 +1,10 @@
-"""MaskSet: the active elements of a model's parameters."""
+"""MaskSet: the active elements of a model's parameters; RandomMask: one that is drawn when the model is known."""
 
 from __future__ import annotations
 
 import builtins
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,28 @@ class MaskStats:
     def sparsity(self) -> float:
         """1 - density."""
         return 1.0 - self.density
+
+
+@dataclass(frozen=True)
+class RandomMask:
+    """The arguments of `MaskSet.random` for a model that is not known yet; optimizers and trainers draw the mask.
+
+    Raises:
+        MaskError: density, pattern or pool is out of range.
+    """
+
+    density: float
+    pattern: str = "element"
+    seed: int = 0
+    pool: str = "tensor"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.density <= 1.0:
+            raise MaskError(f"mask density is {self.density}, expected 0 to 1")
+        if self.pattern not in PATTERNS:
+            raise MaskError(f"mask pattern is {self.pattern!r}, expected one of {', '.join(PATTERNS)}")
+        if self.pool not in ("tensor", "global"):
+            raise MaskError(f"pool is {self.pool!r}, expected tensor or global")
 
 
 class MaskSet:
@@ -145,14 +168,10 @@ class MaskSet:
             pool: whether the density is that of each tensor (tensor) or of all together (global).
 
         Raises:
-            MaskError: density, pattern or pool is out of range, or two parameters of the model share memory.
+            MaskError: density, pattern or pool is out of range; two parameters of the model share memory; or a density
+                above 0 is less than half a unit of every tensor, so that the mask would be empty.
         """
-        if not 0.0 <= density <= 1.0:
-            raise MaskError(f"mask density is {density}, expected 0 to 1")
-        if pattern not in PATTERNS:
-            raise MaskError(f"mask pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}")
-        if pool not in ("tensor", "global"):
-            raise MaskError(f"pool is {pool!r}, expected tensor or global")
+        RandomMask(density, pattern, seed, pool)  # checks them
         shapes: dict[str, tuple[int, ...]] = {}
         if isinstance(model_or_shapes, nn.Module):
             params = named_parameters_of(model_or_shapes)
@@ -167,6 +186,14 @@ class MaskSet:
             metadata["pool"] = pool
         else:
             indices = {name: random_indices(name, shape, density, pattern, seed) for name, shape in shapes.items()}
+        if density > 0 and any(map(math.prod, shapes.values())) and not any(t.numel() for t in indices.values()):
+            where, remedy = "in all tensors together", ""
+            if pool == "tensor":
+                where, remedy = "in each tensor", "pool='global', which draws from all tensors together, "
+            raise MaskError(
+                f"the random mask is empty: density {density:g} is less than one unit of {pattern} {where}; use "
+                f"{remedy}a larger density or a smaller pattern"
+            )
         return cls._of_checked(indices, shapes, pattern, metadata)
 
     @classmethod
@@ -379,6 +406,24 @@ class MaskSet:
             f"MaskSet({len(self)} tensors, {self.nnz} of {self.numel} elements active, "
             f"sparsity {self.sparsity:.4%}, pattern {self.pattern})"
         )
+
+
+def as_mask_set(mask: MaskSet | RandomMask | float, params: nn.Module | Mapping[str, Tensor]) -> MaskSet:
+    """Return the mask, or draw it for the floating-point parameters; a number is the density of a `RandomMask`.
+
+    Raises:
+        TypeError: `mask` has another type.
+        MaskError: as `MaskSet.random` raises.
+    """
+    if isinstance(mask, MaskSet):
+        return mask
+    if isinstance(mask, numbers.Real) and not isinstance(mask, bool):
+        mask = RandomMask(float(mask))
+    if not isinstance(mask, RandomMask):
+        raise TypeError(f"mask is a {type(mask).__name__}, expected a MaskSet, a RandomMask or a density")
+    if not isinstance(params, nn.Module):
+        params = {name: p for name, p in params.items() if p.is_floating_point()}
+    return MaskSet.random(params, density=mask.density, pattern=mask.pattern, seed=mask.seed, pool=mask.pool)
 
 
 def require_own_memory(params: Mapping[str, Tensor], active: Iterable[str]) -> None:

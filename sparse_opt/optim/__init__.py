@@ -1,6 +1,6 @@
 """Optimizers that train the active elements of a mask.
 
-docs/gradient_path.md follows a gradient from `backward()` to `step()`, with the file of each stage.
+docs/architecture.md follows a gradient from `backward()` to `step()`, with the file of each stage.
 
 Parameters are in one bucket (buckets.py), and their gradients in one buffer, if one op call can take them all: same
 parameter group, device, dtype and layout of the indices. binding.py builds both from a mask, and chooses

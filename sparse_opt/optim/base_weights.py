@@ -58,7 +58,6 @@ class BaseWeights(LocalSegments):
 
     def enter_(self) -> None:
         """Put the base into the model, bit for bit."""
-        self._check_sizes()
         values = self.values.to(self.device, non_blocking=True)
         if self.current is None:
             self._ops.indexed_swap_(values)

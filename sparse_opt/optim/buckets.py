@@ -143,15 +143,12 @@ class Bucket(LocalSegments):
 
     def check_params(self) -> None:
         """Raise a ValueError that names the first parameter which the ops cannot take."""
-        for name, param, numel in zip(self.names, self.params, self.numels, strict=True):
-            if param.numel() != numel:
-                raise ValueError(f"{name!r} has {param.numel()} elements, but had {numel} when its mask was bound")
+        changed = self.find_changed()
+        if changed is not None:
+            raise ValueError(f"{self.names[changed[0]]!r} {changed[1]}")
+        for name, param in zip(self.names, self.params, strict=True):
             if param.device != self.device:
                 raise ValueError(f"{name!r} is on {param.device}, but was on {self.device} when its mask was bound")
-            if param.dtype not in checks.FLOAT_DTYPES:
-                raise ValueError(f"{name!r} is {param.dtype}, expected bfloat16, float16 or float32")
-            if param.dtype != self.params[0].dtype:
-                raise ValueError(f"{name!r} is {param.dtype}, but {self.names[0]!r} is {self.params[0].dtype}")
             if not param.is_contiguous():
                 raise ValueError(f"{name!r} has strides {param.stride()}, expected a contiguous parameter")
 
@@ -190,6 +187,8 @@ class Bucket(LocalSegments):
         Raises:
             ValueError, RuntimeError: a parameter or its gradient is invalid for the op; names the parameter.
         """
+        if self.params[0].dtype != self.dtype:  # after model.half(); the op would take parameters of one dtype
+            self.check_params()
         if self.weights is not None:
             self.weights.sync()
         self.gradient.finish()

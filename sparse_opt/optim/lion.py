@@ -6,7 +6,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, RandomMask
 from .options import SharedOptions
 from .sparse_optimizer import Params, SparseOptimizer
 
@@ -33,7 +33,7 @@ class SparseLion(SparseOptimizer):
     def __init__(
         self,
         params: Params,
-        mask: MaskSet,
+        mask: MaskSet | RandomMask | float,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,

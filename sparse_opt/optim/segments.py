@@ -36,7 +36,8 @@ class Segments:
     run_length: int
 
     def __post_init__(self) -> None:
-        self.numels = [p.numel() for p in self.params]  # when the mask was bound
+        self.numels = [p.numel() for p in self.params]  # when the mask was bound, as is the dtype of all
+        self.dtype = self.params[0].dtype
 
     def shared(self) -> dict[str, Any]:
         """Return the fields as keyword arguments, for another object over the same segments."""
@@ -45,6 +46,18 @@ class Segments:
     @property
     def device(self) -> torch.device:
         return self.indices.device
+
+    def find_changed(self) -> tuple[int, str] | None:
+        """Return (i, what has changed) of the first parameter that has another size or dtype now, or None."""
+        for i, (param, numel) in enumerate(zip(self.params, self.numels, strict=True)):
+            if param.numel() != numel:
+                return i, f"has {param.numel()} elements, but had {numel} when its mask was bound"
+            if param.dtype != self.dtype:
+                return i, (
+                    f"is {param.dtype}, but was {self.dtype} when its mask was bound: cast the model before the "
+                    "optimizer is built, or call rebind(model) before the first step"
+                )
+        return None
 
     @property
     def nnz(self) -> int:
@@ -64,11 +77,18 @@ class Segments:
     def index_bytes(self) -> int:
         return self.indices.nbytes + (0 if self.index_bases is None else self.index_bases.nbytes)
 
-    def positions(self, i: int) -> Tensor:
-        """Return the position of every active element: [nnz of params[i]] int32 or int64."""
+    def positions(self, i: int, at_most: int | None = None) -> Tensor:
+        """Return the positions of the active elements: [nnz of params[i]] int32 or int64.
+
+        Args:
+            at_most: return this many, the first ones; a multiple of the run length. None: all.
+        """
+        start, end = self.starts[i], self.ends[i]
+        if at_most is not None:
+            end = min(end, start + at_most)
         if self.index_bases is not None:
-            return widened(self.indices, self.index_bases, i, self.starts[i], self.ends[i])
-        runs = self.indices[self.starts[i] // self.run_length : self.ends[i] // self.run_length]
+            return widened(self.indices, self.index_bases, i, start, end)
+        runs = self.indices[start // self.run_length : end // self.run_length]
         return expanded(runs, self.run_length)
 
 

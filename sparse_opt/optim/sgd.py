@@ -6,7 +6,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, RandomMask
 from .options import SharedOptions
 from .sparse_optimizer import Params, SparseOptimizer
 
@@ -30,7 +30,7 @@ class SparseSGD(SparseOptimizer):
     def __init__(
         self,
         params: Params,
-        mask: MaskSet,
+        mask: MaskSet | RandomMask | float,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,

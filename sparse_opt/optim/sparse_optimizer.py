@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..masks.mask_set import MaskSet
+from ..masks.mask_set import MaskSet, RandomMask, as_mask_set
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, binding, options
+from . import base_weights, binding, lost_updates, options
 from . import state as compact_state
 from .buckets import Bucket, BucketStep
-from .clipping import clip_coefficient, global_norm
+from .clipping import clip_coefficient, global_norm, warn_of_clipping_elsewhere
 from .gradients import tile_layers
 from .gradients.collector import GradientCollector
 from .gradients.gradient_buffer import GradientBuffer
@@ -30,6 +30,9 @@ from .segments import compact
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
+
+    from ..delta.sparse_delta import SparseDelta
+    from ..delta.state import TensorSpec
 
 __all__ = ["Params", "SparseOptimizer"]
 
@@ -59,7 +62,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Params,
-        mask: MaskSet,
+        mask: MaskSet | RandomMask | float,
         defaults: dict[str, Any],
         *,
         grads: Literal["compact", "dense"] = "compact",
@@ -109,14 +112,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._routes: list[tuple[nn.Module, Route]] = []  # layers with a replaced forward
         # Such a layer refers to itself; without this only the garbage collector would free it.
         weakref.finalize(self, tile_layers.restore, self._routes).atexit = False
-        self._groups_fixed = self._closed = False
+        self._groups_fixed = self._closed = self._looked_for_clipping = False
+        self._lost_updates: lost_updates.LostUpdates | None = None  # counted, but not read yet
         self.history = agreement.StepHistory()
         self.generation = 0  # how often the compact buffers were allocated; a captured CUDA graph is valid for one
 
         if isinstance(params, nn.Module):
             params = getattr(params, "_orig_mod", params)  # torch.compile prefixes every name with "_orig_mod."
             sharding.reshard(params)
-            mask = mask.resolve(params)
+            mask = as_mask_set(mask, params).resolve(params)
             model, params = params if model is None else model, params.named_parameters()
         self._root = binding.model_reference(model)
         super().__init__(params, self.defaults)
@@ -124,7 +128,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._check_groups()
         self.collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
         self._process_group = process_group
-        self._bind(mask)
+        self._bind(as_mask_set(mask, dict(self._named())))
 
     # Parameter groups
 
@@ -202,7 +206,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         if missing := [name for name in names if name not in params]:
             raise ValueError(f"rebind: the model has no parameter {missing[0]!r}")
         same = all(params[name] is p for name, p in zip(names, self._shards, strict=True))
-        same = same and self._links.replaced() is None
+        same = same and self._links.replaced() is None and all(b.find_changed() is None for b in self._buckets)
         if not same and any(bool(bucket.steps.any()) for bucket in self._buckets):
             raise RuntimeError("rebind: the optimizer has made a step, and its state is that of other parameters")
         for group in self.param_groups:  # also if they are the same: accelerate may have exchanged them
@@ -543,19 +547,49 @@ class SparseOptimizer(torch.optim.Optimizer):
         elif self.grads == "compact":
             self._check_gradients()
             self.collector.reduce()
+            if clip_coef is None and not self._looked_for_clipping and self.collector.has_unused():
+                self._looked_for_clipping = True
+                warn_of_clipping_elsewhere(type(self).__name__)
         prepared = [self._prepare(bucket, grad_scale, found_inf, clip_coef) for bucket in self._buckets]
         steps = [step for step in prepared if step is not None]
         for step in steps:
             step.check()
         # Nothing has been written so far, except weights that differed from their masters.
+        sampled = self._sample_updates(steps)
         for step in steps:
             step.apply()
+        if sampled is not None:
+            sampled.count(found_inf)
+            self._lost_updates = sampled
         self.grad_norm = norm
         self.collector.mark_stepped()
         self.history.n_steps += 1
         if self.process_group is not None:
             self.history.add_options(self.param_groups, self.defaults)
         return loss
+
+    def _sample_updates(self, steps: list[BucketStep]) -> lost_updates.LostUpdates | None:
+        """Sample the weights whose updates rounding could discard, before an early step is written; mostly None.
+
+        Also warns of what an earlier step has counted.
+        """
+        if self._lost_updates is None and self.history.n_steps + 1 != lost_updates.CHECKED_STEP:
+            return None
+        if any(step.bucket.device.type == "cuda" for step in steps) and torch.cuda.is_current_stream_capturing():
+            return None
+        if self._lost_updates is not None:
+            if self._lost_updates.warn_if_counted():
+                self._lost_updates = None
+            return None
+        buckets = [step.bucket for step in steps if "master" not in step.bucket.state]
+        buckets = [b for b in buckets if b.dtype != torch.float32 and b.device == buckets[0].device]
+        if self.stochastic_rounding or not buckets:
+            return None
+        dense = self.grads == "dense"
+        flags = [
+            [p.grad is not None for p in b.params] if dense else self.collector.received(b.gradient) for b in buckets
+        ]
+        return lost_updates.LostUpdates(buckets, flags, dense=dense)
 
     def _amp_scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """Return (grad_scale, found_inf) as set on this optimizer by a GradScaler; None for what it has not set."""
@@ -584,10 +618,16 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # Base weights
 
-    def _bases_to_swap(self) -> list[base_weights.BaseWeights]:
-        self._require_bound("base_weights")
+    def _bases_to_swap(self, call: str = "base_weights") -> list[base_weights.BaseWeights]:
+        self._require_bound(call)
         if not self.keep_base_weights:
-            raise RuntimeError("base_weights: the optimizer was built with keep_base_weights=False")
+            raise RuntimeError(f"{call}: the optimizer was built with keep_base_weights=False")
+        for base in self._bases:
+            changed = base.find_changed()
+            if changed is not None:
+                shard = base.shards[changed[0]]
+                name = next(name for name, p in self._named() if self._shards[p] is shard)
+                raise RuntimeError(f"{call}: {name!r} {changed[1]}")
         self.sync_weights()
         return self._bases
 
@@ -643,6 +683,43 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._root,
             lambda: ((name, self._shards[p].unsharded) for name, p in self._named()),
         )
+
+    @torch.no_grad()
+    def delta(self, *, level: str = "tight") -> SparseDelta:
+        """Return what training has changed since W0, as a `SparseDelta` to save and share.
+
+        Makes one tensor's base weights at a time. If the optimizer was built from parameters, without `model`, the
+        delta has these parameters alone.
+
+        Args:
+            level: see `SparseDelta.from_models`.
+
+        Raises:
+            RuntimeError: as `base_weights`.
+            DeltaError: a parameter is sharded by fully_shard.
+        """
+        from ..delta.sparse_delta import SparseDelta, origin, read_model
+
+        bases = self._bases_to_swap("delta")
+        root = self._root()
+        layout, state = read_model(dict(self._named()) if root is None else root, "the model")
+        names = {p.data_ptr(): name for name, p in state.items()}
+        held = {
+            names[shard.param.data_ptr()]: (base.positions(i), base.values[base.segment(i)])
+            for base in bases
+            for i, shard in enumerate(base.shards)
+        }
+
+        def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+            weight = state[spec.name]
+            if spec.name not in held:
+                return weight, weight
+            positions, values = held[spec.name]
+            before = weight.clone()
+            before.view(-1)[positions.long()] = values.to(weight.device)
+            return before, weight
+
+        return SparseDelta.of_tensors(layout, read, level=level, metadata=origin(root, self.mask))
 
     # State
 

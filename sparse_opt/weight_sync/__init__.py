@@ -17,7 +17,7 @@ On the inference engine, whose weights are those at which the sender was built:
 An engine with other weights, or one that joins late, gets `sender.state_message()` after the mask. After any number of
 updates its active weights have the bits of the trainer's. The remaining weights are never written.
 
-`weight_sync.transports` brings the messages from process to process; docs/weight_sync.md describes their bytes.
+`weight_sync.transports` brings the messages from process to process; docs/formats.md describes their bytes.
 """
 
 from .destinations import Destination

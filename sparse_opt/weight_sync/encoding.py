@@ -1,6 +1,6 @@
 """The bytes of weight updates: the header of a message, and the positions, values and bitmaps that it carries.
 
-docs/weight_sync.md describes them byte by byte. A `Message` is a safetensors file with string metadata; transports may
+docs/formats.md describes them byte by byte. A `Message` is a safetensors file with string metadata; transports may
 move its header and its tensors apart. Senders make the tensors by `mask_tensors` and `GroupValues`; receivers read them
 by `checked_mask`, and by `values_of` or `changed_tensors`, and compare the header with what they hold by
 `check_follows`. To send the bitmap of changed values in another form, change `GroupValues.tensors` and `values_of`: in

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from sparse_opt.bench.common.plots import COLOURS
+from sparse_opt.bench.plot import COLOURS
 
 from ..training import SOURCES, TUNING_SEED
 from .plan import Part, Study

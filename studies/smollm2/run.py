@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sparse_opt.bench.common.environment import environment
+from sparse_opt.bench.rows import environment
 from sparse_opt.errors import ConfigError
 
 from ..training import EARLY, Trained, answers, in_process, make_mask, options_for, read_rows, train, work, write_rows

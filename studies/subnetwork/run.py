@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from sparse_opt import MaskSet
-from sparse_opt.bench.common.environment import environment
+from sparse_opt.bench.rows import environment
 from sparse_opt.tables import markdown_table
 from sparse_opt.trainers.arithmetic import make_arithmetic
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from launch import run_module
+
+sys.path.append(str(Path(__file__).parent / "kernels"))  # sanitize_ops
 
 
 @pytest.fixture

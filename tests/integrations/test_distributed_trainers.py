@@ -31,7 +31,7 @@ pytestmark = pytest.mark.dist
 # TRL's modules are imported when they are used.
 preload("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 STEPS = 8
 MAX_GRAD_NORM = 0.3
 EPS = 2**-23
@@ -168,7 +168,7 @@ def train_sharded(rank: int, folder: Path, mask_file: Path, root: Path) -> dict[
 
 def _train_by_hand(lab: Lab, mask_file: Path, rank: int) -> None:
     """The documented loop with accelerate's FSDP2 gives the bits of processes with the whole model."""
-    section = PAGE.read_text(encoding="utf-8").partition("\n## Several GPUs\n")[2].partition("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").partition("\n## accelerate\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     model, whole, accelerator = lab.model(), lab.model(), Accelerator()
     mask = MaskSet.load(mask_file, model)

@@ -1,7 +1,8 @@
-"""The code in docs/integrations.md runs as it is."""
+"""The code in docs/integrations.md, and that of TRL in README.md, runs as it is."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -21,8 +22,7 @@ BLOCKS = {
 
 
 def test_every_trainer_has_its_block():
-    # The block of several GPUs runs in test_distributed_trainers.py.
-    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Several GPUs", "Checkpoints", "Delta log"]
+    assert list(BLOCKS) == ["Trainer", "SFT", "DPO", "GRPO", "Checkpoints", "Delta log"]
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO", "GRPO"])
@@ -40,3 +40,17 @@ def test_its_integration_runs(lab, monkeypatch, tmp_path, kind):
         exec(BLOCKS["Delta log"], names)
         assert names["state"].keys() == dict(lab.model().state_dict()).keys()
         assert DeltaLog.open("delta_logs").steps == (0, 10)
+
+
+def test_the_readmes_trainer_runs(lab, monkeypatch, tmp_path):
+    (code, *_) = re.findall(
+        r"```python\n(.*?)```", (PAGE.parents[1] / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in lab.rows("DPO")))
+    args = {"max_steps": 2, "use_cpu": lab.device.type == "cpu", "bf16": False, "report_to": [], "max_length": 64}
+    code = code.replace('"MODEL"', repr(str(lab.folder))).replace("0.025", "0.5").replace('"out", ', '"out", **args, ')
+    names = {"args": args}
+    exec(code, names)
+    assert names["trainer"].state.global_step == 2
+    assert names["trainer"].sparse_optimizer.mask.pattern == "tile64"

@@ -145,6 +145,8 @@ def test_foreign_and_missing_files(tmp_path: Path) -> None:
 def test_loading_against_a_model(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     path = MaskSet.random(model, density=0.5).save(tmp_path / "m.safetensors")
+    assert MaskSet.load(path, torch.compile(model)) == MaskSet.load(path, model)
+    assert MaskSet.random(torch.compile(model), density=0.5) == MaskSet.load(path)
     assert MaskSet.load(path, model).names == ("weight", "bias")
     text = refusal(path, nn.Linear(4, 2, bias=False))
     assert "weight is [2, 3] in the mask, [2, 4] in the model" in text

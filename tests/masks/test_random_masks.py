@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sparse_opt import MaskSet
+from sparse_opt import MaskSet, RandomMask, SparseAdamW
 from sparse_opt.errors import MaskError
 from sparse_opt.masks.patterns import PATTERNS, unit_grid
+from sparse_opt.optim import OPTIMIZERS
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.025, 0.5, 0.9, 1.0])
 def test_counts_are_exact(density: float, pattern: str) -> None:
     shapes = {"a": (257, 130), "b": (77,), "c": (), "d": (0, 5)}
+    counts = {name: math.floor(density * math.prod(unit_grid(shape, pattern)) + 0.5) for name, shape in shapes.items()}
+    if density and not any(counts.values()):
+        with pytest.raises(MaskError, match="the random mask is empty"):
+            MaskSet.random(shapes, density=density, pattern=pattern, seed=5)
+        return
     mask = MaskSet.random(shapes, density=density, pattern=pattern, seed=5)
     for name, shape in shapes.items():
         height, width = PATTERNS[pattern]
         dense = mask.bool(name).reshape(math.prod(shape[:-1]), shape[-1] if shape else 1)
         corners = dense[::height, ::width]
-        assert int(corners.sum()) == math.floor(density * math.prod(unit_grid(shape, pattern)) + 0.5)
+        assert int(corners.sum()) == counts[name]
         # The pattern is claimed; that no unit is taken in part makes the corners count the units.
         MaskSet({name: mask[name]}, {name: shape}, pattern=pattern)
 
@@ -84,6 +91,30 @@ def test_density_out_of_range(density: float) -> None:
         MaskSet.random({"w": (3,)}, density=density)
 
 
+def test_a_mask_that_would_be_empty_is_refused_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Linear(192, 192), nn.Linear(192, 192))
+    with pytest.raises(MaskError, match="density 0.01 is less than one unit of tile64 in each tensor; use pool='glo"):
+        SparseAdamW(model, RandomMask(0.01, "tile64"))
+    with pytest.raises(MaskError, match="in all tensors together; use a larger density or a smaller pattern"):
+        MaskSet.random(model, density=1e-6, pool="global")
+    assert MaskSet.random(model, density=0.1, pattern="tile64", pool="global").nnz
+    assert not MaskSet.random(model, density=0.0).nnz
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_draws_the_mask(optimizer: Any) -> None:
+    model = nn.Sequential(nn.Linear(192, 192), nn.Linear(192, 192))
+    spec = RandomMask(0.1, "tile64", seed=3, pool="global")
+    expected = MaskSet.random(model, density=0.1, pattern="tile64", seed=3, pool="global")
+    for params in (model, model.named_parameters(), [{"params": list(model.named_parameters())}]):
+        opt = optimizer(params, spec)
+        assert opt.mask == expected and opt.mask.pattern == "tile64"
+        opt.close()
+    assert optimizer(model, 0.1).mask == MaskSet.random(model, density=0.1)
+    with pytest.raises(TypeError, match="mask is a str, expected a MaskSet, a RandomMask or a density"):
+        optimizer(model, "mask.safetensors")
+
+
 def test_unknown_pattern() -> None:
     with pytest.raises(MaskError, match="mask pattern is 'tile32'"):
         MaskSet.random({"w": (3,)}, density=0.5, pattern="tile32")
@@ -107,7 +138,7 @@ SMALL_MATRICES = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("density", [0.0, 0.001, 0.025, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("density", [0.0, 0.005, 0.025, 0.5, 0.9, 1.0])
 def test_global_counts_are_exact_to_a_unit(density: float, pattern: str) -> None:
     shapes = {"a": (257, 130), "b": (77,), "c": (), "d": (0, 5), **SMALL_MATRICES}
     mask = MaskSet.random(shapes, density=density, pattern=pattern, seed=5, pool="global")

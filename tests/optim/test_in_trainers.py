@@ -143,8 +143,39 @@ def test_a_parameter_whose_data_shrank_is_not_written(device):
     p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match=r"'0.weight' has 24 elements, but had 192 when its mask was bound"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="another size"), optimizer.base_weights():
+    with pytest.raises(RuntimeError, match=r"'0.weight' has 24 elements, but had 192"), optimizer.base_weights():
         pass
+
+
+@pytest.mark.parametrize("pattern", ["element", "tile64"])
+def test_a_gradient_of_a_parameter_whose_data_grew_names_it(pattern, device):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128)).to(device)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.6, pattern=pattern), tile_backward=None)
+    model[0].weight.data = torch.randn(256, 64, device=device)
+    model[0].bias.data = torch.randn(256, device=device)
+    with pytest.raises(ValueError, match=r"the gradient of '0.(weight|bias)' has \d+ elements, but .* had \d+ when"):
+        loss_of(model, 0, width=64).backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("grads", ["compact", "dense"])
+def test_a_model_that_was_cast_after_the_optimizer_was_built(sparse_optimizer, grads, device):
+    model = make_model(device)
+    optimizer = sparse_optimizer(model, MaskSet.random(model, density=0.4), lr=1e-2, grads=grads)
+    model.bfloat16()
+    loss_of(model, 0).backward()
+    message = r"'0.weight' is torch.bfloat16, but was torch.float32 when its mask was bound: cast the model before"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="base_weights: " + message), optimizer.base_weights():
+        pass
+    optimizer.rebind(model)
+    before = model[0].weight.detach().clone()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+    with optimizer.base_weights():
+        assert torch.equal(model[0].weight, before)
 
 
 def test_a_refused_mask_changes_nothing(device):

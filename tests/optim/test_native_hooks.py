@@ -270,7 +270,7 @@ def test_gradients_that_cannot_be_gathered_are_not_received(device):
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
     queue_gradients(optimizer)
     model.double()
-    with pytest.raises(ValueError, match="dense.0. is Double"):
+    with pytest.raises(ValueError, match="gradient of '(weight|bias)' is torch.float64, expected bfloat16"):
         model(torch.ones(3, 16, device=device, dtype=torch.float64)).sum().backward()
     assert all(optimizer.compact_grad(p) is None for p in model.parameters())
 

@@ -1,4 +1,4 @@
-"""Without sparse_opt._autograd, as a wheel is installed: Python code collects the gradients, to the same bits."""
+"""Without sparse_opt._autograd, as with a wheel before `sparse-opt build`: Python code gives the same bits."""
 
 from __future__ import annotations
 

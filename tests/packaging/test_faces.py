@@ -29,7 +29,7 @@ FACES = (
 )
 # A loop or a recipe is one file, to be read; benchmarks are not part of the library.
 MODULES = ("sparse_opt.trainers.", "sparse_opt.bench.")
-SOURCES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
+SOURCES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.py"))]
 
 
 @pytest.mark.parametrize("face", FACES)

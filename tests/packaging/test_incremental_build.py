@@ -20,6 +20,7 @@ FILES = (
     "README.md",
     "LICENSE",
     "csrc/build_native.py",
+    "csrc/cxx_flags.txt",
     "csrc/step/rules/generate.py",
 )
 SOURCES = {

@@ -1,4 +1,4 @@
-"""A receiver of weight updates in numpy, written from docs/weight_sync.md alone, with all checks of "Receiving"."""
+"""A receiver of weight updates in numpy, written from docs/formats.md alone, with all checks of "Receiving"."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...common.shapes import llama_config, random_model
+from ...shapes import llama_config, random_model
 
 N_WORDS = 1000
 

@@ -1,7 +1,7 @@
 """A training step end to end: full fine-tuning, sparse training, LoRA and SHiRA. Time by section, and peak memory.
 
 `sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
-and seed, and write JSON, tables and, with --plot, a plot. Mode dense is full fine-tuning; lora and shira are peft's
+and seed. Mode dense is full fine-tuning; lora and shira are peft's
 adapters; tiles is mode sparse under a random mask of whole tiles. By default the model has the shape of Llama-3.2-3B
 and random weights, and the mask is random.
 """
@@ -41,17 +41,16 @@ import torch
 from torch import nn
 
 from sparse_opt import MaskSet
-from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, MaskError
 from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.trainers.pretrained import load_config_from
 
-from ...common.harness import Benchmark, Report, comma_separated, one_of_each, out_of_range, run_in_process
-from ...common.report import why_unwritable
-from ...common.shapes import LLAMA_3_2_3B_SIZES
+from ...harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ...rows import Case, Run
+from ...shapes import LLAMA_3_2_3B_SIZES
 from .inputs import (
     SMALL,
     SMALL_FOR_TILES,
@@ -61,9 +60,8 @@ from .inputs import (
     words_config,
     write_pairs,
 )
-from .modes import Job, Mode, shared_name
-from .plot import plot
-from .report import ratios, shared_ratios, summary, text, wrong_results
+from .modes import Job, Mode
+from .results import result_rows, wrong_results
 from .shira import require_shira_rank, shira_rank
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -71,36 +69,18 @@ DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
 TILE_PATTERNS = tuple(name for name in PATTERNS if name.startswith("tile"))
 N_PAIRS = 64
 _STEPS_BEFORE_REPLAYS = 4  # three ordinary ones and the capture
-_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings")
+# Options that the cases of all modes have, and of one algorithm.
 _SETTINGS = (
-    *("modes", "n_steps", "n_warmup", "steps_in_a_row", "batch_size", "subset_size", "sequence_length"),
-    *(
-        "n_generations",
-        "max_new_tokens",
-        "lora_rank",
-        "shira_rank",
-        "learning_rate",
-        "gradient_checkpointing",
-        "compile",
-    ),
-    *("precomputed_reference", "share_prompts", "prompt_share", "cuda_graphs"),
-    *(
-        "l2_fetch_granularity",
-        "seed",
-        "dataset",
-        "density",
-        "pattern",
-        "tile_pattern",
-        "include",
-        "exclude",
-        "mlp_only",
-    ),
+    *("batch_size", "sequence_length", "steps_in_a_row", "learning_rate", "gradient_checkpointing", "compile"),
+    *("precomputed_reference", "prompt_share", "cuda_graphs", "l2_fetch_granularity", "seed", "dataset", "density"),
+    *("include", "exclude", "mlp_only"),
 )
+_OF_GRPO = ("n_generations", "max_new_tokens")
 
 
 _EPILOG = """examples:
   sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
-  sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse --plot dpo.png
+  sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse
   sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
@@ -195,7 +175,6 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
     run.add_argument("--work_dir", type=Path, help="where to make the checkpoint, 6.4 GB (default: a temporary folder)")
-    run.add_argument("--plot", type=Path, help="PNG of the steps' sections; needs matplotlib")
 
 
 def problem(args: Namespace) -> str:
@@ -204,17 +183,14 @@ def problem(args: Namespace) -> str:
     shortest = args.max_new_tokens + 1 if args.algorithm == "grpo" else 8
     if error := (
         one_of_each("modes", args.modes, MODES)
-        or out_of_range(args, "n_generations", at_least=2)  # a group of one has no advantage
-        or out_of_range(args, "sequence_length", at_least=shortest)
-        or out_of_range(args, "steps_in_a_row")
+        or not_between(args, "n_generations", at_least=2)  # a group of one has no advantage
+        or not_between(args, "sequence_length", at_least=shortest)
     ):
         return error
     if args.precomputed_reference and args.algorithm != "dpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
     if error := _prompt_problem(args) or _graphs_problem(args):
         return error
-    if not 0 <= args.n_warmup < args.n_steps:
-        return f"--n_steps {args.n_steps} leaves nothing after --n_warmup {args.n_warmup}"
     if (n_timed := args.n_steps - args.n_warmup) % args.steps_in_a_row:
         return f"--steps_in_a_row {args.steps_in_a_row} does not divide the {n_timed} steps after the warm-up"
     own_model = args.model_name is not None or args.checkpoint is not None
@@ -234,8 +210,6 @@ def problem(args: Namespace) -> str:
     random = "tiles" in args.modes or ("sparse" in args.modes and args.mask is None)
     if not random and (args.include or args.exclude or args.mlp_only):
         return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
-    if args.work_dir is not None and not args.work_dir.is_dir():
-        return f"--work_dir {args.work_dir}: no such folder"
     for name in ("kernel_time", "l2_fetch_granularity"):
         if getattr(args, name) and device == "cpu":
             return f"--{name} needs a GPU, and the device is {device}"
@@ -244,10 +218,7 @@ def problem(args: Namespace) -> str:
     with_peft = [mode for mode in args.modes if mode in ("lora", "shira")]
     if with_peft and importlib.util.find_spec("peft") is None:
         return f"mode {with_peft[0]} needs peft, which is not installed: pip install 'sparse-opt[bench]'"
-    if args.plot is None:
-        return ""
-    require_matplotlib("plot")
-    return why_unwritable(args.plot)
+    return ""
 
 
 def _graphs_problem(args: Namespace) -> str:
@@ -279,20 +250,36 @@ def _prompt_problem(args: Namespace) -> str:
     return ""
 
 
-def run(args: Namespace, report: Report) -> None:
+def measure(args: Namespace, run: Run) -> None:
     """Run every mode in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
-        jobs = _prepare(Path(folder), args, report)
-        results = [_run(job, Path(folder)) for job in jobs]
-    rows = [summary(result, args.n_warmup) for result in results if result is not None]
-    report |= {"ratios": ratios(rows), "shared_ratios": shared_ratios(rows), "rows": rows}
-    if args.plot is not None and rows:
-        plot(report, args.plot, text(report).partition("\n")[0])
-        print(f"plot: {args.plot}")
+        jobs, common = _prepare(Path(folder), args)
+        results = []
+        for job in jobs:
+            result = _run(job, Path(folder))
+            if result is None:
+                run.note(f"not measured: mode {job.name}, whose run failed")
+                run.completed = False
+                continue
+            results.append(result)
+            for row in result_rows(result, common | _case(job, args), args.n_warmup):
+                run.add(row)
+    run.wrong += wrong_results(args.algorithm, results, compiled=args.compile)
 
 
-def _prepare(folder: Path, args: Namespace, report: Report) -> list[Job]:
-    """Make the missing model, masks and data in the folder; fill the report except its rows; return each mode's job."""
+def _case(job: Job, args: Namespace) -> Case:
+    """What the case of a mode has."""
+    case: Case = {"mode": job.mode, "share_prompts": job.share_prompts}
+    if job.mode in ("lora", "shira"):
+        return case | {f"{job.mode}_rank": getattr(args, f"{job.mode}_rank")}
+    pattern = args.tile_pattern if job.mode == "tiles" else args.pattern or "element"
+    if job.mode == "sparse" and args.mask is not None:
+        pattern = f"mask {args.mask.name}"
+    return case if job.mode == "dense" else case | {"pattern": pattern}
+
+
+def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
+    """Make the missing model, masks and data in the folder; return each mode's job, and what all cases have."""
     given = args.checkpoint or args.model_name
     model_name = str(args.model_name or args.checkpoint or folder / "model")
     small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
@@ -305,10 +292,9 @@ def _prepare(folder: Path, args: Namespace, report: Report) -> list[Job]:
         _random_mask(model, args, args.pattern or "element").save(mask_file)
     if mask_file is not None and not {"sparse", "shira"}.isdisjoint(args.modes):
         mask = MaskSet.load(mask_file, model)
-    tile_mask, tile_mask_file = None, folder / "tile_mask.safetensors"
+    tile_mask_file = folder / "tile_mask.safetensors"
     if "tiles" in args.modes:
-        tile_mask = _random_mask(model, args, args.tile_pattern)
-        tile_mask.save(tile_mask_file)
+        _random_mask(model, args, args.tile_pattern).save(tile_mask_file)
     if "shira" in args.modes:
         if args.shira_rank is None:
             density = args.density if args.mask is None or mask is None else mask.density_of(model)
@@ -327,29 +313,26 @@ def _prepare(folder: Path, args: Namespace, report: Report) -> list[Job]:
             n_prompt = round(args.prompt_share * length)
         dataset = str(folder / "pairs.jsonl")
         write_pairs(Path(dataset), preference_pairs(args.subset_size or N_PAIRS, length, args.seed, n_prompt))
-    report |= {
+    names = (*_SETTINGS, *(_OF_GRPO if args.algorithm == "grpo" else ()))
+    case = {
         "algorithm": args.algorithm,
         "model": model_name if given else "random weights",
-        "checkpoint": None if args.checkpoint is None else str(args.checkpoint),
-        "config": {name: getattr(config, name, None) for name in _SIZES},
         "numel": sum(parameter.numel() for parameter in model.parameters()),
-        "mask": None
-        if mask is None
-        else {"file": None if args.mask is None else str(args.mask), "nnz": mask.nnz, "pattern": mask.pattern},
-        "tile_mask": None if tile_mask is None else {"nnz": tile_mask.nnz, "pattern": tile_mask.pattern},
-        "settings": {name: getattr(args, name) for name in _SETTINGS},
+        **{name: getattr(args, name) for name in names},
     }
+    if args.steps_in_a_row == 1:
+        del case["steps_in_a_row"]
     shared = {field.name: getattr(args, field.name) for field in fields(Job) if hasattr(args, field.name)} | {
         "model_name": model_name,
-        "checkpoint": report["checkpoint"],
+        "checkpoint": None if args.checkpoint is None else str(args.checkpoint),
         "dataset": dataset,
         "subset_size": args.subset_size if args.dataset is not None else None,
     }
     masks = {mode: str(tile_mask_file if mode == "tiles" else mask_file) for mode in args.modes}
     jobs = [Job(**(shared | {"mode": mode, "mask": masks[mode], "share_prompts": False})) for mode in args.modes]
-    if not args.share_prompts:
-        return jobs
-    return [job for separate in jobs for job in (separate, replace(separate, share_prompts=True))]
+    if args.share_prompts:
+        jobs = [job for separate in jobs for job in (separate, replace(separate, share_prompts=True))]
+    return jobs, case
 
 
 def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
@@ -358,22 +341,15 @@ def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
     if not names:
         raise ConfigError("no tensor of the model is chosen by include, exclude and mlp_only")
     chosen = {name: parameters[name] for name in names}
-    mask = MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
-    if not mask.nnz:
-        raise ConfigError(f"--density {args.density:g} of these small matrices is less than one unit of {pattern}")
-    return mask
+    try:
+        return MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
+    except MaskError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _run(job: Job, folder: Path) -> dict[str, Any] | None:
     """One mode in a process of its own, so that its peaks are its own; None, with its error printed, if it failed."""
     return run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), folder)
-
-
-def failures(report: Report, args: Namespace) -> list[str]:
-    expected = [name for mode in args.modes for name in (mode, *([shared_name(mode)] if args.share_prompts else []))]
-    failed = [name for name in expected if name not in {row["mode"] for row in report["rows"]}]
-    wrong = wrong_results(args.algorithm, report["rows"], compiled=args.compile)
-    return [f"WRONG RESULT: {line}" for line in wrong] + [f"FAILED: mode {mode}" for mode in failed]
 
 
 main = Benchmark(
@@ -382,9 +358,7 @@ main = Benchmark(
     epilog=_EPILOG,
     options=options,
     problem=problem,
-    measure=run,
-    text=lambda report: f"\n{text(report)}",
-    failures=failures,
+    measure=measure,
     output="bench/results/baseline_{algorithm}.json",
     device="cuda",
 ).main

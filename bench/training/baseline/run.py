@@ -56,7 +56,7 @@ from sparse_opt.trainers.pretrained import load_tokenizer_from
 from sparse_opt.trainers.sampling import Sampling, rollout
 from sparse_opt.trainers.shared_prompts import check_shared_prompts, collate_shared_prompts
 
-from ...common.harness import job_main
+from ...harness import job_main
 from .modes import Job, held_bytes, n_tiled, n_trained, prepare
 
 DPO_BETA, GRPO_BETA = 0.1, 0.04

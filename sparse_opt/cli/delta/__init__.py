@@ -1,4 +1,4 @@
-"""`sparse-opt delta ACTION`: list, verify, reconstruct, export, squash and convert delta logs."""
+"""`sparse-opt delta ACTION`: work with delta logs, and with deltas, which are one change to share."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ _ACTIONS = {
     "convert": "maintenance",
     "reconstruct": "rebuild",
     "export": "rebuild",
+    "diff": "share",
+    "apply": "share",
+    "show": "share",
+    "merge": "share",
+    "push": "share",
 }
 _EPILOG = """DIR is a delta log. 'delta convert' makes one of a folder of base_state.pt and deltas_step_*.pt, as
 other tools write them. docs/delta_logs.md explains both.
@@ -32,6 +37,11 @@ examples:
   sparse-opt delta verify --delta_log_dir delta_logs_M
   sparse-opt delta reconstruct --model_name M --delta_log_dir delta_logs_M --step 50 --output_dir step_50
   sparse-opt delta convert --from old_deltas --to delta_logs_M --level tight
+
+A delta is the change between two checkpoints, as a folder: docs/sharing.md.
+
+  sparse-opt delta diff BASE TUNED -o my-delta
+  sparse-opt delta apply my-delta BASE -o tuned
 """
 _LIST_EPILOG = """'changed' counts the elements whose bits differ from the previous step (in a log encoded against its
 base: from the base); 'B/change' is the bytes of the step per changed element.
@@ -82,6 +92,33 @@ examples:
   sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --format values --output step_50.safetensors
   sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --since 0 --format values --output all.safetensors
 """
+_DIFF_EPILOG = """BASE and TUNED are checkpoints in safetensors files: folders, or names on the hub, with @revision.
+Names, shapes and dtypes must agree. Holds one tensor of both in memory.
+
+examples:
+  sparse-opt delta diff HuggingFaceTB/SmolLM2-135M runs/sparse -o my-delta
+"""
+_APPLY_EPILOG = """Writes the trained checkpoint in the base's shards, with the base's configuration and tokenizer.
+Every tensor of BASE is compared with its digest; if one differs, nothing is written. Holds one tensor in memory.
+
+examples:
+  sparse-opt delta apply my-delta HuggingFaceTB/SmolLM2-135M -o tuned
+"""
+_SHOW_EPILOG = """examples:
+  sparse-opt delta show my-delta --largest 20
+  sparse-opt delta show user/my-delta --json | jq .layers
+"""
+_MERGE_EPILOG = """Elements that one of the deltas changes get its bits. Elements that both change are an error or, with
+--sum, become base + (a - base) + (b - base), added in fp32 and rounded once to the nearest number of their dtype.
+
+examples:
+  sparse-opt delta merge math code --base HuggingFaceTB/SmolLM2-135M -o both
+"""
+_PUSH_EPILOG = """Needs a login: hf auth login.
+
+examples:
+  sparse-opt delta push my-delta user/my-delta --private
+"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -95,7 +132,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="sparse-opt delta",
-        description="Work with delta logs, which hold the weights of a run step by step, bit for bit.",
+        description="Work with delta logs, the weights of a run step by step, and with deltas, one change to share.",
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="{" + ",".join(_ACTIONS) + "}")
@@ -155,7 +192,40 @@ def _parser() -> CommandParser:
         "--dtype", choices=DTYPES, help="dtype of the states; must hold all values exactly (that of the base)"
     )
     add_json_flag(convert)
+
+    diff = actions.add_parser("diff", help="write what differs between two checkpoints", epilog=_DIFF_EPILOG)
+    diff.add_argument("base", metavar="BASE", help="the checkpoint before training")
+    diff.add_argument("tuned", metavar="TUNED", help="the checkpoint after it")
+    diff.add_argument("--level", choices=LEVELS, default="tight", help="compression (%(default)s)")
+    _add_output(diff)
+
+    apply = actions.add_parser("apply", help="write the checkpoint that a delta makes", epilog=_APPLY_EPILOG)
+    apply.add_argument("delta", metavar="DELTA", help="the delta: a folder, or a name on the hub")
+    apply.add_argument("base", metavar="BASE", nargs="?", help="its base: a folder, or a name on the hub (as it says)")
+    _add_output(apply)
+
+    show = actions.add_parser("show", help="show what a delta changes", epilog=_SHOW_EPILOG)
+    show.add_argument("delta", metavar="DELTA", help="the delta: a folder, or a name on the hub")
+    show.add_argument("--largest", type=int, default=10, metavar="K", help="tensors to list (%(default)s)")
+    add_json_flag(show)
+
+    merge = actions.add_parser("merge", help="write the delta that makes two changes", epilog=_MERGE_EPILOG)
+    merge.add_argument("first", metavar="A", help="a delta")
+    merge.add_argument("second", metavar="B", help="another one of the same base")
+    merge.add_argument("--base", metavar="BASE", help="the base: a folder, or a name on the hub (as A says)")
+    merge.add_argument("--sum", action="store_true", help="add the changes of elements that both change")
+    _add_output(merge)
+
+    push = actions.add_parser("push", help="upload a delta to the hub, with a model card", epilog=_PUSH_EPILOG)
+    push.add_argument("delta", metavar="DELTA", help="the delta's folder")
+    push.add_argument("repo", metavar="REPO", help="the repository, such as user/my-delta")
+    push.add_argument("--private", action="store_true", help="make a new repository private")
     return parser
+
+
+def _add_output(parser: ArgumentParser) -> None:
+    parser.add_argument("--output_dir", "-o", type=Path, required=True, metavar="DIR", help="folder to write")
+    add_json_flag(parser)
 
 
 def _add_log(parser: ArgumentParser) -> None:

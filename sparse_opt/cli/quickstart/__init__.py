@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     args = _parser().parse_words(argv)
     if "torch" not in sys.modules:
         # OpenMP reads it when torch is loaded. A step of a small model has many short parallel regions, and threads
-        # that spin between them take the cores from the others on a busy machine (docs/notebook.md, "A busy machine").
+        # that spin between them take the cores from the others on a busy machine (the lab notebook, "A busy machine").
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         # huggingface_hub and tqdm read these when they are loaded.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -42,7 +42,7 @@ class MaskArguments:
     )
     stochastic_rounding: bool = option(False, "round 16-bit weights up or down at random, in place of master weights")
     keep_base_weights: bool | None = option(
-        None, "keep the initial active weights, the reference of DPO and GRPO; false for SFT without a log"
+        None, "keep the initial active weights, the reference of DPO and GRPO; false for SFT without a log or a delta"
     )
     offload_base_weights: bool = option(False, "keep them in host memory")
     tile_backward: bool | None = option(None, "compute weight gradients of active tiles only; default: where faster")
@@ -50,6 +50,8 @@ class MaskArguments:
     vllm_weight_sync: Literal["full", "sparse"] = option("full", "send vLLM all weights, or what changed")
     vllm_options: dict[str, Any] | str | None = option(None, "JSON: options of vllm.LLM for which TRL has no argument")  # noqa: RUF009
 
+    save_delta: bool = option(False, "write what training changed, to share, next to the weights that are saved")
+    save_weights: bool = option(True, "save the weights, too; false saves what training changed in their place")
     delta_log_dir: str | None = option(None, "folder of a log of the weights, from which masks are found")
     delta_log_steps: str = option("every:1,last", "steps to log: every:10,last or 10-40:10,100")
     delta_log_level: str = option("packed", "compression of the log's patches")
@@ -105,5 +107,5 @@ class MaskArguments:
         if self.master_weights is None:
             options["master_weights"] = not self.stochastic_rounding
         if self.keep_base_weights is None:
-            options["keep_base_weights"] = has_reference or self.delta_log_dir is not None
+            options["keep_base_weights"] = has_reference or self.delta_log_dir is not None or self.save_delta
         return SparseArguments(**options, amp_scaling=fp16 and self.grads == "compact")

@@ -136,11 +136,13 @@ def _mask_and_rate(options: Options, config: Any) -> tuple[MaskSet | None, str]:
         given = options.mask
         assert given.mask_density is not None
         model = _without_weights(config, options)
-        mask = MaskSet.random(model, density=given.mask_density, pattern=given.mask_pattern, seed=given.mask_seed)
+        try:
+            mask = MaskSet.random(model, density=given.mask_density, pattern=given.mask_pattern, seed=given.mask_seed)
+        except MaskError as error:
+            raise ConfigError(f"--mask_density {given.mask_density}: {error}") from error
         line += f"random mask ({options.mask.mask_pattern}, seed {options.mask.mask_seed})"
     if not mask.nnz:
-        what = "the mask" if options.mask.mask else f"--mask_density {options.mask.mask_density}"
-        raise ConfigError(f"{what} has no active {mask.pattern}: choose a larger density, or another pattern")
+        raise ConfigError(f"--mask {options.mask.mask} has no active element")
     line += f" of {mask.nnz:,} elements (density {mask.density:.3g}), learning rate "
     if "learning_rate" in options.given:
         return mask, line + f"{args.learning_rate:g}"

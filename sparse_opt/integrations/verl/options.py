@@ -12,13 +12,12 @@ from torch import nn
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from ...errors import ConfigError
-from ...masks import MaskSet
-from ...masks.patterns import PATTERNS
+from ...masks import MaskSet, RandomMask
 from ...optim import SparseAdamW, SparseLion, SparseOptimizer, SparseSGD
 
 STRATEGY = "sparse_fsdp2"
 _OPTIMIZERS: dict[str, type[SparseOptimizer]] = {"AdamW": SparseAdamW, "Lion": SparseLion, "SGD": SparseSGD}
-_RANDOM_MASK = ("mask_density", "mask_pattern", "mask_seed")
+_RANDOM_MASK = ("mask_density", "mask_pattern", "mask_seed", "mask_pool")  # the fields of RandomMask
 # Set by verl's other options, or by the engine.
 _NOT_HERE = ("params", "mask", "lr", "weight_decay", "max_grad_norm", "model", "process_group", "amp_scaling")
 
@@ -75,9 +74,9 @@ def build_optimizer(model: nn.Module, config: FSDPOptimizerConfig) -> SparseOpti
 
     Args:
         config: `optimizer` is AdamW, Lion or SGD, or their names in this package; lr, weight_decay and, for AdamW,
-            betas are used as verl does. `override_optimizer_config` has `mask`, a file, or `mask_density` with
-            `mask_pattern` and `mask_seed` for a random mask, and the other options of the optimizer; dtypes are given
-            by name, as in state_dtype: bfloat16.
+            betas are used as verl does. `override_optimizer_config` has `mask`, a file or the density of a random mask,
+            or `mask_density` with `mask_pattern`, `mask_seed` and `mask_pool`, and the other options of the optimizer;
+            dtypes are given by name, as in state_dtype: bfloat16.
 
     Raises:
         ConfigError: an option is unknown or missing.
@@ -100,23 +99,19 @@ def build_optimizer(model: nn.Module, config: FSDPOptimizerConfig) -> SparseOpti
     return found(model, mask, lr=config.lr, weight_decay=config.weight_decay, **options)
 
 
-def _mask(model: nn.Module, given: Mapping[str, Any]) -> MaskSet:
+def _mask(model: nn.Module, given: Mapping[str, Any]) -> MaskSet | RandomMask:
     where = "override_optimizer_config."
     if ("mask" in given) == ("mask_density" in given):
         raise ConfigError(
-            f"strategy {STRATEGY} needs either {where}mask, a file, or {where}mask_density of a random mask: add "
-            f"+actor_rollout_ref.actor.optim.{where}mask=FILE"
+            f"strategy {STRATEGY} needs either {where}mask, a file or a density, or {where}mask_density of a random "
+            f"mask: add +actor_rollout_ref.actor.optim.{where}mask=FILE"
         )
     if "mask" in given:
         if extra := [name for name in _RANDOM_MASK if name in given]:
             raise ConfigError(f"{where}{extra[0]} has no effect with {where}mask")
-        return MaskSet.load(given["mask"], model)
-    pattern = given.get("mask_pattern", "element")
-    if pattern not in PATTERNS:
-        raise ConfigError(f"{where}mask_pattern is {pattern!r}, expected one of {', '.join(PATTERNS)}")
-    return MaskSet.random(
-        model, density=float(given["mask_density"]), pattern=pattern, seed=int(given.get("mask_seed", 0))
-    )
+        mask = given["mask"]
+        return RandomMask(mask) if isinstance(mask, int | float) else MaskSet.load(mask, model)
+    return RandomMask(**{name.removeprefix("mask_"): value for name, value in given.items()})
 
 
 def _value(name: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from ...ops.checks import FLOAT_DTYPES
 from .gradient_buffer import GradientBuffer, Product
 from .reduction import GradientReducer
 
@@ -308,6 +309,9 @@ class Receiver:
                 )
             if grad.layout != torch.strided:
                 raise RuntimeError(f"the gradient of {name!r} is {grad.layout}, expected a strided tensor")
+            if grad.dtype not in FLOAT_DTYPES:
+                raise ValueError(f"the gradient of {name!r} is {grad.dtype}, expected bfloat16, float16 or float32")
+            buffer.require_numel(i, grad.numel())
             collector.begin(buffer)
             buffer.add_dense(i, grad.detach())
 
@@ -321,6 +325,7 @@ class Receiver:
                 return False
             for product in products:
                 collector.require_accepting(buffer.names[product.i])
+                buffer.require_numel(product.i, product.left.shape[-1] * product.right.shape[-1])
             collector.begin(buffer)
             buffer.add_tiles([Product(i, left.detach(), right.detach()) for i, left, right in products])
         return True

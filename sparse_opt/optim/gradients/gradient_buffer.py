@@ -46,6 +46,12 @@ class GradientBuffer(Segments, ABC):
 
     # Receiving gradients
 
+    def require_numel(self, i: int, numel: int) -> None:
+        """Raise a ValueError that names parameter i unless its gradient has as many elements as it had when bound."""
+        if numel != self.numels[i]:
+            found = f"the gradient of {self.names[i]!r} has {numel} elements"
+            raise ValueError(f"{found}, but the parameter had {self.numels[i]} when its mask was bound")
+
     def set_found_inf(self, found_inf: Tensor | None) -> None:
         """Set the tensor of one element that becomes inf when a gradient that is added is not finite."""
         self.found_inf = found_inf

@@ -21,9 +21,6 @@ class PythonGradientBuffer(GradientBuffer):
         self.drop()
 
     def add_dense(self, i: int, grad: Tensor) -> None:
-        if grad.numel() != self.numels[i]:
-            found = f"the gradient of {self.names[i]!r} has {grad.numel()} elements"
-            raise ValueError(f"{found}, but the parameter had {self.numels[i]} when its mask was bound")
         self._gather([i], [grad], self.sum_sq[i : i + 1], accumulate=self._received[i])
         self._received[i] = True
 

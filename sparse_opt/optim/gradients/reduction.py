@@ -23,7 +23,7 @@ from .gradient_buffer import GradientBuffer
 from .python_collection import PythonBackwardNotifier
 
 # Smaller pieces start earlier, but each costs the host about 0.25 ms: see "Reductions of compact gradients" in
-# docs/notebook.md.
+# docs/dev/notebook.md.
 MAX_PIECE_BYTES = 50 * 2**20
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from types import SimpleNamespace
@@ -12,14 +11,15 @@ from launch import run_command
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
+from sparse_opt.bench import rows
 from sparse_opt.bench.distributed import main as distributed_main
 from sparse_opt.cli.main import main
 
 WORDS = ["bench", "distributed", "--small", "--eager", "--sequence_length", "8", "--n_rounds", "2"]
 
 
-def where(rows):
-    return [(row["world_size"], row["variant"]) for row in rows]
+def where(run):
+    return [(row.case["gpus"], row.case["layout"]) for row in run.rows if row.metric == "time"]
 
 
 @pytest.mark.slow
@@ -27,25 +27,24 @@ def test_processes_that_the_limit_stops_leave_their_rows_and_no_traceback(tmp_pa
     output, cores = tmp_path / "o.json", os.sched_getaffinity(0)
 
     def clock():  # an hour later as soon as two processes have measured their first row
-        rows = json.loads(output.read_text())["rows"] if output.is_file() else []
-        return time.time() + 3600 * any(row["world_size"] == 2 for row in rows)
+        found = where(rows.read(output)) if output.is_file() else []
+        return time.time() + 3600 * any(gpus == 2 for gpus, _ in found)
 
     monkeypatch.setattr(distributed_main, "time", SimpleNamespace(time=clock, sleep=time.sleep))
     words = [*WORDS, "--gpus", "2,1", "--variants", "fsdp2,ddp", "--output", str(output)]
     assert main([*words, "--limit_s", "600"]) == 1
     out, err = capfd.readouterr()
-    report = json.loads(output.read_text())
-    assert where(report["rows"]) == [(1, "ddp"), (1, "fsdp2"), (2, "ddp")] and not report["completed"]
-    assert where(report["missing"]) == [(2, "fsdp2")] and report["failed"] == []
+    run = rows.read(output)
+    assert where(run) == [(1, "ddp"), (1, "fsdp2"), (2, "ddp")] and not run.completed
     assert "3 of 3 checked rows" in out and "Traceback" not in err
     assert err.splitlines()[-1] == "not measured: 2 x default: fsdp2; the same command with --resume measures them"
     assert os.sched_getaffinity(0) == cores
 
     monkeypatch.undo()
     assert main([*words, "--resume"]) == 0
-    resumed = json.loads(output.read_text())
-    assert resumed["completed"] and resumed["rows"][:-1] == report["rows"]
-    assert where(resumed["rows"][-1:]) == [(2, "fsdp2")]
+    resumed = rows.read(output)
+    assert resumed.completed and where(resumed) == [*where(run), (2, "fsdp2")]
+    assert [row.value for row in resumed.rows[: len(run.rows)]] == [row.value for row in run.rows]
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-import types
 from pathlib import Path
 
 import pytest
+import sanitize_ops
 import torch
 
 from sparse_opt import backends
-from sparse_opt.bench.kernels import cases, inputs, sanitize_ops
+from sparse_opt.bench.kernels import cases, inputs
 from sparse_opt.bench.kernels.cases import WrongResult, check
 from sparse_opt.ops import STEP_OPS
 
@@ -44,14 +44,6 @@ def test_random_active_elements_are_sorted_unique_and_as_many_as_asked_for():
         assert end == start or 0 <= segment[0] <= segment[-1] < tensor.numel()
     # Binomial: five standard deviations.
     assert active.nnz == pytest.approx(10_500, abs=5 * (105_000 * 0.1 * 0.9) ** 0.5)
-
-
-def test_changed_elements_are_counted():
-    case = case_of("delta_encode")
-    old, new = case.arguments["old"], case.arguments["new"]
-    changed = sum(int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in zip(old, new, strict=True))
-    numel = sum(tensor.numel() for tensor in old)
-    assert 0 < changed and case.bound_bytes == 2 * 2 * numel + changed * (4 + 2)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, op: str, spoiled) -> None:
@@ -96,12 +88,6 @@ def test_one_wrong_bit_of_a_moment_is_found(monkeypatch):
 def test_an_unwritten_or_wrong_sum_is_found(monkeypatch, value):
     spoil(monkeypatch, "masked_grad_gather_", lambda result, *args, sum_sq, **kwargs: sum_sq.mul_(value))
     with pytest.raises(WrongResult, match=r"sum_sq\[0\]: found"):
-        check(case_of("masked_grad_gather_"), "fast")
-
-
-def test_an_unwritten_output_is_found(monkeypatch):
-    spoil(monkeypatch, "masked_grad_gather_", lambda result, out, *args, **kwargs: out[5:6].fill_(float("nan")))
-    with pytest.raises(WrongResult, match=r"out\[0\]: 1 of .* at 5 found nan"):
         check(case_of("masked_grad_gather_"), "fast")
 
 
@@ -165,38 +151,11 @@ def test_a_gpu_takes_the_sanitized_clusters():
     assert sanitize_ops.find_wrong_clusters(torch.device("cuda")) == []
 
 
-def test_a_cluster_of_another_size_fails_the_sanitized_set(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    properties = types.SimpleNamespace(multi_processor_count=8)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(sanitize_ops, "DTYPES", (torch.bfloat16,))
-    monkeypatch.setattr(sanitize_ops, "CLUSTERS", {64: {2: 0.25}, 128: {3: 0.125}})
-
-    def error_of(case, backend, device):
-        return [] if case.arguments["tile_size"] == 128 else ["wrong result"]
-
-    monkeypatch.setattr(sanitize_ops, "find_error", error_of)
-    monkeypatch.setattr(sanitize_ops, "blocks_in_cluster", lambda case, device: 2)
-    assert sanitize_ops.find_wrong_clusters(torch.device("cpu")) == [
-        "tile64, bfloat16, 2 tiles: wrong result, 2 blocks in a cluster",
-        "tile128, bfloat16, 1 tiles: 2 blocks in a cluster, expected 3",
-    ]
-    monkeypatch.setattr(sanitize_ops, "find_error", lambda *_: [])
-    monkeypatch.setattr(sanitize_ops, "_patches_agree", lambda *_: True)
-    monkeypatch.setattr(sanitize_ops, "cases_of", lambda *_: [case_of("indexed_swap_")])
-    monkeypatch.setattr(backends, "available", lambda device: ("reference", "cuda"))
-    assert sanitize_ops.main(["--device", "cpu"]) == 1
-    assert "WRONG CLUSTER: tile128, bfloat16, 1 tiles: 2 blocks" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert sanitize_ops.main(["--device", "cpu"]) == 0
-    assert "clusters: skipped, a GPU of compute capability 8.0 has none" in capsys.readouterr().out
-
-
 def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
     names = [name for name in backends.available("cpu") if name != "reference"]
     if not names:
         pytest.skip("needs a backend besides the reference: the extension, or TRITON_INTERPRET=1")
-    assert sanitize_ops.main(["--device", "cpu"]) == 0
+    assert sanitize_ops.main("cpu") == 0
     # tile_weight_grad_ runs twice, with aligned operands and with ragged ones; a step also with either form of known
     # weights, a sparse one of them with dense gradients and with compact ones.
     n_of_each_density = len(backends.OPS) + 1 + 2 * len(STEP_OPS)
@@ -205,4 +164,4 @@ def test_the_sanitized_set_runs_and_reports(monkeypatch, capsys):
     assert f"{n_calls} calls of {len(backends.OPS)} ops on {', '.join(names)}: 0 wrong" in capsys.readouterr().out
 
     spoil(monkeypatch, "indexed_swap_", lambda result, dense, *rest, **options: dense[0].zero_())
-    assert sanitize_ops.main(["--device", "cpu"]) == 1
+    assert sanitize_ops.main("cpu") == 1

@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from sparse_opt import SparseAdamW, backends
-from sparse_opt.bench.common.environment import COMMIT_VARIABLE, commit
+from sparse_opt.bench import harness, rows
 from sparse_opt.bench.kernels import cpu_step
 
 BACKEND = next(name for name in ("cpu", "reference") if name in backends.available("cpu"))
 SMALL = ["--numel", "100000", "--backend", BACKEND, "--n_rounds", "3"]
 
 
-def test_results_are_checked_timed_printed_and_written(tmp_path, capsys):
+def test_steps_are_checked_timed_compared_printed_and_written(tmp_path, capsys):
     threads = torch.get_num_threads()
     path = tmp_path / "new" / "cpu_step.json"
-    assert cpu_step.main([*SMALL, "--min_ratio", "0", "--json", str(path)]) == 0
+    assert cpu_step.main([*SMALL, "--output", str(path)]) == 0
     assert torch.get_num_threads() == threads
 
-    report = json.loads(path.read_text())
+    run = rows.read(path)
     steps = ["SparseAdamW, dense gradients", "SparseAdamW, compact gradients", "torch.optim.AdamW(fused=True)"]
-    assert [row["step"] for row in report["rows"]] == steps
-    assert report["numel"] == pytest.approx(100_000, rel=0.1)
-    assert report["nnz"] == pytest.approx(0.025 * report["numel"], rel=0.05)
-    dense = report["rows"][-1]
-    for row in report["rows"]:
-        assert row["p20_ms"] <= row["ms"] <= row["p80_ms"]
-        assert row["n_rounds"] == 3
-        assert row["times_as_fast"] == pytest.approx(dense["ms"] / row["ms"])
-    assert report["ratio"] == min(row["times_as_fast"] for row in report["rows"][:-1])
-    assert set(report["environment"]) == {"date", "commit", "machine", "versions"}
+    assert [row.case["work"] for row in run.rows] == steps
+    dense = run.rows[-1]
+    for row in run.rows:
+        assert row.p20 <= row.value <= row.p80
+        assert row.n == 3
+        assert row is dense or run.peer(row, "fused AdamW") is dense
+    assert set(run.environment) == {"date", "commit", "machine", "versions"}
 
     out = capsys.readouterr().out
     assert all(step in out for step in steps)
 
 
-def test_a_step_that_is_too_slow_fails(capsys):
-    assert cpu_step.main([*SMALL, "--min_ratio", "1e9"]) == 1
-    assert "TOO SLOW" in capsys.readouterr().err
-
-
 def test_a_wrong_step_is_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(SparseAdamW, "step", lambda self: None)
-    monkeypatch.setattr(cpu_step, "measure", lambda *args, **kwargs: pytest.fail("timed a wrong result"))
-    assert cpu_step.main([*SMALL, "--min_ratio", "0"]) == 1
+    true_measure = harness.timing.measure
+    timed = []
+    monkeypatch.setattr(harness.timing, "measure", lambda calls, **options: timed.append(calls) or true_measure(calls))
+    assert cpu_step.main(SMALL) == 1
+    assert len(timed[0]) == 1  # torch's
     assert "WRONG RESULT" in capsys.readouterr().err
 
 
@@ -59,7 +52,7 @@ def test_a_step_outside_the_mask_is_not_timed(monkeypatch, capsys):
             self.param_groups[0]["params"][0].view(-1)[:200] += 1e-3
 
     monkeypatch.setattr(SparseAdamW, "step", step)
-    assert cpu_step.main([*SMALL, "--min_ratio", "0"]) == 1
+    assert cpu_step.main(SMALL) == 1
     assert "WRONG RESULT" in capsys.readouterr().err
 
 
@@ -67,7 +60,7 @@ def test_a_step_outside_the_mask_is_not_timed(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--backend", "cuda"], "runs on cuda tensors"),
-        (["--json", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
+        (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
         (["--min_speed", "4"], "--min_speed"),
         (["--numel", "-5"], "--numel is -5, expected at least 1"),
         (["--numel", "1"], "--density 0.025 of 88 elements is less than one in each matrix"),
@@ -78,11 +71,3 @@ def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):
         cpu_step.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_outside_a_repository_the_commit_comes_from_the_environment(monkeypatch):
-    monkeypatch.setattr("sparse_opt.bench.common.environment._git", lambda *args: "")
-    monkeypatch.delenv(COMMIT_VARIABLE, raising=False)
-    assert commit() is None
-    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
-    assert commit() == "abc"

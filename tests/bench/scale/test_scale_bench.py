@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,9 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
 
-from sparse_opt.bench.scale import report as reports
+from sparse_opt.bench import rows
+from sparse_opt.bench.rows import Run
+from sparse_opt.bench.scale import main as scale
 from sparse_opt.bench.scale import run as scale_run
 from sparse_opt.bench.scale.cases import SHAPES, Case, n_parameters
 from sparse_opt.cli.main import main
@@ -42,16 +43,15 @@ def case() -> Case:
 
 
 def test_a_small_run_writes_rows_and_keeps_those_of_the_file(tmp_path, run_here, capsys):
-    pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'sparse-opt[plot]'")
     run_here(scale_run)
-    output, picture = tmp_path / "scale.json", tmp_path / "scale.png"
+    output = tmp_path / "scale.json"
     words = ["bench", "scale", "--small", "--n_steps", "2", "--density", "0.05", "--output", str(output)]
-    assert main([*words, "--methods", "lean,dense", "--checkpointing", "on", "--plot", str(picture)]) == 0
-    out = capsys.readouterr().out
-    assert "checkpointed" in out and picture.read_bytes().startswith(b"\x89PNG")
-    assert main([*words, "--shapes", "tiny", "--methods", "lean", "--checkpointing", "on,off"]) == 0
-    report = json.loads(output.read_text())
-    measured = [tuple(row["case"][name] for name in ("shape", "method", "checkpointing")) for row in report["rows"]]
+    assert main([*words, "--methods", "lean,dense", "--checkpointing", "on"]) == 0
+    again = ["--shapes", "tiny", "--methods", "lean", "--checkpointing", "on,off", "--resume"]
+    assert main([*words, *again]) == 0
+    run = rows.read(output)
+    names = ("shape", "method", "checkpointing")
+    measured = [tuple(row.case.get(name, False) for name in names) for row in run.rows if row.metric == "step"]
     assert sorted(measured) == [
         ("tiny", "dense", True),
         ("tiny", "lean", False),
@@ -59,9 +59,8 @@ def test_a_small_run_writes_rows_and_keeps_those_of_the_file(tmp_path, run_here,
         ("tiny_qwen2", "dense", True),
         ("tiny_qwen2", "lean", True),
     ]
-    for row in report["rows"]:
-        assert row["fits"] and len(row["steps"]) == 2
-        assert (row["n_tiled"] > 0) == (row["case"]["method"] == "lean")
+    assert all(row.n == 1 for row in run.rows) and run.completed
+    assert "weights, MiB" in capsys.readouterr().out
 
 
 def test_least_bytes_are_those_that_a_step_holds(case):
@@ -70,29 +69,28 @@ def test_least_bytes_are_those_that_a_step_holds(case):
     active = row["n_trained"] / sum(math.prod(shape) for shape in case.masked().values())  # in whole tiles
     assert replace(case, density=active).least_bytes() == pytest.approx(sum(held.values()), abs=8)
     dense = scale_run.run(replace(case, method="dense"))
-    assert dense["least_bytes"] == sum(dense["bytes"].values())
+    assert replace(case, method="dense").least_bytes() == sum(dense["bytes"].values())
 
 
 @pytest.mark.parametrize("method", ["dense", "lora", "lean"])
 def test_a_precomputed_reference_gives_the_same_losses_for_less_memory(method, case):
     case = replace(case, method=method, learning_rate=1e-3, n_steps=3)
-    rows = [scale_run.run(replace(case, precomputed_reference=flag)) for flag in (False, True)]
-    losses = [[step["loss"] for step in row["steps"]] for row in rows]
+    found = [scale_run.run(replace(case, precomputed_reference=flag)) for flag in (False, True)]
+    losses = [[step["loss"] for step in row["steps"]] for row in found]
     assert losses[0] == losses[1] and len(set(losses[0])) == 3
-    sections = [set(row["steps"][0]["section_s"]) for row in rows]
+    sections = [set(row["steps"][0]["section_s"]) for row in found]
     assert sections[0] - sections[1] == {"reference"}
-    held = [sum(row["bytes"].values()) for row in rows]
+    held = [sum(row["bytes"].values()) for row in found]
     assert held[0] > held[1] if method != "lora" else held[0] == held[1]
-    assert rows[0]["least_bytes"] - rows[1]["least_bytes"] == pytest.approx(
-        held[0] - held[1], rel=0.2
-    )  # in whole tiles
+    least = [replace(case, precomputed_reference=flag).least_bytes() for flag in (False, True)]
+    assert least[0] - least[1] == pytest.approx(held[0] - held[1], rel=0.2)  # in whole tiles
 
 
 def test_lean_has_bf16_moments_and_the_step_begins_at_ln_2(case):
     lean, sparse = scale_run.run(case), scale_run.run(replace(case, method="sparse"))
     assert 2 * lean["bytes"]["state"] == sparse["bytes"]["state"]
     assert lean["bytes"]["grad"] == lean["bytes"]["base"] == 2 * lean["n_trained"]
-    assert lean["steps"][0]["loss"] == pytest.approx(math.log(2), abs=reports.FIRST_LOSS_ATOL)
+    assert lean["steps"][0]["loss"] == pytest.approx(math.log(2), abs=scale.FIRST_LOSS_ATOL)
 
 
 def test_excluded_matrices_are_not_trained(case):
@@ -113,7 +111,7 @@ def test_a_case_that_runs_out_of_memory_is_a_row(case, monkeypatch):
 
     monkeypatch.setattr(scale_run, "_measure", run_out)
     row = scale_run.run(case)
-    assert not row["fits"] and row["error"] == "Tried to allocate 2.00 GiB"
+    assert not row["fits"]
     assert row["needs_more_than_bytes"] == case.least_bytes()
 
 
@@ -124,45 +122,50 @@ def test_shapes_are_those_of_the_published_models():
     assert SHAPES["32b"].config(4096).max_position_embeddings == 4096
 
 
-def row_of(case: Case, peak_gib: float | None = 60.0, **values: Any) -> dict[str, Any]:
-    peak = None if peak_gib is None else int(peak_gib * 2**30)
+def result(peak_gib: float = 60.0, **values: Any) -> dict[str, Any]:
+    peak = int(peak_gib * 2**30)
     return {
-        "case": vars(case),
-        "device_name": "G",
-        "commit": "0123456789",
         "fits": True,
         "bytes": {"weights": 2**30},
         "n_tiled": 3,
         "peak_memory_bytes": peak,
         "peak_reserved_bytes": peak,
-        "steps": [{"loss": math.log(2), "grad_norm": 1.0, "step_s": 1.0}] * 2,
+        "build_peak_bytes": peak,
+        "steps": [{"loss": math.log(2), "grad_norm": 1.0, "step_s": 1.0}] * 3,
         **values,
     }
 
 
-def test_the_largest_model_of_a_gpu(case):
-    rows = [
-        row_of(replace(case, shape="14b"), 40.0),
-        row_of(replace(case, shape="32b"), 70.0),
-        row_of(replace(case, shape="14b", method="lora"), 79.0),
-        row_of(replace(case, shape="32b", method="dense"), fits=False, needs_more_than_bytes=2**38),
+def test_the_largest_model_of_a_gpu_and_cases_that_do_not_fit(case):
+    run = Run({})
+    for found, one in (
+        (result(40.0), replace(case, shape="14b")),
+        (result(70.0), replace(case, shape="32b")),
+        (result(79.0), replace(case, shape="14b", method="lora")),
+        ({"fits": False, "needs_more_than_bytes": 2**38}, replace(case, shape="32b", method="dense")),
+    ):
+        run.rows += scale.result_rows(found, one)
+    lines = scale.largest_lines(run)
+    assert [line.partition("GPU of ")[2] for line in lines] == [
+        "80 GB (78 GiB), lean: 32b, 32 tokens, 70.0 GiB",
+        "141 GB (139 GiB), lean: 32b, 32 tokens, 70.0 GiB",
+        "141 GB (139 GiB), lora: 14b, 32 tokens, 79.0 GiB",
     ]
-    assert reports.largest(rows, 78.0) == {"lean": "32b, 32 tokens, 70.0 GiB"}
-    assert set(reports.largest(rows, 139.0)) == {"lean", "lora"}
-    text = reports.text({"rows": rows, "not_begun": ["32b lora"]})
-    assert "does not fit: more than 256.0" in text and "not begun, because time was up: 32b lora" in text
+    (row,) = run.matching(method="dense")
+    assert (row.metric, row.value) == ("does not fit: more than", 2**38)
+    assert "lora_rank" not in row.case and "density" not in row.case
 
 
-def test_wrong_results_are_reported(case):
-    rows = [
-        row_of(case, steps=[{"loss": 0.5, "grad_norm": 1.0, "step_s": 1.0}] * 2),
-        row_of(case, steps=[{"loss": math.log(2), "grad_norm": 0.0, "step_s": 1.0}] * 2),
-        row_of(case, n_tiled=0),
-        row_of(case),
-    ]
-    lines = reports.wrong_lines({"rows": rows, "failed": ["32b lora"]})
-    assert [line.split(" ", 3)[-1][:20] for line in lines[:1]] == ["run failed"]
-    assert len(lines) == 4 and "expected ln 2" in lines[1] and "norm of 0" in lines[2] and "by tiles" in lines[3]
+def test_wrong_results_are_named(case):
+    step = {"loss": math.log(2), "grad_norm": 1.0, "step_s": 1.0}
+    assert scale.wrong_results(result(), case) == []
+    for wrong, message in (
+        ({"steps": [step | {"loss": 0.5}]}, "expected ln 2"),
+        ({"steps": [step | {"grad_norm": 0.0}]}, "norm of 0"),
+        ({"n_tiled": 0}, "by tiles"),
+    ):
+        (line,) = scale.wrong_results(result(**wrong), case)
+        assert message in line
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_wrong_results_are_reported(case):
         (["--sequence_length", "8"], "--sequence_length is 8, expected at least 16"),
         (["--cuda_graphs"], "--cuda_graphs needs a GPU and --methods of sparse,lean"),
         (["--n_steps", "1"], "--n_steps 1 leaves nothing after the 1 steps of the warm-up"),
-        (["--limit_gib", "-1"], "--limit_gib is -1.0, expected at least 0"),
+        (["--limit_gib", "-1"], "--limit_gib is -1.0, expected at least"),
     ],
 )
 def test_wrong_options_end_before_any_work(words, message, tmp_path, capsys):

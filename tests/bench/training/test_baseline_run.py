@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 from sparse_opt import MaskSet
-from sparse_opt.bench.common.shapes import LLAMA_3_2_3B_SIZES
 from sparse_opt.bench.training.baseline import run as baseline_run
 from sparse_opt.bench.training.baseline.inputs import (
     SMALL,
@@ -23,14 +22,14 @@ from sparse_opt.bench.training.baseline.inputs import (
     write_pairs,
 )
 from sparse_opt.bench.training.baseline.modes import Job, n_trained, prepare
-from sparse_opt.bench.training.baseline.report import FIRST_LOSS_ATOL, summary, wrong_results
+from sparse_opt.bench.training.baseline.results import FIRST_LOSS_ATOL, wrong_results
 from sparse_opt.bench.training.baseline.run import Sections, covered, even_share, run
 from sparse_opt.bench.training.baseline.shira import add_shira, shira_rank
-from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import graphs
 from sparse_opt.trainers.batches import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
-from sparse_opt.trainers.models import compile_layers, load_model
+from sparse_opt.trainers.models import load_model
 from sparse_opt.trainers.shared_prompts import Pieces
 
 MODES = ("dense", "sparse", "lora", "shira")
@@ -72,11 +71,6 @@ def changed(job: Job, **changes) -> Job:
     return dataclasses.replace(job, **changes)
 
 
-def test_the_shape_is_llama_3_2_3bs():
-    model = without_weights(words_config(LLAMA_3_2_3B_SIZES, 512))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 3_212_749_824
-
-
 def test_pairs_have_exactly_the_length_asked_for():
     tokenizer = word_tokenizer()
     for n_prompt in (8, 40):
@@ -96,8 +90,7 @@ def test_pairs_have_exactly_the_length_asked_for():
 def test_all_modes_begin_as_they_must_and_see_the_same_data(job, algorithm):
     pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
     results = {mode: run(changed(job, mode=mode, algorithm=algorithm)) for mode in MODES}
-    rows = [summary(result, n_warmup=1) for result in results.values()]
-    assert wrong_results(algorithm, rows) == []
+    assert wrong_results(algorithm, list(results.values())) == []
     assert len({result["data_digest"] for result in results.values()}) == 1
     if algorithm == "dpo":
         for result in results.values():
@@ -155,12 +148,7 @@ def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
         for step, other in zip(of_graphs["steps"], ordinary["steps"], strict=True):
             assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"])
         assert ordinary["steps"][0]["section_s"] and not of_graphs["steps"][0]["section_s"]
-        assert wrong_results("dpo", [summary(of_graphs, n_warmup=1)]) == []
-    on_gpu = of_graphs | {"peak_memory_bytes": 1, "peak_reserved_bytes": 1}
-    for step in on_gpu["steps"]:
-        step |= {"step_s": 1.0, "host_s": 0.01}
-    row = summary(on_gpu, n_warmup=1)
-    assert (row["limit"], row["section_s"]) == ("GPU", {})
+        assert wrong_results("dpo", [of_graphs]) == []
 
 
 @pytest.mark.gpu
@@ -187,17 +175,12 @@ def test_tiles_train_as_their_elements_do(job, tile_masks, algorithm):
     )
     assert (tiles["n_tiled"], sparse["n_tiled"]) == (6, 0)
     assert tiles["n_trained"] == sparse["n_trained"]
-    assert wrong_results(algorithm, [summary(result, n_warmup=0) for result in (tiles, sparse)]) == []
+    assert wrong_results(algorithm, [tiles, sparse]) == []
     first = tiles["steps"][0], sparse["steps"][0]
     assert first[0]["loss"] == first[1]["loss"]
     # One sums a gradient in fp32 and rounds it to bf16, and so does the other, in another order: a unit in the last
     # place of each gradient, 2^-8 of it, bounds the norms' difference.
     assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=2**-8)
-
-
-def test_the_order_follows_the_seed(job):
-    first, again, other = (run(changed(job, seed=seed))["data_digest"] for seed in (0, 0, 1))
-    assert first == again != other
 
 
 def test_dense_and_sparse_with_everything_active_have_one_gradient(job, tmp_path):
@@ -262,15 +245,6 @@ def test_compiled_layers_train_the_same(job, tile_masks):
     assert compiled["n_tiled"] == plain["n_tiled"] == 6
 
 
-def test_compiling_needs_layers():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with pytest.raises(SparseOptError, match="Sequential has no list of layers of one class"):
-        compile_layers(model)
-    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    compile_layers(torch.nn.Sequential(layers))
-    assert all(layer._compiled_call_impl is not None for layer in layers)
-
-
 @pytest.mark.parametrize("mode", ["dense", "sparse", "lora"])
 def test_a_precomputed_reference_gives_the_same_losses(job, mode):
     rows = [run(dataclasses.replace(job, mode=mode, precomputed_reference=flag)) for flag in (False, True)]
@@ -292,15 +266,6 @@ def test_shared_prompts_give_the_same_losses(job, mode):
         # beta = 0.1 times sums of some 20 log-probabilities of about 8, whose bf16 logits round to 2^-8.
         assert shared["loss"] == pytest.approx(separate["loss"], abs=0.1 * 20 * 8 * 2**-8)
         assert shared["grad_norm"] == pytest.approx(separate["grad_norm"], rel=0.05)
-
-
-@pytest.mark.parametrize("mode", ["sparse", "shira"])
-def test_gradient_checkpointing_changes_no_figure(job, mode):
-    if mode == "shira":
-        pytest.importorskip("peft", reason="mode shira needs peft: pip install 'sparse-opt[bench]'")
-    plain, checkpointed = (run(changed(job, mode=mode, gradient_checkpointing=flag)) for flag in (False, True))
-    for a, b in zip(plain["steps"], checkpointed["steps"], strict=True):
-        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
 
 
 def test_the_reward_counts_even_tokens_of_the_completion():

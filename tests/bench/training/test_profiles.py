@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 pytest.importorskip("trl", reason="needs TRL: pip install 'sparse-opt[train]'")
 
+from sparse_opt.bench import report, rows
 from sparse_opt.bench.training import profiles
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
@@ -73,12 +73,11 @@ def test_each_profile_is_compared_with_plain(bench, measured, tmp_path):
     assert "profile" not in commands["plain"]["train"] and commands["plain"]["train"]["bf16"] == "False"
     assert commands["balanced"]["train"]["profile"] == "balanced" == commands["balanced"]["test"]["profile"]
     assert float(commands["aggressive"]["train"]["learning_rate"]) == pytest.approx(1e-3 * 0.1**-0.75)
-    report = json.loads((tmp_path / "profiles.json").read_text())
-    row = report["rows"][1]
-    assert (row["name"], row["kind"], row["n_repeats"]) == ("conservative", "profile", 2)
-    assert row["work_s"] == [3.0, 3.0, 3.0] and row["train"]["tokens_per_s"] == [100, 100, 100]
-    assert not report["rows"][3]["accuracy_check"]["holds"]
-    assert [line.split()[5] for line in out.splitlines() if line.startswith(("balanced", "plain"))] == ["1.00", "2.00"]
+    run = rows.read(tmp_path / "profiles.json")
+    found = {row.metric: row for row in run.matching(profile="conservative")}
+    assert (found["all"].value, found["all"].n, found["train, tokens"].value) == (3.0, 2, 100)
+    assert report.ratio(run, found["all"], "plain") == 0.5
+    assert "conservative" in out
 
 
 def test_a_configuration_that_failed_is_named(bench, measured):
@@ -114,11 +113,9 @@ def test_a_small_comparison(bench, monkeypatch, tmp_path):
     small = ["--n_prompts", 32, "--train_steps", 3, "--n_test", 16, "--start_steps", 100, "--hidden_size", 64]
     code, out, err = bench("--profiles", "conservative", "--repeats", 1, *small)
     assert code == 0, err
-    report = json.loads((tmp_path / "profiles.json").read_text())
-    assert set(report["environment"]) >= {"date", "commit", "machine", "versions"}
-    for row in report["rows"]:
-        assert (row["n_repeats"], row["n_test"]) == (1, 16)
-        for stage in profiles.STAGES:
-            assert 0 < row[stage]["work_s"][0] <= row[stage]["wall_s"][0]
-            assert row[stage]["tokens_per_s"][0] > 0
-    assert report["rows"][0]["n_kept"][0] > 0 and "conservative" in out
+    run = rows.read(tmp_path / "profiles.json")
+    for profile in ("plain", "conservative"):
+        found = {row.metric: row for row in run.matching(profile=profile)}
+        assert found["all"].value == pytest.approx(sum(found[stage].value for stage in profiles.STAGES))
+        assert all(found[stage].value > 0 for stage in profiles.STAGES) and found["datagen, tokens"].value > 0
+    assert "conservative" in out

@@ -1,1 +1,0 @@
-"""The table of kernels: every op and optimizer on a 3B model, next to its bandwidth bound, peers and targets."""

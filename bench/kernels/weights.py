@@ -1,0 +1,355 @@
+"""Rows of the kernel table on a model's weights: every op, SparseAdamW as users call it, and the peers.
+
+The tensors take gigabytes, so no data stays in a cache between calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_opt import BackendUnavailable, MaskSet, set_l2_fetch_granularity
+from sparse_opt.errors import MaskError
+from sparse_opt.ops import STEP_OPS
+
+from ..harness import Work, passes
+from ..peers import Peer, why_failed
+from ..rows import Case as RowCase
+from ..shapes import Shapes, total_numel
+from ..timing import Prepared
+from . import bounds, inputs
+from .bounds import Traffic
+from .cases import Active, Case
+from .optimizers import (
+    ADAMW,
+    LR,
+    SMALL_LR,
+    BaseWeightsSwap,
+    Gradients,
+    active_of,
+    changed_share,
+    check_base_weights,
+    check_first_step,
+    check_no_sync,
+    check_norm,
+    index_itemsize,
+    mask_of,
+    parameters,
+    sparse_adamw,
+    step_again,
+    step_traffic,
+    swapped_share,
+)
+from .peers import FOREACH, FUSED, MASKED, PEERS, STATE_ITEMSIZE, masked_adamw_step, peer_step, torch_adamw_step
+from .recorder import TORCH, Recorder
+
+# So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.
+NO_CLIP = 1e30
+# After so many steps a swap at SMALL_LR exchanges few weights.
+FEW_STEPS = 10
+# Names of works, and what follows them.
+STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
+BF16, SMALL = ", bf16 moments", ", lr 1e-6"
+WIDE = ", int32 indices"  # for comparison with the 2-byte indices of the optimizer
+KNOWN = ", compact weights"  # which are not read from the model
+FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
+CLIP = "SparseAdamW.clip_grad_norm_"
+BASE_IN, BASE_OUT = "SparseAdamW.base_weights, in", "SparseAdamW.base_weights, out"
+GATHER, SWAP, REPLACE = "masked_grad_gather_", "indexed_swap_", "indexed_replace_"
+STEP_NAMES: dict[Gradients, str] = {"dense": STEP_DENSE, "compact": STEP_COMPACT}
+
+
+class Masked(NamedTuple):
+    """A mask over the weights, in both forms."""
+
+    mask: MaskSet
+    active: Active
+    density: float
+
+
+@dataclass
+class WeightRows:
+    """Times the works on bf16 weights and gradients of ``shapes``.
+
+    Args:
+        densities: densities of the masks of single elements.
+        patterns: patterns of the run and tile masks, at `pattern_density`.
+        with_peers: also time the optimizers of other packages.
+    """
+
+    recorder: Recorder
+    shapes: Shapes
+    generator: torch.Generator
+    densities: Sequence[float]
+    patterns: Sequence[str]
+    pattern_density: float
+    seed: int
+    with_peers: bool
+
+    def __post_init__(self) -> None:
+        self.numel = total_numel(self.shapes)
+        self.params = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=0.02)
+        self.start = [param.clone() for param in self.params]
+        self.grads = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=1e-3)
+        self.named_grads = self._named(self.grads)
+
+    def run(self) -> None:
+        """Time all rows."""
+        for i, density in enumerate(self.densities):
+            active = inputs.random_active(self.params, density, self.generator)
+            masked = Masked(mask_of(self._named(self.params), active), active, density)
+            self._op_steps(masked)
+            self._gather_and_swap(masked, [self._torch_clip()] if i == 0 else [])
+            self._optimizers(masked, [self._fused_step()] if i == 0 else [])
+            if i == 0:
+                self.recorder.time(self._other_dense_steps(masked.mask))
+            self.base_weights(masked)
+            for compact_weights in (False, True):
+                self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
+            self.fine_fetches(masked, with_dense=i == 0)
+        for pattern in self.patterns:
+            self._pattern(pattern)
+        if self.with_peers:
+            for peer in PEERS:
+                self.peer(peer)
+
+    def _op_steps(self, masked: Masked) -> None:
+        narrow = inputs.narrowed(masked.active).arguments()
+        for op, kind in itertools.product(STEP_OPS, STEP_NAMES):
+            name = f"{op}, {kind} gradients"
+            self._restart()
+            wide = inputs.step_case(
+                op, self.params, self.grads, masked.active, self.generator, dense_grads=kind == "dense"
+            )
+            # Restart from the same weights: under a constant gradient they grow until a step no longer changes a bit.
+            self._narrow_and_wide(name, wide.changed(**narrow), wide, masked.density, before=self._restart)
+
+    def _narrow_and_wide(
+        self,
+        name: str,
+        narrow: Case,
+        wide: Case,
+        density: float,
+        others: Sequence[Work] = (),
+        before: Callable[[], object] | None = None,
+    ) -> None:
+        """Time a case with two-byte indices, and with int32 indices."""
+        to_wide = {"int32 indices": {"work": name + WIDE}}
+        works = self.recorder.cases({name: narrow}, density, before, to_wide)
+        self.recorder.time([*works, *self.recorder.cases({name + WIDE: wide}, density, before), *others])
+
+    def _gather_and_swap(self, masked: Masked, others: Sequence[Work]) -> None:
+        def both(make: Callable[[Active], Case]) -> tuple[Case, Case]:
+            return make(inputs.narrowed(masked.active)), make(masked.active)
+
+        density, generator = masked.density, self.generator
+        gathers = both(lambda active: inputs.gather_case(self.grads, active))
+        self._narrow_and_wide(GATHER, *gathers, density, others)
+        swaps = both(lambda active: inputs.swap_case(self.params, active, generator))
+        self._narrow_and_wide(SWAP, *swaps, density)
+        replaces = both(lambda active: inputs.replace_case(self.params, active, generator))
+        self._narrow_and_wide(REPLACE, *replaces, density)
+
+    def _optimizers(self, masked: Masked, others: Sequence[Work]) -> None:
+        """SparseAdamW as users call it, on the backend that `auto` selects."""
+        works = []
+        for kind, name in STEP_NAMES.items():
+            works += self._step(name, masked, kind)
+            works += self._step(
+                name + BF16, masked, kind, state_dtype=torch.bfloat16, peers={"fp32 moments": {"work": name}}
+            )
+            works += self._step(name + SMALL, masked, kind, lr=SMALL_LR)
+            works += self._step(name + SMALL + KNOWN, masked, kind, lr=SMALL_LR, compact_weights=True)
+        self.recorder.time([*works, *others])
+
+        optimizer = sparse_adamw(self._parameters(), self.named_grads, masked.mask, "compact")
+        clip = functools.partial(optimizer.clip_grad_norm_, NO_CLIP)
+        checks = (
+            functools.partial(check_norm, optimizer, self.named_grads, masked.active),
+            functools.partial(check_no_sync, CLIP, clip, self.recorder.device),
+        )
+        if all(passes(self.recorder.run, CLIP, check) for check in checks):
+            self.recorder.time([self._auto_work(CLIP, ADAMW, masked, clip, None)])
+
+    def _auto_work(
+        self, name: str, op: str, masked: Masked, call: Prepared | functools.partial[Tensor], traffic: Traffic | None
+    ) -> Work:
+        return self.recorder.work(name, self.recorder.auto(op), masked.density, call, traffic)
+
+    def _step(
+        self,
+        name: str,
+        masked: Masked,
+        kind: Gradients,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        backend: str | None = None,
+        lr: float = LR,
+        compact_weights: bool = False,
+        peers: Mapping[str, RowCase] | None = None,
+    ) -> list[Work]:
+        """The step of one SparseAdamW, if its first step is correct."""
+        self._restart()
+        named, mask = self._parameters(), masked.mask
+        optimizer = sparse_adamw(
+            named,
+            self.named_grads,
+            mask,
+            kind,
+            backend,
+            state_dtype=state_dtype,
+            lr=lr,
+            compact_weights=compact_weights,
+        )
+        first_step = functools.partial(check_first_step, optimizer, named, self.named_grads, masked.active)
+        if not passes(self.recorder.run, name, first_step):
+            return []
+        changed = changed_share(optimizer, named, mask.nnz)
+
+        def prepare() -> None:
+            # The optimizers of all rows write the same weights in turns: without a restart, those that step at LR would
+            # make them so large that a step at SMALL_LR changes no bit.
+            self._restart()
+            if compact_weights:
+                optimizer.sync_weights()
+
+        traffic = step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed)
+        call = Prepared(prepare, functools.partial(step_again, optimizer))
+        fused = FUSED + (FINE if name.endswith(FINE) else "")
+        found = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}, **(peers or {})}
+        backend = backend or self.recorder.auto(ADAMW)
+        return [self.recorder.work(name, backend, masked.density, call, traffic, peers=found)]
+
+    def base_weights(
+        self,
+        masked: Masked,
+        fetches: str = "",
+        *,
+        lr: float = LR,
+        n_steps: int = 1,
+        compact_weights: bool = False,
+    ) -> None:
+        """The swaps after `n_steps` steps at this learning rate."""
+        self._restart()
+        named, mask = self._parameters(), masked.mask
+        optimizer = sparse_adamw(
+            named, self.named_grads, mask, "dense", keep_base_weights=True, lr=lr, compact_weights=compact_weights
+        )
+        swap = BaseWeightsSwap(optimizer)
+        checked = functools.partial(check_base_weights, swap, named)
+        if not passes(self.recorder.run, "SparseAdamW.base_weights", checked):
+            return
+        for _ in range(n_steps - 1):
+            step_again(swap.optimizer)
+        changed = swapped_share(swap, named, mask.nnz)
+        size = index_itemsize(swap.optimizer)
+        if compact_weights:
+            traffic = bounds.replace_traffic(
+                mask.numel, mask.nnz, itemsize=2, compact_itemsizes=4, index_itemsize=size, changed=changed
+            )
+        else:
+            traffic = bounds.swap_traffic(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
+        suffix = (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
+        calls = {
+            BASE_IN: Prepared(swap.be_outside, swap.enter),
+            BASE_OUT: Prepared(swap.be_inside, swap.leave),
+        }
+        works = [self._auto_work(name + suffix, SWAP, masked, call, traffic) for name, call in calls.items()]
+        self.recorder.time(works)
+        swap.be_outside()
+
+    def fine_fetches(self, masked: Masked, *, with_dense: bool) -> None:
+        """Ops on single elements with `set_l2_fetch_granularity(32)`, and the dense step for comparison."""
+        recorder = self.recorder
+        if recorder.device.type == "cpu":
+            return
+        try:
+            before = set_l2_fetch_granularity(32, recorder.device)
+        except (BackendUnavailable, RuntimeError) as error:
+            recorder.run.note(f"not timed: rows{FINE}: {str(error).partition(chr(10))[0]}")
+            return
+        try:
+            gather = inputs.gather_case(self.grads, inputs.narrowed(masked.active))
+            recorder.time(recorder.cases({GATHER + FINE: gather}, masked.density, only=recorder.auto(gather.op)))
+            works = [self._fused_step(FINE)] if with_dense else []
+            for kind, name in STEP_NAMES.items():
+                for lr, suffix in ((LR, ""), (SMALL_LR, SMALL)):
+                    works += self._step(name + suffix + FINE, masked, kind, lr=lr)
+            recorder.time(works)
+            self.base_weights(masked, FINE)
+        finally:
+            set_l2_fetch_granularity(before, recorder.device)
+
+    def _pattern(self, pattern: str) -> None:
+        density = self.pattern_density
+        name = f"{STEP_DENSE}, {pattern}"
+        try:
+            mask = MaskSet.random(self.shapes, density=density, pattern=pattern, seed=self.seed)
+        except MaskError as error:  # these small matrices have no unit
+            self.recorder.run.note(f"not timed: {name}: {error}")
+            return
+        masked = Masked(mask, active_of(mask, self.recorder.device), density)
+        works = []
+        for backend in self.recorder.backends:
+            works += self._step(name, masked, "dense", backend=backend)
+        self.recorder.time(works)
+
+    # Peers
+
+    def _torch_clip(self) -> Work:
+        named = self._parameters()
+        for param, grad in zip(named.values(), self.grads, strict=True):
+            param.grad = grad
+        clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
+        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=2)
+        return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
+
+    def _fused_step(self, fetches: str = "") -> Work:
+        step = torch_adamw_step(self._parameters(), self.grads, fused=True)
+        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2)
+        return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
+
+    def _other_dense_steps(self, mask: MaskSet) -> list[Work]:
+        """torch's foreach AdamW over all elements, and a masked step without sparse kernels.
+
+        Their states and copies take several times the size of the model, so they are made after the others are freed.
+        """
+        bools = [mask.bool(name).to(self.recorder.device) for name in mask.names]
+        foreach = torch_adamw_step(self._parameters(), self.grads, fused=False)
+        masked = masked_adamw_step(self._parameters(), [grad.clone() for grad in self.grads], bools)
+        works = []
+        for name, step, size in ((FOREACH, foreach, 0), (MASKED, masked, 1)):
+            traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=size)
+            works.append(self.recorder.work(name, TORCH, None, step, traffic))
+        return works
+
+    def peer(self, peer: Peer) -> None:
+        """Time the step of another package, or record why not."""
+        recorder = self.recorder
+        if why := peer.why_absent(recorder.device):
+            recorder.run.note(f"not timed: {peer.name}: {why}")
+            return
+        try:
+            step = peer_step(peer, self._parameters(), self.grads)
+            traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, state_itemsize=STATE_ITEMSIZE)
+            recorder.time([recorder.work(peer.name, TORCH, None, step, traffic)])
+            recorder.run.note(f"{peer.name}: {peer.version()}")
+        except Exception as error:  # another package's error, of any type: reported, and the run continues
+            recorder.run.note(f"not timed: {peer.name}: {why_failed(error)}")
+
+    def _restart(self) -> None:
+        """Restore the initial weights: after many steps they are so large that a small step changes no bit."""
+        for param, start in zip(self.params, self.start, strict=True):
+            param.copy_(start)
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return parameters(self._named(self.params))
+
+    def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.shapes, tensors, strict=True))

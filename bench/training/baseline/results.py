@@ -1,0 +1,133 @@
+"""The rows of a mode that was measured, and the checks of what the modes have computed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...rows import Case, Row
+from .modes import shared_name
+
+SUITE, MEMORY = "baseline", "baseline, memory"
+# The first step's policy is its reference: DPO's loss is ln 2 whatever the weights, and GRPO's policy is the one that
+# sampled, so ratios are 1 and the divergence is 0. The tolerance covers kernels that differ between a forward pass
+# with and without gradients: beta = 0.1 times the rounding of sums of some hundred log-probabilities.
+FIRST_LOSS_ATOL = 1e-3
+FIRST_RATIO_ATOL = 1e-3
+# Compiled, the two passes are fused differently and round their bf16 values at different places: 0.012 on an H200.
+COMPILED_LOSS_ATOL = 0.05
+# Shared prompts round differently: errors of a bf16 norm, 2^-8 each, and of the gradients it is taken of.
+SHARED_NORM_RTOL = 0.02
+# A section whose launches take this share of the time between its events was waiting for them.
+HOST_BOUND = 0.9
+# Keys of the cases of single modes, which other modes do not have.
+OF_A_MODE = ("pattern", "lora_rank", "shira_rank")
+
+
+def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Row]:
+    """The rows of a mode: medians over the steps after the warm-up, and memory.
+
+    A step's time is its wall time. Sections are timed on the device; steps that are CUDA graphs have none. `launched`
+    is the time until the host had launched the step, `waits for the host` the share of a step's time in sections that
+    take the host nearly all of their time to launch. CPU time is kept where there is no GPU.
+
+    Args:
+        case: of the mode.
+    """
+    timed = result["steps"][n_warmup:]
+    on_gpu = result["peak_memory_bytes"] is not None
+    dense: Case = {"mode": "dense", "share_prompts": None, **dict.fromkeys(OF_A_MODE)}
+    peers: dict[str, float | Case] = {} if case["mode"] == "dense" else {"dense": dense}
+    if case.get("share_prompts"):
+        peers = peers | {"separate rows": {"share_prompts": None}}
+    sections = list(timed[0]["section_s"])
+    device, host = (
+        {name: statistics.median(step[kind][name] for step in timed) for name in sections}
+        for kind in ("section_s", "section_host_s")
+    )
+
+    def time(metric: str, seconds: float, **others: Any) -> Row:
+        return Row(suite=SUITE, case=case, metric=metric, unit="ms", value=1e3 * seconds, n=len(timed), **others)
+
+    whole = [1e3 * step["step_s"] for step in timed]
+    rows = [Row.of_samples(whole, suite=SUITE, case=case, metric="whole step", unit="ms", peers=peers)]
+    rows += [time(name, seconds) for name, seconds in device.items()]
+    launched = statistics.median(step["host_s"] for step in timed)
+    if on_gpu:
+        rows.append(time("launched", launched))
+        parts = [(device[name], host[name]) for name in sections]
+        parts = parts or [(rows[0].value / 1e3, launched)]  # a graph has no sections
+        waiting = sum(on_device for on_device, on_host in parts if on_host >= HOST_BOUND * on_device)
+        share = waiting / sum(on_device for on_device, _ in parts)
+        rows.append(Row(suite=SUITE, case=case, metric="waits for the host", unit="share", value=share))
+    else:
+        rows.append(time("CPU time", statistics.median(step["cpu_s"] for step in timed), peers=peers))
+    if result["kernel_s"] is not None:
+        rows.append(
+            Row(suite=SUITE, case=case, metric="kernels", unit="ms", value=1e3 * result["kernel_s"], peers=peers)
+        )
+    for metric, key in (("peak memory", "peak_memory_bytes"), ("reserved memory", "peak_reserved_bytes")):
+        if result[key] is not None:
+            of_peak = peers if metric == "peak memory" else {}
+            rows.append(Row(suite=SUITE, case=case, metric=metric, unit="bytes", value=result[key], peers=of_peak))
+    return rows + memory_rows(result, case)
+
+
+def memory_rows(result: Mapping[str, Any], case: Case) -> list[Row]:
+    """Bytes held between steps, by what they are for; on a GPU also the rest of the peak; and what is trained."""
+    held = {name: nbytes for name, nbytes in result["bytes"].items() if nbytes}
+    if result["peak_memory_bytes"] is not None:
+        held["activations and scratch"] = result["peak_memory_bytes"] - sum(held.values())
+    rows = [Row(suite=MEMORY, case=case, metric=name, unit="bytes", value=n) for name, n in held.items()]
+    counts = {"values trained": result["n_trained"], "gradients by tiles": result.get("n_tiled")}
+    return rows + [Row(suite=MEMORY, case=case, metric=name, unit="", value=n) for name, n in counts.items() if n]
+
+
+def wrong_results(algorithm: str, results: Sequence[Mapping[str, Any]], *, compiled: bool = False) -> list[str]:
+    """The errors in the results, a line each. The first step has a known loss, which shows that the modes train."""
+    wrong = []
+    loss_atol = COMPILED_LOSS_ATOL if compiled else FIRST_LOSS_ATOL
+    for result in results:
+        mode, first = result["mode"], result["steps"][0]
+        if algorithm == "dpo" and not abs(first["loss"] - math.log(2)) <= loss_atol:
+            wrong.append(f"mode {mode} begins at a DPO loss of {first['loss']}, expected ln 2 = {math.log(2):.6f}")
+        if algorithm == "grpo" and not first["ratio_error"] <= FIRST_RATIO_ATOL:
+            wrong.append(f"mode {mode} begins with ratios off by {first['ratio_error']}, expected 1: policy = sampler")
+        if algorithm == "grpo" and not first["k3"] <= FIRST_RATIO_ATOL:
+            wrong.append(f"mode {mode} begins at a divergence of {first['k3']}, expected 0: policy = reference")
+        if mode in ("tiles", shared_name("tiles")) and not result["n_tiled"]:
+            wrong.append(
+                f"mode {mode} computes no weight gradient by tiles: its optimizer's tiled_parameters are empty"
+            )
+        still = [i + 1 for i, step in enumerate(result["steps"]) if not step["grad_norm"] > 0]
+        if algorithm == "dpo" and still:
+            wrong.append(f"mode {mode} has a gradient norm of 0 in step {still[0]}, expected more than 0")
+        if algorithm == "grpo" and len(still) == len(result["steps"]):  # a group may have equal rewards
+            wrong.append(f"mode {mode} has a gradient norm of 0 in every step, expected more than 0 in one")
+    by_mode = {result["mode"]: result for result in results}
+    for mode, separate in by_mode.items():
+        shared = by_mode.get(shared_name(mode))
+        if shared is None:
+            continue
+        one, other = shared["steps"][0], separate["steps"][0]
+        expected = other["grad_norm"]
+        if algorithm == "dpo":
+            expected *= _slope(one["loss"]) / _slope(other["loss"])
+        if not math.isclose(one["grad_norm"], expected, rel_tol=SHARED_NORM_RTOL):
+            wrong.append(
+                f"mode {shared['mode']} begins with a gradient norm of {one['grad_norm']}, expected {expected}"
+            )
+    digests = {result["mode"]: result["data_digest"] for result in results}
+    if len(set(digests.values())) > 1:
+        wrong.append(f"the modes trained on different data, with digests {digests}")
+    return wrong
+
+
+def _slope(loss: float) -> float:
+    """The factor of a DPO gradient that depends on the loss: sigmoid(-beta h) of a pair's loss -log sigmoid(beta h).
+
+    Of a batch's mean loss it is an approximation. 1 for a loss that no pair can have.
+    """
+    return -math.expm1(-loss) if loss > 0 else 1.0

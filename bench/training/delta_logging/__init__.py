@@ -1,1 +1,0 @@
-"""Benchmark of logging every step of a training loop."""

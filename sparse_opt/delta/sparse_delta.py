@@ -1,0 +1,563 @@
+"""SparseDelta: what training changed, as a folder to share. docs/sharing.md has its use, docs/formats.md its bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from .. import __version__
+from ..errors import DeltaError, DeltaLogError, listed
+from ..files import DamagedFile, one_line, write_safetensors, write_text
+from ..masks.mask_set import MaskSet
+from ..tensor_file import open_tensors
+from ..tensors import as_bits, compact_json, holds_base_weights, materialized, metadata_digest
+from .change import Change
+from .codec import LEVELS, PatchError
+from .digest import StateDigest
+from .exchange import Exchange
+from .files import payload_digest
+from .state import StateLayout, TensorSpec, read_state
+
+DELTA_FILE = "delta.safetensors"
+CONFIG_FILE = "delta_config.json"
+FORMAT = "sparse-opt delta"
+FORMAT_VERSION = "1"
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+_CARD = """---
+library_name: sparse-opt
+{base_model}tags: [sparse-opt]
+---
+# {title}
+
+What training changed in {base}: {changed:,} of {numel:,} weights, bit for bit.
+
+```python
+from sparse_opt import SparseDelta
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{base_name}", dtype="auto")
+SparseDelta.from_pretrained("{repo}").apply_(model)
+```
+
+{facts}
+"""
+
+ModelOrState = nn.Module | Mapping[str, Tensor]
+
+
+class SparseDelta:
+    """The bits that differ between a base model and a trained one, encoded as in delta logs, with digests of both.
+
+    It changes no other model than its base: every tensor of the model is compared with its digest before the first one
+    is written, and every result with its own.
+
+        delta = SparseDelta.from_models(base, trained)   # or optimizer.delta(), DeltaLog.open(folder).between(0, 250)
+        delta.save_pretrained("my-delta")
+        delta = SparseDelta.from_pretrained("my-delta")  # a folder, or a name on the hub
+        with delta.active(model):
+            ...
+
+    Memory: the encoded change, in host memory. While it is applied to a model, the values that it replaced and their
+    indices are on the model's device: 4 to 6 bytes for each changed element in bf16, less for tiles and runs.
+
+    Attributes:
+        layout: the tensors of both models, tied ones once.
+        changes: name -> `Change` of each tensor that changed.
+        base_digests, result_digests: of each tensor of the layout, as in delta logs.
+        metadata: strings; base_model, base_revision, mask_pattern and mask_digest where they are known.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        changes: Mapping[str, Change],
+        base_digests: Sequence[str],
+        result_digests: Sequence[str],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.layout, self.changes = layout, dict(changes)
+        self.base_digests, self.result_digests = tuple(base_digests), tuple(result_digests)
+        self.metadata = dict(metadata or {})
+        self._digests = dict(zip(layout.names, zip(self.base_digests, self.result_digests, strict=True), strict=True))
+        self._applied: WeakKeyDictionary[nn.Module, Exchange] = WeakKeyDictionary()
+
+    # Making one
+
+    @classmethod
+    def from_models(
+        cls,
+        base: ModelOrState,
+        trained: ModelOrState,
+        *,
+        level: str = "tight",
+        mask: MaskSet | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SparseDelta:
+        """Encode what differs between two models of one architecture, or two state dicts.
+
+        Args:
+            level: `tight`, or `packed`, which is 1.2 to 1.6 times as large and decoded four times as fast.
+            mask: the mask of the run, whose pattern and digest become metadata.
+            metadata: strings to store; base_model and base_revision are those of the base's `config`, where it has one.
+
+        Raises:
+            DeltaError: names, shapes, dtypes or ties differ, or a tensor cannot be stored (sharded, on meta).
+        """
+        (layout, before), (other, after) = read_model(base, "the base"), read_model(trained, "the trained model")
+        if differences := layout.mismatches(other, "the base"):
+            raise DeltaError(f"the trained model is not of the base's architecture: {listed(differences, '; ')}")
+
+        def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+            return before[spec.name].to(after[spec.name].device), after[spec.name]
+
+        return cls.of_tensors(layout, read, level=level, metadata=origin(base, mask) | dict(metadata or {}))
+
+    @classmethod
+    @torch.no_grad()
+    def of_tensors(
+        cls,
+        layout: StateLayout,
+        read: Callable[[TensorSpec], tuple[Tensor, Tensor]],
+        *,
+        level: str = "tight",
+        metadata: Mapping[str, str] | None = None,
+    ) -> SparseDelta:
+        """Encode the differences of pairs of tensors, (base, trained), that `read` returns one after the other.
+
+        Holds one pair. Raises DeltaError: an unknown level.
+        """
+        if level not in LEVELS:
+            raise DeltaError(f"level is {level!r}, expected {' or '.join(LEVELS)}")
+        changes, digests = {}, []
+        for spec in layout.tensors:
+            old, new = (materialized(tensor.detach()) for tensor in read(spec))
+            digests.append(StateDigest.start([old, new]).result())
+            if digests[-1][0] != digests[-1][1]:
+                changes[spec.name] = Change.between(old, new, level)
+        base, result = zip(*digests, strict=True) if digests else ((), ())
+        return cls(layout, changes, base, result, metadata)
+
+    @classmethod
+    def from_peft(cls, adapted: Any, *, level: str = "tight") -> SparseDelta:
+        """Encode the change that the active adapters of a `peft.PeftModel` make when PEFT merges them.
+
+        A LoRA adapter changes all elements of its layers, so that its delta is larger than the adapter. The model does
+        not change.
+
+        Raises:
+            DeltaError: an adapter is merged already, or saves whole modules (`modules_to_save`); names the layer.
+        """
+        from .peft_adapters import merged_tensors
+
+        layout, read, metadata = merged_tensors(adapted)
+        return cls.of_tensors(layout, read, level=level, metadata=metadata)
+
+    def merged(
+        self, other: SparseDelta, base: nn.Module | Callable[[TensorSpec], Tensor], *, add: bool = False
+    ) -> SparseDelta:
+        """Return the delta that makes both changes to their common base.
+
+        Elements that only one of the deltas changes get its bits. Others are refused or, with `add`, set to
+        base + (a - base) + (b - base), computed in this order in fp32 (fp64 for fp64) and rounded once to the nearest
+        number of their dtype, ties to even.
+
+        Args:
+            base: the model before training, or a function that returns the tensor of a spec.
+
+        Raises:
+            DeltaError: the bases differ, an element is changed by both, or cannot be added; names the tensor.
+        """
+        self._require_base_of(other)
+        found = self._tensors_of(base) if isinstance(base, nn.Module) else {}
+
+        def pair(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+            old = found[spec.name] if isinstance(base, nn.Module) else base(spec)
+            a, b = self.trained(spec.name, old), other.trained(spec.name, old)
+            return old, _both(spec, old, a, b, add=add)
+
+        common = self.metadata.items() & other.metadata.items()
+        return SparseDelta.of_tensors(self.layout, pair, metadata=dict(common))
+
+    def _require_base_of(self, other: SparseDelta) -> None:
+        if differences := self.layout.mismatches(other.layout, "the first delta"):
+            raise DeltaError(f"the deltas have different bases: {listed(differences)}")
+        for name, (mine, _) in self._digests.items():
+            if (theirs := other._digests[name][0]) != mine:
+                raise DeltaError(f"the deltas have different bases: {name} has the digests {mine} and {theirs}")
+
+    # What is in it
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Name -> number of changed elements, of every tensor."""
+        return {name: self.changes[name].changed if name in self.changes else 0 for name in self.layout.names}
+
+    @property
+    def changed(self) -> int:
+        """Number of elements whose bits differ."""
+        return sum(self.counts.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded change, without the file's header."""
+        return sum(part.nbytes for change in self.changes.values() for part in change.parts().values())
+
+    @property
+    def base_digest(self) -> str:
+        """The digest of the base's state, as of a delta log's."""
+        return self.layout.state_digest(self.base_digests)
+
+    @property
+    def result_digest(self) -> str:
+        """The digest of the trained state."""
+        return self.layout.state_digest(self.result_digests)
+
+    def trained(self, name: str, base: Tensor) -> Tensor:
+        """Return the trained tensor of a name from the base's, or `base` itself if it did not change.
+
+        Raises:
+            DeltaError: `base` is not the tensor that the delta was made from, or the change is damaged.
+        """
+        before, after = self._digests[name]
+        old = materialized(base.detach())
+        if (found := StateDigest.start([old]).result()[0]) != before:
+            raise DeltaError(f"{name} has the digest {found}, expected {before}: the delta is for {self._base()}")
+        if name not in self.changes:
+            return base
+        try:
+            new = self.changes[name].applied(old)
+        except PatchError as error:
+            raise DeltaError(f"the change of {name} is damaged: {one_line(error)}") from error
+        if (found := StateDigest.start([new]).result()[0]) != after:
+            raise DeltaError(f"the change of {name} is damaged: its result has the digest {found}, expected {after}")
+        return new
+
+    def _base(self) -> str:
+        name, revision = self.metadata.get("base_model"), self.metadata.get("base_revision")
+        return (name or "another model") + (f" at revision {revision}" if revision else "")
+
+    # Applying it
+
+    def apply_(self, model: nn.Module) -> None:
+        """Change a model that has the base's bits into the trained one, bit for bit, in place.
+
+        Reads all tensors of the model once, to compare them with their digests. Nothing is written if it raises.
+
+        Raises:
+            DeltaError: the delta is applied already, the model has other bits, or lacks a tensor; names it.
+        """
+        model = _unwrapped(model)
+        if model in self._applied:
+            raise DeltaError("apply_: the delta is applied to this model already: call remove_ first")
+        exchange = self.exchange(model)
+        self._applied[model] = exchange
+        try:
+            exchange.enter_()
+        except BaseException:
+            exchange.leave_()
+            del self._applied[model]
+            raise
+
+    def remove_(self, model: nn.Module) -> None:
+        """Undo `apply_`, bit for bit. Deltas that change the same tensors are removed in the opposite order.
+
+        Raises:
+            DeltaError: the delta is not applied, or one of its tensors was changed since; nothing is removed then.
+        """
+        model = _unwrapped(model)
+        if model not in self._applied:
+            raise DeltaError("remove_: the delta is not applied to this model")
+        exchange = self._applied[model]
+        require_no_base_weights(exchange.tensors, "remove_")
+        self.require_bits(exchange.tensors, "remove_", applied=True)
+        exchange.leave_()
+        del self._applied[model]
+
+    @contextmanager
+    def active(self, model: nn.Module) -> Iterator[None]:
+        """A context in which the delta is applied; it is removed on exit, also after an exception.
+
+        Contexts of several deltas can be nested if each finds its base: deltas of different tensors, or one that was
+        trained on top of the other.
+        """
+        self.apply_(model)
+        try:
+            yield
+        finally:
+            self.remove_(model)
+
+    def exchange(self, model: nn.Module) -> Exchange:
+        """Decode the change for a model with the base's bits, without writing to it. Errors as in `apply_`."""
+        with torch.no_grad():
+            changed = (found for found in self._pairs(model) if found[0] in self.changes)
+            return Exchange((name, old, new, self.changes[name].run_length) for name, old, new in changed)
+
+    def _pairs(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield (name, tensor, trained tensor) of each tensor of the model, which must have the base's bits."""
+        found = self._tensors_of(model)
+        require_no_base_weights(found, "apply_")
+        for name, tensor in found.items():
+            yield name, tensor, self.trained(name, tensor)
+
+    def require_bits(self, tensors: Mapping[str, Tensor], call: str, *, applied: bool) -> None:
+        """Raise a DeltaError unless the named tensors have the bits of the trained model, or those of the base."""
+        for name, found in zip(tensors, StateDigest.start(list(tensors.values())).result(), strict=True):
+            if found != self._digests[name][applied]:
+                raise DeltaError(f"{call}: {name} was changed by other code: undo that change first")
+
+    def _tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return name -> parameter or buffer of a model for each tensor of the layout."""
+        layout, state = read_model(model, "the model")
+        live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        found = {}
+        for spec in self.layout.tensors:
+            names = [spec.name, *(alias for alias, first in self.layout.aliases.items() if first == spec.name)]
+            name = next((name for name in names if name in state or name in layout.aliases), None)
+            if name is None:
+                raise DeltaError(f"the model has no tensor {spec.name}: the delta is for {self._base()}")
+            tensor = state[layout.aliases.get(name, name)]
+            if (tensor.dtype, tuple(tensor.shape)) != (spec.torch_dtype, spec.shape):
+                is_now = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                raise DeltaError(f"{spec.name} of the model is {is_now}, expected {spec}: load it in that dtype")
+            if spec.name in self.changes:
+                if name not in live or live[name].data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+                    raise DeltaError(f"{spec.name} of the model is not a contiguous parameter or buffer of that name")
+                tensor = live[name]
+            found[spec.name] = tensor
+        return found
+
+    # Files
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Write `delta.safetensors` and `delta_config.json` into a folder, which is made if it is missing.
+
+        Raises:
+            DeltaError: a file cannot be written.
+        """
+        folder = Path(folder)
+        header = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "layout": self.layout.to_json(),
+            "base_tensor_digests": "".join(self.base_digests),
+            "result_tensor_digests": "".join(self.result_digests),
+            "metadata": compact_json(self.metadata),
+        }
+        payload = {f"{n}.{part}": t for n, change in self.changes.items() for part, t in change.parts().items()}
+        header["payload_digest"] = payload_digest(payload)
+        header["header_digest"] = metadata_digest(header)
+        config = {
+            **{key: header[key] for key in ("format", "format_version", "header_digest")},
+            "base_digest": self.base_digest,
+            "result_digest": self.result_digest,
+            "changed": self.changed,
+            "numel": self.layout.numel,
+            "sparse_opt_version": __version__,
+            "metadata": self.metadata,
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_safetensors(folder / DELTA_FILE, payload, header)
+            write_text(folder / CONFIG_FILE, json.dumps(config, indent=1) + "\n")
+        except (OSError, SafetensorError, UnicodeEncodeError) as error:
+            raise DeltaError(f"{folder}: the delta cannot be written: {one_line(error)}") from error
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | PathLike[str], *, revision: str | None = None, token: str | bool | None = None
+    ) -> SparseDelta:
+        """Read a delta from a folder, or from the hub or its cache. All bytes are verified by their digests.
+
+        Args:
+            source: a folder, or a name such as user/my-delta.
+            revision, token: of the hub, as in `huggingface_hub.snapshot_download`.
+
+        Raises:
+            DeltaError: there is no delta, or a file is damaged; names it.
+        """
+        folder = Path(source)
+        if not folder.is_dir():
+            folder = _downloaded(str(source), revision, token)
+        elif revision is not None:
+            raise DeltaError(f"revision is {revision!r}, but {folder} is a folder, which has none")
+        path = folder / DELTA_FILE
+        try:
+            config = json.loads((folder / CONFIG_FILE).read_bytes())
+            with open_tensors(path) as file:
+                header, payload = file.metadata, {name: file.read(name) for name in file.names}
+        except FileNotFoundError as error:
+            raise DeltaError(f"{folder}: holds no delta: {Path(str(error.filename)).name} is missing") from error
+        except (OSError, DamagedFile, ValueError, RecursionError) as error:
+            raise DeltaError(f"{folder}: the delta is damaged: {one_line(error)}") from error
+        try:
+            return cls._parsed(header, payload, config)
+        except (DeltaError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise DeltaError(f"{path}: damaged: {one_line(error)}") from error
+
+    @classmethod
+    def _parsed(cls, header: dict[str, str], payload: dict[str, Tensor], config: Any) -> SparseDelta:
+        """Build the delta of a file. Raises errors without the file's name."""
+        for key, expected in (("format", FORMAT), ("format_version", FORMAT_VERSION)):
+            if header.get(key) != expected:
+                raise DeltaError(f"its {key} is {header.get(key)!r}, expected {expected!r}")
+        rest = {key: value for key, value in header.items() if key != "header_digest"}
+        for what, found, expected in (
+            ("header_digest", metadata_digest(rest), header.get("header_digest", "")),
+            (f"header_digest in {CONFIG_FILE}", config["header_digest"], header.get("header_digest", "")),
+            ("payload_digest", payload_digest(payload), header["payload_digest"]),
+        ):
+            if found != expected:
+                raise DeltaError(f"its {what} is {found!r}, expected {expected!r}")
+        layout = StateLayout.from_json(header["layout"])
+        base, result = (_DIGEST.findall(header[f"{which}_tensor_digests"]) for which in ("base", "result"))
+        if not len(base) == len(result) == len(layout.tensors):
+            raise DeltaError(f"it has {len(base)} and {len(result)} digests, expected {len(layout.tensors)} of each")
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in payload.items():
+            name, _, part = key.rpartition(".")
+            parts.setdefault(name, {})[part] = tensor
+        changed = {n for n, before, after in zip(layout.names, base, result, strict=True) if before != after}
+        if parts.keys() != changed:
+            raise DeltaError(f"it has changes of {listed(sorted(parts.keys() ^ changed))} or lacks them")
+        specs = {spec.name: spec for spec in layout.tensors}
+        changes = {}
+        for name, of_name in parts.items():
+            try:
+                changes[name] = Change.from_parts(of_name, specs[name])
+            except PatchError as error:
+                raise DeltaError(f"the change of {name}: {one_line(error)}") from error
+        metadata = {str(key): str(value) for key, value in json.loads(header["metadata"]).items()}
+        return cls(layout, {name: changes[name] for name in layout.names if name in changes}, base, result, metadata)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload a delta",
+    ) -> Any:
+        """Upload the delta and a model card to a repository of the hub, which is created if it is missing.
+
+        Returns what `huggingface_hub.HfApi.upload_folder` returns; its errors propagate.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            Path(folder, "README.md").write_text(self._card(repo), encoding="utf-8")
+            return api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=commit_message)
+
+    def _card(self, repo: str) -> str:
+        name = self.metadata.get("base_model", "")
+        is_on_hub = name.count("/") == 1 and not name.startswith((".", "/"))
+        facts = {"base_digest": self.base_digest, "result_digest": self.result_digest} | self.metadata
+        return _CARD.format(
+            base_model=f"base_model: {name}\n" if is_on_hub else "",
+            title=repo.rpartition("/")[2],
+            repo=repo,
+            base=self._base(),
+            base_name=name,
+            changed=self.changed,
+            numel=self.layout.numel,
+            facts="\n".join(f"- {key}: `{value}`" for key, value in sorted(facts.items())),
+        )
+
+    # PEFT
+
+    def to_peft(self, model: nn.Module, adapter_name: str = "default") -> Any:
+        """Return the model with this change as a SHiRA adapter: a `peft.PeftModel`, whose `save_pretrained` writes it.
+
+        PEFT adds fp32 differences to the weights. For 16-bit weights the sum is the trained weight; for fp32 weights
+        it is rounded. The model must have the base's bits.
+
+        Raises:
+            DeltaError: PEFT cannot express the change: of another tensor than the weight of an `nn.Linear`, of more
+                elements than a rank allows, or not exactly; names the tensor. Or as `apply_`.
+        """
+        from .peft_adapters import shira_of
+
+        changed = (found for found in self._pairs(model) if found[0] in self.changes)
+        return shira_of(changed, model, adapter_name)
+
+    def __repr__(self) -> str:
+        return f"SparseDelta(of {self._base()}, {self.changed:,} of {self.layout.numel:,} elements changed)"
+
+
+def origin(model: object, mask: MaskSet | None) -> dict[str, str]:
+    """Return the metadata of a delta of this base, under this mask."""
+    config = getattr(model, "config", None)
+    found = {
+        "base_model": getattr(config, "name_or_path", None),
+        "base_revision": getattr(config, "_commit_hash", None),
+        "mask_pattern": None if mask is None else mask.pattern,
+        "mask_digest": None if mask is None else mask.digest,
+    }
+    return {key: str(value) for key, value in found.items() if value}
+
+
+def _both(spec: TensorSpec, old: Tensor, a: Tensor, b: Tensor, *, add: bool) -> Tensor:
+    """The tensor with the changes of both `a` and `b`, which are `old` itself where nothing changed."""
+    if a is old or b is old:
+        return b if a is old else a
+    old, a, b = (materialized(tensor) for tensor in (old, a, b))
+    of_a, of_b = (as_bits(tensor) != as_bits(old) for tensor in (a, b))
+    both = of_a & of_b
+    new = a.clone()
+    as_bits(new)[of_b] = as_bits(b)[of_b]
+    if not bool(both.any()):
+        return new
+    place = int(both.nonzero()[0])
+    if not add or not old.is_floating_point():
+        why = "" if not add else ", which has no floating-point numbers to add"
+        raise DeltaError(f"{spec.name}: both deltas change {int(both.sum())} elements, the first at {place}{why}")
+    wide = torch.promote_types(old.dtype, torch.float32)
+    x, y, z = (tensor.view(-1)[both].to(wide) for tensor in (old, a, b))
+    new.view(-1)[both] = (x + (y - x) + (z - x)).to(old.dtype)
+    return new
+
+
+def require_no_base_weights(tensors: Mapping[str, Tensor], call: str) -> None:
+    """Raise a DeltaError inside of `base_weights()`, whose exit would write over the change."""
+    if holds_base_weights(tensors.values()):
+        raise DeltaError(f"{call}: the model holds its base weights: leave base_weights() first")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    original: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile prefixes every name with "_orig_mod."
+    return original
+
+
+def read_model(model_or_state: ModelOrState, what: str) -> tuple[StateLayout, dict[str, Tensor]]:
+    """Return the layout and the tensors of a model as `read_state` does; `what` names it in the DeltaError."""
+    if isinstance(model_or_state, nn.Module):
+        model_or_state = _unwrapped(model_or_state)
+    try:
+        return read_state(model_or_state)
+    except DeltaLogError as error:
+        raise DeltaError(f"{what}: {error}") from error
+
+
+def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    files = [DELTA_FILE, CONFIG_FILE]
+    try:
+        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=files))
+    except (OSError, ValueError) as error:
+        raise DeltaError(f"cannot read the delta {name}, which is not a folder: {one_line(error)}") from error

@@ -1,0 +1,179 @@
+"""The table of `sparse-opt bench kernels`: its command, and the rows of optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_opt import MaskSet, backends
+from sparse_opt.bench import rows as results
+from sparse_opt.bench.kernels import inputs, optimizers, table, weights
+from sparse_opt.bench.kernels.bounds import Rates
+from sparse_opt.bench.kernels.cases import Active, WrongResult
+from sparse_opt.bench.kernels.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
+from sparse_opt.bench.kernels.recorder import Recorder
+from sparse_opt.bench.rows import Run
+
+WORDS = "--device cpu --numel 100000 --delta_numel 5000 --n_rounds 1 --no_peers --output".split()
+
+
+@pytest.fixture
+def needs_extension(monkeypatch):
+    if "cpu" not in backends.available("cpu"):
+        pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
+    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
+
+
+def test_parts_of_the_table_are_timed_by_several_calls(tmp_path, capsys, needs_extension):
+    path = tmp_path / "kernels.json"
+    assert table.main([*WORDS, str(path), "--only", "weights"]) == 0
+    assert table.main([*WORDS, str(path), "--only", "deltas", "--resume"]) == 0
+    run = results.read(path)
+    assert run.completed and run.wrong == []
+    assert {row.case["part"] for row in run.rows} == {"copy", "weights", "deltas"}
+    (step,) = run.matching(work="SparseAdamW.step, dense gradients", density=0.025)
+    assert run.peer(step, "fused AdamW").case["work"] == "torch.optim.AdamW(fused=True).step"
+    (narrow,) = run.matching(work="indexed_swap_", density=0.1)
+    assert run.peer(narrow, "int32 indices").case["work"] == "indexed_swap_, int32 indices"
+    assert all(any(name.startswith("bound") for name in row.peers) for row in run.matching(part="deltas"))
+    assert "SparseAdamW.step, dense gradients" in capsys.readouterr().out
+
+
+def test_a_wrong_op_is_not_timed(tmp_path, capsys, needs_extension, monkeypatch):
+    true_case = table.inputs.delta_apply_case
+
+    def wrong_case(*arguments):
+        case = true_case(*arguments)
+        case.arguments["values"][:] = float("nan")
+        true_run = case.run
+        case.run = lambda backend: true_run(backend) if backend == "reference" else None
+        return case
+
+    monkeypatch.setattr(table.inputs, "delta_apply_case", wrong_case)
+    path = tmp_path / "kernels.json"
+    assert table.main([*WORDS, str(path), "--only", "deltas"]) == 1
+    run = results.read(path)
+    assert run.matching(work="delta_apply_") == [] != run.matching(work="delta_encode")
+    assert len(run.wrong) == len(table.DELTA_DENSITIES)
+    assert "WRONG RESULT: delta_apply_" in capsys.readouterr().err
+
+
+def test_a_wrong_option_is_refused(capsys):
+    for words, message in ((["--only", "tile"], "--only tile: expected some of weights, tiles, deltas"),):
+        with pytest.raises(SystemExit) as stopped:
+            table.main(["--device", "cpu", *words])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def swap_of_two_matrices() -> tuple[BaseWeightsSwap, optimizers.Named]:
+    weights = {name: torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) for name in "ab"}
+    grads = {name: torch.ones(40, 50) for name in "ab"}
+    mask = MaskSet.random(weights, density=0.1)
+    params = parameters(weights)
+    return BaseWeightsSwap(sparse_adamw(params, grads, mask, "dense", keep_base_weights=True)), params
+
+
+def test_base_weights_are_checked_inside_and_outside():
+    check_base_weights(*swap_of_two_matrices())
+    swap, params = swap_of_two_matrices()
+    swap.be_inside()
+    swap.be_inside()  # it is already
+    swap.be_outside()
+    true_leave = swap.leave
+
+    def wrong_leave() -> None:
+        true_leave()
+        params["b"].detach().view(-1)[7] += 1
+
+    swap.leave = wrong_leave  # type: ignore[method-assign]
+    with pytest.raises(WrongResult, match="base_weights: b outside again: 1 of 2000"):
+        check_base_weights(swap, params)
+
+
+def test_a_step_that_does_nothing_proves_nothing_about_base_weights(monkeypatch):
+    swap, params = swap_of_two_matrices()
+    monkeypatch.setattr(swap.optimizer, "step", lambda: None)
+    with pytest.raises(WrongResult, match="a step changed no weight"):
+        check_base_weights(swap, params)
+
+
+def fine_fetches(monkeypatch, setting):
+    """The rows with fetches of 32 bytes, on a GPU that is not touched; `setting` replaces the library function."""
+    monkeypatch.setattr(weights, "set_l2_fetch_granularity", setting)
+    recorder = Recorder(Run({}), torch.device("cuda"), [])
+    rows = weights.WeightRows(recorder, {}, torch.Generator(), (), (), 0.0, 0, False)
+    masked = weights.Masked(MaskSet({}, {}), Active(torch.empty(0, dtype=torch.int32), [], []), 0.025)
+    rows.fine_fetches(masked, with_dense=False)
+    return recorder
+
+
+def test_a_gpu_without_smaller_fetches_leaves_their_rows_out(monkeypatch):
+    def refuse(n_bytes, device):
+        raise RuntimeError("CUDA error: limit is not supported\nand more")
+
+    recorder = fine_fetches(monkeypatch, refuse)
+    assert recorder.run.notes == ["not timed: rows, 32-byte fetches: CUDA error: limit is not supported"]
+    assert recorder.run.rows == []
+
+
+def test_fetches_are_as_they_were_after_an_error(monkeypatch):
+    set_to = []
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(weights.inputs, "gather_case", fail)
+    monkeypatch.setattr(weights.inputs, "narrowed", lambda active: active)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fine_fetches(monkeypatch, lambda n_bytes, device: set_to.append(n_bytes) or 64)
+    assert set_to == [32, 64]
+
+
+def test_timed_steps_change_the_share_of_weights_that_their_bounds_say(monkeypatch):
+    """Also those of a small rate, in turns with optimizers that move the same weights far."""
+    rows = weights.WeightRows(
+        Recorder(Run({}), torch.device("cpu"), [], rates=Rates(1e9, {})),
+        {"a": (300, 200)},
+        torch.Generator().manual_seed(0),
+        (),
+        (),
+        0.0,
+        0,
+        False,
+    )
+    active = inputs.random_active(rows.params, 0.5, rows.generator)
+    masked = weights.Masked(optimizers.mask_of(rows._named(rows.params), active), active, 0.5)
+    counted, timed = [], []
+    true_share = weights.changed_share
+    monkeypatch.setattr(weights, "changed_share", lambda *args: counted.append(true_share(*args)) or counted[-1])
+
+    def in_turns(works, n_rounds=None):
+        for _ in range(30):
+            for i, work in enumerate(works[: len(counted)]):
+                work.call.before()
+                before = rows.params[0].clone()
+                work.call()
+                timed.append((work.case["work"], counted[i], (rows.params[0] != before).sum().item() / active.nnz))
+
+    monkeypatch.setattr(rows.recorder, "time", lambda works: in_turns(works) if len(works) > 1 else None)
+    rows._optimizers(masked, [])
+    assert any(weights.SMALL in name and 0.005 < share < 0.05 for name, share, _ in timed)
+    for name, share, found in timed:
+        assert found == pytest.approx(share, rel=0.3), name
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_device_is_found():
+    x = torch.ones(3, device="cuda")
+    optimizers.check_no_sync("adding", lambda: x.add_(1), x.device)
+    with pytest.raises(WrongResult, match="reading synchronized with the device"):
+        optimizers.check_no_sync("reading", x.sum().item, x.device)
+
+
+@pytest.mark.parametrize("gradients", ["dense", "compact"])
+def test_a_timed_step_has_gradients_each_time(gradients):
+    weights = {"a": torch.randn(40, 50, generator=torch.Generator().manual_seed(0))}
+    mask, params = MaskSet.random(weights, density=0.5), parameters(weights)
+    optimizer = sparse_adamw(params, {"a": torch.ones(40, 50)}, mask, gradients)
+    assert [optimizers.changed_share(optimizer, params, mask.nnz) for _ in range(3)] == [1.0] * 3
