@@ -7,7 +7,6 @@ import math
 import os
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -74,24 +73,6 @@ def test_curves_show_the_measured_values(log):
     assert curves(effective)[up.format(1)] == [of[up.format(1)].effective_rank for of in by_step.values()]
 
 
-def test_every_axis_has_a_label_and_every_curve_its_own_style(log):
-    for figure in (
-        plots.density_figure(measure_sparsity(log), TOLERANCES),
-        plots.coverage_figure(measure_coverage(log)),
-        plots.rank_steps_figure(measure_ranks(log, log.steps[1:])),
-    ):
-        figure.draw_without_rendering()
-        assert figure.axes[0].get_ylabel()
-        (legend,) = figure.legends
-        for axes in figure.axes:
-            assert axes.get_xlabel() == "training step"
-            assert axes.get_ylim()[0] == 0
-            assert axes.get_ylim()[1] > 1.04 * max(value for values in curves(axes).values() for value in values)
-            assert not legend.get_window_extent().overlaps(axes.get_window_extent())
-            looks = {(line.get_marker(), line.get_linestyle(), line.get_color()) for line in axes.lines}
-            assert len(looks) == len(axes.lines)
-
-
 def test_equal_figures_give_equal_bytes(log):
     found = measure_sparsity(log)
     first, second = (plots.as_svg(plots.density_figure(found, TOLERANCES)) for _ in range(2))
@@ -118,11 +99,6 @@ def test_comparison_shows_each_pair_twice(tmp_path, count):
             assert texts(axes)[at] == "{:.3f}\n({:.3f})".format(*values)
             assert axes.images[0].get_array()[at] == values[0]
     assert {texts(jaccard)[i, i] for i in range(count)} == {"same"}
-    # Everything is within the picture, to a pixel.
-    figure.draw_without_rendering()
-    drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    slack = 1 / figure.dpi
-    assert drawn.x0 >= -slack and drawn.y0 >= -slack and drawn.x1 <= width + slack and drawn.y1 <= height + slack
 
 
 def test_pair_by_layer_and_part():
@@ -143,28 +119,6 @@ def test_pair_by_layer_and_part():
         assert shown[row, column] == pair.tensors[name].jaccard
     assert math.isnan(shown.data[0, 0]) and (0, 0) not in texts(axes)
     assert "mask 0" in figure.get_suptitle()
-
-
-def test_densities_far_apart_have_colours_apart():
-    """Of 0.1, 1 and 100 %, the first two have different colours, too; density 0 is darkest, with white text."""
-    counts = {"model.layers.0.mlp.up_proj.weight": 2, "model.layers.2.mlp.up_proj.weight": 20, "model.norm.weight": 32}
-    mask = MaskSet({name: torch.arange(counts.get(name, 0)) for name in SHAPES}, SHAPES)
-    axes, bar = plots.mask_figure(mask, "the title").axes
-    image = axes.images[0]
-    assert image.get_array()[1, 2] == pytest.approx(100 * 20 / 2048) and texts(axes)[1, 2] == "0.977"
-    assert bar.get_ylabel().startswith("density, %")
-    shown = {at: float(image.norm(value)) for at, value in np.ndenumerate(image.get_array()) if value >= 0}
-    assert shown[0, 2] == 0 and 0.25 < shown[1, 2] < 0.75 and shown[2, 3] == 1
-    colours = {(int(text.get_position()[1]), int(text.get_position()[0])): text.get_color() for text in axes.texts}
-    assert shown[0, 1] == 0 and texts(axes)[0, 1] == "0" and colours[0, 1] == "white" and colours[2, 3] == "black"
-
-
-def test_brightness_increases_with_the_value():
-    """The colours as a black and white printer sees them (ITU-R BT.601) rise with the value, step by step."""
-    image = plots.mask_figure(masks_of(1)["mask 0"], "").axes[0].images[0]
-    grey = image.cmap(np.linspace(0, 1, 50))[:, :3] @ np.array([0.299, 0.587, 0.114])
-    assert (grey[1:] > grey[:-1]).all()
-    assert grey[-1] - grey[0] > 0.6
 
 
 def test_masks_with_nothing_active_are_drawn(tmp_path):

@@ -164,6 +164,7 @@ def test_calibration_is_recorded(find, files):
             "oracle",
             ("--target_step", 1),
             1,
+            "target_step is 1, expected 3 for oracle",
         ),
         ("magnitude", ("--target_step", 0), 1, "no element of step 0 has changed since step 0"),
         ("magnitude", ("--sparsity_percent", 100), 2, "'sparsity_percent' is 100.0"),

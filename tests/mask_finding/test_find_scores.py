@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_opt import DeltaLog
 from sparse_opt.delta.state import StateLayout, TensorSpec
-from sparse_opt.errors import DeltaLogError, MaskError
+from sparse_opt.errors import MaskError
 from sparse_opt.mask_finding import log_scores as mask_scores
 from sparse_opt.mask_finding.find import find_from_log, top_file_name
 from sparse_opt.mask_finding.log_scores import LOG_METHODS, LogScores, change_bits, plan_scores
@@ -212,11 +212,6 @@ def test_steps_that_each_method_reads() -> None:
 def test_too_few_steps_and_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(MaskError, match=message):
         find_from_log(MemoryLog(training(torch.float32)), sparsity=50, **arguments)  # type: ignore[arg-type]
-
-
-def test_a_step_that_is_not_logged() -> None:
-    with pytest.raises(DeltaLogError, match="memory: step 7 is not logged"):
-        find_from_log(MemoryLog(training(torch.float32)), method="momentum", target_step=7, sparsity=50)
 
 
 # Whole masks

@@ -45,7 +45,7 @@ def loaded_or_refused(path: Path) -> MaskSet | None:
         return None if str(path) in str(refused) else pytest.fail(f"does not name the file: {refused}")
 
 
-@pytest.mark.parametrize("pattern", ["element", "run16", "run32", "tile64", "tile128"])
+@pytest.mark.parametrize("pattern", ["element", "run32", "tile64"])
 def test_round_trip(tmp_path: Path, pattern: str) -> None:
     mask = MaskSet.random({"b": (130, 200), "a": (7,), "nothing": (0,)}, density=0.4, pattern=pattern, seed=2)
     path = mask.save(tmp_path / "new" / "folder" / "mask.safetensors")
@@ -301,11 +301,6 @@ def test_pt_written_is_the_same_bytes_each_time(mask: MaskSet, tmp_path: Path) -
     first, second = (mask.save_bool(tmp_path / f"{name}.pt").read_bytes() for name in ("first", "second"))
     assert first == second
     assert b".tmp" not in first
-
-
-def test_pt_and_back_keeps_the_pattern(tmp_path: Path) -> None:
-    mask = MaskSet.random({"w": (70, 130), "v": (7,)}, density=0.5, pattern="run32", seed=1)
-    assert MaskSet.load(mask.save_bool(tmp_path / "m.pt")).pattern == "run32"
 
 
 def test_pt_that_cannot_be_written(mask: MaskSet, tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_tensors_of_a_gpu_or_a_parameter(device: torch.device) -> None:
     assert expected["w"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 def test_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     masks = random_bools({"layer.w": (5, 7), "layer.b": (7,)})
     numbers = {**masks, "layer.b": masks["layer.b"].to(dtype)}
@@ -349,47 +349,6 @@ def test_tied_weights_by_either_name(tmp_path: Path, names: list[str]) -> None:
             assert "lm_head.weight is tied to model.embed_tokens.weight in the model, but the mask differs" in text
     untied = llama(tie_word_embeddings=False)
     assert MaskSet.from_bool(masks).resolve(untied).names == tuple(sorted(masks, reverse=True))
-
-
-def test_conv1d_weights_are_transposed(tmp_path: Path) -> None:
-    name = "transformer.h.0.attn.c_attn.weight"
-    as_linear = random_bools({name: (24, 8)})
-    for source, load in sources(as_linear, tmp_path).items():
-        text = refusal(lambda load=load: load().resolve(gpt2()))
-        assert f"{name} is [24, 8] in the mask, [8, 24] in the model" in text, source
-    for source, load in sources({name: as_linear[name].t()}, tmp_path).items():
-        mask = load().resolve(gpt2())
-        assert torch.equal(mask.bool(name), as_linear[name].t()), source
-
-
-def test_what_a_mask_leaves_out_keeps_its_bits(tmp_path: Path) -> None:
-    masks = random_bools({UP: (72, 32), "model.norm.weight": (32,)})
-    masks["model.layers.1.mlp.up_proj.weight"] = torch.zeros(72, 32, dtype=torch.bool)
-    for source, load in sources(masks, tmp_path).items():
-        model = llama()
-        before = state(model)
-        opt = SparseAdamW(model.named_parameters(), load(), lr=0.1)
-        ids = torch.arange(20).view(2, 10)
-        for _ in range(3):
-            model(input_ids=ids, labels=ids).loss.backward()
-            opt.step()
-            opt.zero_grad()
-        for name, weight in model.named_parameters():
-            assert weight.requires_grad == (name in (UP, "model.norm.weight")), name
-            active = masks.get(name, torch.zeros(weight.shape, dtype=torch.bool))
-            assert torch.equal(weight[~active], before[name][~active]), (source, name)
-        assert (dict(model.named_parameters())[UP] != before[UP])[masks[UP]].float().mean() > 0.9
-
-
-def test_what_the_model_does_not_have(tmp_path: Path) -> None:
-    masks = random_bools({UP: (72, 32), **{f"adapters.{i}.weight": (3,) for i in range(5)}})
-    for source, load in sources(masks, tmp_path).items():
-        text = refusal(lambda load=load: load().resolve(llama()))
-        assert "adapters.0.weight is not a parameter of the model" in text, source
-        assert text.endswith("; and 2 more")
-        assert UP not in text
-    for path in (tmp_path / "plain.pt", tmp_path / "masks.pth"):
-        assert str(path) in refusal(lambda path=path: MaskSet.load(path, llama()))
 
 
 def test_nothing_active_is_no_mask_to_train_under(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def assert_sums(sum_sq: Tensor, call: Call, out: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(256, 384), (130, 200), (200, 130), (5, 700), (700, 5), (1, 1), (64, 64)], ids=str)
 def test_tile_table_lists_the_tiles_of_a_mask(shape, tile_size):
     rows, columns = shape
-    for seed, density in enumerate((0.0, 0.4, 0.7, 1.0)):
+    for seed, density in enumerate((0.0, 0.6, 1.0)):
         mask = MaskSet.random({"w": shape}, density=density, pattern=f"tile{tile_size}", seed=seed)
         dense = mask.bool("w")
         slots = (dense.view(-1).cumsum(0) - 1).view(shape)

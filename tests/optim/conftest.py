@@ -30,6 +30,12 @@ def sparse_optimizer(request):
     return functools.partial(request.param, **options)
 
 
+@pytest.fixture(params=["chosen", "reference"])
+def backend(request):
+    """The default backend, and the one without native objects."""
+    return None if request.param == "chosen" else request.param
+
+
 @pytest.fixture
 def autograd_library():
     """For tests of what only the native collection of gradients does; an installed wheel is without it."""

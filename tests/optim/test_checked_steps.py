@@ -14,12 +14,6 @@ from sparse_opt.optim import OPTIMIZERS
 OPTIONS = {SparseAdamW: {"betas": (0.8, 0.9)}, SparseSGD: {"momentum": 0.9}}
 
 
-@pytest.fixture(params=["chosen", "reference"])
-def backend(request):
-    """The default backend, and the one without native objects."""
-    return None if request.param == "chosen" else request.param
-
-
 def make_params(device):
     """Three parameters in two groups and, since two dtypes are in the second, three buckets."""
     generator = torch.Generator().manual_seed(0)

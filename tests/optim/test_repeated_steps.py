@@ -17,12 +17,6 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=["chosen", "reference"])
-def backend(request):
-    """The default backend, and the one without native objects."""
-    return None if request.param == "chosen" else request.param
-
-
 def make_model(device, dtype=torch.float32):
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Linear(16, 4)).to(device, dtype)

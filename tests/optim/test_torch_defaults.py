@@ -42,12 +42,6 @@ def defaults(dtype: str | None, device: str | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@pytest.fixture(params=["chosen", "reference"])
-def backend(request: pytest.FixtureRequest) -> str | None:
-    """The default backend, and the one in plain torch."""
-    return None if request.param == "chosen" else request.param
-
-
 Results = dict[str, Tensor]
 
 

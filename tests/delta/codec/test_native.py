@@ -69,6 +69,17 @@ def test_changes_at_the_ends_of_runs_and_tiles(place, level):
         check(place, [old], [new], level)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16, torch.float32], ids=name_of)
+def test_differences_around_the_width_of_their_field(place, dtype):
+    """Many small ones, for which `packed` chooses a narrow field, and one of each size, most of which do not fit."""
+    by = np.concatenate([np.arange(1, 4).repeat(500), np.arange(1, 200)])
+    old = torch.full((len(by),), 1.0 if dtype.is_floating_point else 1, dtype=dtype)
+    new = old.clone()
+    bits(new).add_(torch.from_numpy(by).to(bits(new).dtype))
+    patch = check(place, [old], [new], "packed")
+    assert 1 << patch.width < 100
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=name_of)
 def test_the_largest_differences(place, level, dtype):

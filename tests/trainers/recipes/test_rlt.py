@@ -381,7 +381,10 @@ def test_shipped_configs(words, model_folder, name, tmp_path, capfd):
     [
         ({"reward_funcs": "exact_match"}, "is not supported: rlt has a reward of its own"),
         ({"unbias_student_log_probs_temp": 1}, "reference of --temperature 0.7: give both alike, or a --student_model"),
-        ("--offload_untrained_models excludes --sync_ref_model",),
+        (
+            {"sync_ref_model": "true", "student_model": "s", "offload_untrained_models": "true"},
+            "--offload_untrained_models excludes --sync_ref_model",
+        ),
         ({"mask_density": 0.1, "keep_base_weights": "false"}, "the base weights are the student: set it to true"),
         ({"train_batch_size": 6}, "--train_batch_size is 6: expected a multiple of the 4 completions"),
         (
