@@ -1,6 +1,6 @@
 """Sizes of what is shared after a run: a `SparseDelta`, a LoRA adapter of rank 16, a whole checkpoint.
 
-    python -m studies.delta_sizes            # a minute for each pattern on two CPU cores
+    python -m studies.delta_sizes            # a few minutes on two CPU cores
 
 A model with the shapes of SmolLM2-135M and random weights in bf16, trained for 20 steps of SparseAdamW by gradients
 drawn from a normal distribution (learning rate 3e-5, fp32 master weights, 2.5 % of the weights active). How many

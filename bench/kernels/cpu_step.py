@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet, backends
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.errors import ConfigError
+from sparse_opt.errors import ConfigError, MaskError
 
 from ..harness import Benchmark, Work, time_works
 from ..rows import Run
@@ -50,9 +50,10 @@ def measure(args: Namespace, run: Run) -> None:
     generator = torch.Generator().manual_seed(args.seed)
     weights = dict(zip(shapes, random_tensors(shapes, torch.float32, generator, scale=0.02), strict=True))
     grads = dict(zip(shapes, random_tensors(shapes, torch.float32, generator), strict=True))
-    mask = MaskSet.random(shapes, density=args.density, seed=args.seed)
-    if not mask.nnz:
-        raise ConfigError(f"--density {args.density:g} of {mask.numel} elements is less than one in each matrix")
+    try:
+        mask = MaskSet.random(shapes, density=args.density, seed=args.seed)
+    except MaskError as error:
+        raise ConfigError(f"--density: {error}") from error
     active = active_of(mask, torch.device("cpu"))
     common = {"numel": mask.numel, "threads": args.threads}
     peers = {"fused AdamW": {"work": DENSE, "backend": "torch", "density": None}}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
+from ..errors import DeltaError
 from ..masks.positions import index_dtype
 from ..ops.bound import BoundOps
 from ..tensors import as_bits
@@ -33,13 +34,21 @@ class Exchange:
     an index for each run.
 
     Args:
+        model: has the tensors as parameters or buffers.
         changes: (name, tensor, new contents, run length), one after the other: new contents are freed before the next
             ones are made. Tensors are contiguous; of several at one address, the first is exchanged. With a run
             length, all elements of an aligned run are exchanged if one of them differs.
     """
 
-    def __init__(self, changes: Iterable[tuple[str, Tensor, Tensor, int]]) -> None:
+    def __init__(self, model: nn.Module, changes: Iterable[tuple[str, Tensor, Tensor, int]]) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._places: dict[str, tuple[Mapping[str, Tensor | None], str, torch.device]] = {}
+        places: dict[int, tuple[Mapping[str, Tensor | None], str]] = {
+            id(tensor): (owner, key)
+            for module in model.modules()
+            for owner in (module._parameters, module._buffers)
+            for key, tensor in owner.items()
+        }
         addresses: set[int] = set()
         kinds: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
         for name, tensor, new, run_length in changes:
@@ -47,6 +56,7 @@ class Exchange:
                 continue
             addresses.add(tensor.data_ptr())
             self.tensors[name] = tensor
+            self._places[name] = *places[id(tensor)], tensor.device
             bits = as_bits(new)
             indices, values, _ = ops.delta_encode([as_bits(tensor.detach())], [bits])
             if run_length > 1:
@@ -76,6 +86,9 @@ class Exchange:
         self._exchange_(entered=False)
 
     def _exchange_(self, *, entered: bool) -> None:
+        for name, (owner, key, device) in self._places.items():
+            if owner.get(key) is not (tensor := self.tensors[name]) or tensor.device != device:
+                raise DeltaError(f"{name} of the model was replaced, or moved to another device, since it was decoded")
         for group in self._groups:
             if group.entered != entered:  # a call that an exception interrupted can be repeated or undone
                 group.ops.indexed_swap_(group.values)

@@ -84,7 +84,7 @@ def shira_of(changed: Iterable[tuple[str, Tensor, Tensor]], model: nn.Module, ad
     from peft import ShiraConfig, get_peft_model
 
     modules = dict(model.named_modules())
-    values: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # positions, and what is added there
+    values: dict[nn.Linear, tuple[Tensor, Tensor]] = {}  # positions, and what is added there
     names: list[str] = []
     for name, old, new in changed:
         module_name, _, kind = name.rpartition(".")
@@ -120,7 +120,8 @@ def shira_of(changed: Iterable[tuple[str, Tensor, Tensor]], model: nn.Module, ad
         options: dict[str, Any] = {"mask_type": "sparse-opt", "target_modules": "|".join(map(re.escape, names))}
         config = ShiraConfig(r=rank, **options)
         config.mask_fn = mask
-        adapted: Any = get_peft_model(model, config, adapter_name=adapter_name)  # type: ignore[arg-type]
+        any_model: Any = model  # PEFT takes any module, and declares a PreTrainedModel
+        adapted: Any = get_peft_model(any_model, config, adapter_name=adapter_name)
     for layer in adapted.modules():
         if adapter_name in getattr(layer, "shira_indices", {}):
             base = layer.get_base_layer()

@@ -266,8 +266,8 @@ class SparseDelta:
         try:
             exchange.enter_()
         except BaseException:
-            exchange.leave_()
             del self._applied[model]
+            exchange.leave_()
             raise
 
     def remove_(self, model: nn.Module) -> None:
@@ -302,7 +302,8 @@ class SparseDelta:
         """Decode the change for a model with the base's bits, without writing to it. Errors as in `apply_`."""
         with torch.no_grad():
             changed = (found for found in self._pairs(model) if found[0] in self.changes)
-            return Exchange((name, old, new, self.changes[name].run_length) for name, old, new in changed)
+            pairs = ((name, old, new, self.changes[name].run_length) for name, old, new in changed)
+            return Exchange(_unwrapped(model), pairs)
 
     def _pairs(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (name, tensor, trained tensor) of each tensor of the model, which must have the base's bits."""

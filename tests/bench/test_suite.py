@@ -37,7 +37,9 @@ def run_suite(*arguments: str, plugins: Path | None = None) -> Ended:
     # The suite draws nothing by hypothesis, whose plugin takes as long to import as a case takes to run.
     without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     words = ["bench", "-q", *without, "--bench_device", "cpu", *arguments]
-    variables = {**os.environ, "PYTHONPATH": "" if plugins is None else str(plugins)}
+    # pytest-benchmark measures nothing in a worker of pytest-xdist.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    variables["PYTHONPATH"] = "" if plugins is None else str(plugins)
     return run_script(Path(pytest.__file__).with_name("__main__.py"), words, variables, cwd=CHECKOUT)
 
 

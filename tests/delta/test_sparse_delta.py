@@ -187,6 +187,17 @@ def test_a_change_of_other_code_is_found_before_a_removal() -> None:
     assert bits(base) == before
 
 
+def test_a_replaced_parameter_is_found() -> None:
+    base = Model()
+    delta = SparseDelta.from_models(base, trained(base))
+    delta.apply_(base)
+    base.large = nn.Parameter(base.large.detach().clone())
+    before = bits(base)
+    with pytest.raises(DeltaError, match="large of the model was replaced"):
+        delta.remove_(base)
+    assert bits(base) == before
+
+
 def test_a_set_switches() -> None:
     base = Model()
     models: dict[str | None, nn.Module] = {

@@ -145,7 +145,8 @@ def test_masks_of_other_models(lab):
     foreign = MaskSet.from_bool({"model.elsewhere.weight": torch.ones(3, dtype=torch.bool)})
     refused(lab, "model.elsewhere.weight", mask=foreign, error=MaskError)
     refused(lab, "no-such-mask.safetensors", mask="no-such-mask.safetensors", error=MaskError)
-    refused(lab, "mask is a int, expected a MaskSet, a path, or a dict of bool tensors", mask=3, error=TypeError)
+    refused(lab, "mask density is 3.0, expected 0 to 1", mask=3, error=MaskError)
+    refused(lab, "mask is a list, expected ", mask=[3], error=TypeError)
     sparse = sparse_trainer(SFTTrainer)
     with pytest.raises(TypeError, match="mask"):
         sparse(lab.model(), args=lab.args("SFT"))

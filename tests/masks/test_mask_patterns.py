@@ -42,7 +42,11 @@ def _bands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_masks_keep_their_pattern_and_others_are_found_out(shape: tuple[int, ...], pattern: str) -> None:
     for density in (0.0, 0.6, 1.0):
-        mask = MaskSet.random({"w": shape}, density=density, pattern=pattern, seed=3)
+        try:
+            mask = MaskSet.random({"w": shape}, density=density, pattern=pattern, seed=3)
+        except MaskError:  # 0.6 of one unit
+            assert density == 0.6
+            continue
         dense = mask.bool("w")
         for other in PATTERNS:
             assert broken_unit(mask["w"], shape, other) == first_broken(dense, other), other

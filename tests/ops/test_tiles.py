@@ -132,6 +132,8 @@ def assert_sums(sum_sq: Tensor, call: Call, out: Tensor) -> None:
 def test_tile_table_lists_the_tiles_of_a_mask(shape, tile_size):
     rows, columns = shape
     for seed, density in enumerate((0.0, 0.6, 1.0)):
+        if 0 < density < 1 and rows <= tile_size and columns <= tile_size:
+            continue  # less than one tile
         mask = MaskSet.random({"w": shape}, density=density, pattern=f"tile{tile_size}", seed=seed)
         dense = mask.bool("w")
         slots = (dense.view(-1).cumsum(0) - 1).view(shape)

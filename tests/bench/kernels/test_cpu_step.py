@@ -63,7 +63,7 @@ def test_a_step_outside_the_mask_is_not_timed(monkeypatch, capsys):
         (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
         (["--min_speed", "4"], "--min_speed"),
         (["--numel", "-5"], "--numel is -5, expected at least 1"),
-        (["--numel", "1"], "--density 0.025 of 88 elements is less than one in each matrix"),
+        (["--numel", "1"], "the random mask is empty: density 0.025 is less than one"),
     ],
 )
 def test_a_wrong_call_ends_with_2_and_one_line(arguments, message, capsys):
