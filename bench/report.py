@@ -319,8 +319,8 @@ def chosen(run: Run, words: Sequence[str], metrics: Sequence[str] | None = None)
         name, equals, value = word.partition("!=" if "!=" in word else "=")
         if not equals:
             raise ConfigError(f"cannot read '{word}': expected key=value or key!=value")
-        wanted = value.split("|")
-        left = [row for row in left if (_raw(row.case.get(name)) in wanted) == (equals == "=")]
+        allowed = value.split("|")
+        left = [row for row in left if (_raw(row.case.get(name)) in allowed) == (equals == "=")]
     if not left:
         raise ConfigError(f"no row is left by {' '.join(words) or metrics}")
     if metrics is not None:

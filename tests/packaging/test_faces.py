@@ -60,11 +60,11 @@ def test_pages_and_examples_import_from_faces(source):
     blocks = (
         [text] if source.suffix == ".py" else re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     )
-    beside = [
+    others = [
         f"from {module} import {name}"
         for block in blocks
         for module, name in imports_of(block)
         if not module.startswith(MODULES)
         and (module not in FACES or (name and name not in importlib.import_module(module).__all__))
     ]
-    assert beside == []
+    assert others == []
