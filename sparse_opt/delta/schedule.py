@@ -73,11 +73,6 @@ class Schedule:
             first <= step <= end and (step - first) % stride == 0 for first, end, stride in self.ranges
         )
 
-    def names_step(self, n_steps: int) -> bool:
-        """Whether a run of n_steps has a step to be logged; takes no longer for long runs than for short ones."""
-        end = n_steps if self.until is None else min(n_steps, self.until)
-        return self.last or any(k <= end for k in self.every) or any(first <= end for first, _, _ in self.ranges)
-
     def at_most(self, n_steps: int) -> int:
         """An upper bound of the number of due steps in a run of n_steps, which counts a step once for each item."""
         end = n_steps if self.until is None else min(n_steps, self.until)

@@ -31,16 +31,6 @@ def test_steps_of_a_schedule(text: str, steps: tuple[int, ...]) -> None:
     assert tuple(step for step in range(-2, 13) if schedule.due(step, 12)) == steps
 
 
-@pytest.mark.parametrize(
-    "text", ["last", "every:5", "every:7,until:6", "4-9:2", "9", "9,until:3", "3,until:3", "last,until:1"]
-)
-def test_a_schedule_that_names_no_step_of_a_run(text: str) -> None:
-    schedule = Schedule.parse(text)
-    for n_steps in range(1, 12):
-        assert schedule.names_step(n_steps) == any(schedule.due(step, n_steps) for step in range(1, n_steps + 1))
-    assert schedule.names_step(2**62) == (text not in ("every:7,until:6", "9,until:3"))  # without a list of them
-
-
 def test_without_a_known_end() -> None:
     schedule = Schedule.parse("every:3,last")
     assert [step for step in range(8) if schedule.due(step)] == [3, 6]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import resource
 import sys
 from pathlib import Path
@@ -35,36 +34,16 @@ class MemoryCallback(TrainerCallback):
 
 
 def process_statistics(device: torch.device) -> dict[str, int]:
-    """The process's peak memory of the host (resident).
-
-    With a GPU also the memory that torch has allocated, now and at its peak, and reserved, and
-    `gpu_utilization_percent`, if it can be read.
+    """The process's peak memory of the host (resident), and that of its GPU: allocated by torch, now and at its peak, and
+    reserved.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     host = {"peak_host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type != "cuda":
         return host
-    utilization = gpu_utilization(device)
     return {
         "memory_bytes": torch.cuda.memory_allocated(device),
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
         "reserved_memory_bytes": torch.cuda.memory_reserved(device),
-        **({} if utilization is None else {"gpu_utilization_percent": utilization}),
         **host,
     }
-
-
-def gpu_utilization(device: torch.device) -> int | None:
-    """Percent of the driver's last sample period, 1/6 to 1 second, in which a kernel ran on the GPU; see nvidia-smi.
-
-    None if it cannot be read: nvidia-ml-py is not installed, or the driver does not measure it, as for a part of a GPU
-    (MIG).
-    """
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        return torch.cuda.utilization(device)
-    except (nvml.NVMLError, RuntimeError, ModuleNotFoundError):  # the last if torch was imported without pynvml
-        return None
