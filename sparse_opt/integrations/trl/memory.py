@@ -34,8 +34,8 @@ class MemoryCallback(TrainerCallback):
 
 
 def process_statistics(device: torch.device) -> dict[str, int]:
-    """The process's peak memory of the host (resident), and that of its GPU: allocated by torch, now and at its peak, and
-    reserved.
+    """The process's peak memory of the host (resident), and of its GPU what torch allocates, now and at its peak, and
+    reserves.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     host = {"peak_host_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
