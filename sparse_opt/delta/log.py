@@ -6,7 +6,6 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,15 +20,13 @@ from ..files import is_text
 from ..masks.mask_set import MaskSet
 from . import maintenance
 from .chain import LogFiles
-from .codec import Backend
 from .digest import StateDigest
-from .encoder import StepCoder, begin, resume, since_keyframe
+from .encoder import StepCoder, begin, resolved, resume
 from .files import MASK_NAME, LogSettings, StepHeader, read_header, require_steps
 from .lock import WriterLock, require_no_log
-from .lock import claim as claim
 from .maintenance import Problem as Problem
 from .sparse_delta import SparseDelta, origin
-from .state import StateLayout, StateReader, TensorSpec, read_state
+from .state import StateLayout, TensorSpec, read_logged, read_state
 from .writer import Append, StepInfo, StepWriter
 
 ModelOrState = nn.Module | Mapping[str, Tensor]
@@ -57,22 +54,13 @@ class DeltaLog:
     verified. Leftovers of a killed writer (`.tmp`) are ignored. A missing last file cannot be detected: the log then
     ends one step earlier.
 
-    The state is the model's `state_dict()`: parameters and persistent buffers, stored bit for bit, of every dtype that
-    safetensors files support (`tensor_file.DTYPES`). Tied tensors are stored once, under their first name. Sharded
-    tensors (DTensor, FSDP, DeepSpeed ZeRO-3) are refused: gather a full state dict and log that. For FSDP2
-    (`fully_shard`), `sparse_opt.distributed.DistributedDeltaLog` does it.
+    The state is the model's `state_dict()`, tied tensors once; docs/delta_logs.md says what is stored and what is
+    refused. Sharded tensors are: for FSDP2, `sparse_opt.distributed.DistributedDeltaLog` gathers them.
 
-    A step is stored as a patch, or as a keyframe if the patch would be larger than the state or `keyframe_every`
-    requires one.
-
-    Memory: a writer holds a copy of the state that patches are coded against, on the model's devices, and the patches
-    of at most two steps, on the device until they are copied and in pinned host memory until they are written. Coding a
-    patch over a mask's elements takes their positions (4 bytes each) and two copies of the elements; a keyframe is
-    copied to the host whole, while training waits. If tensors of one dtype are on several devices, they are copied to
-    the device of the first one to be coded.
-
-    `writer.lock` in the directory is locked until `close()`, so that a second writer is refused. If the file is deleted
-    or replaced in between, later steps are refused until the log is closed and opened again.
+    Memory: a writer holds a copy of the last state on the model's devices, and the patches of at most two steps, on the
+    device until they are copied and in pinned host memory until they are written. Coding a patch over a mask's elements
+    takes their positions (4 bytes each) and two copies of the elements; a keyframe is copied to the host whole, while
+    training waits. If tensors of one dtype are on several devices, they are copied to that of the first one.
 
         with DeltaLog.create("delta_logs_llama", model) as log:
             for step in ...:
@@ -81,16 +69,13 @@ class DeltaLog:
         state = DeltaLog.open("delta_logs_llama").load(step)
     """
 
-    def __init__(
-        self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError, backend: Backend | None
-    ) -> None:
+    def __init__(self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError) -> None:
         if on_error not in ("raise", "warn"):
             raise DeltaLogError(f"on_error is {on_error!r}, expected raise or warn")
         self.directory = directory
-        self._log_files = LogFiles(directory, backend)
+        self._log_files = LogFiles(directory)
         self._model, self._on_error = model_or_state, on_error
         self._writing: _Writing | None = None
-        self._reader: StateReader | None = None
 
     @classmethod
     def create(
@@ -100,13 +85,10 @@ class DeltaLog:
         *,
         base: ModelOrState | None = None,
         level: str = "packed",
-        against: Literal["previous", "base"] = "previous",
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
         on_error: OnError = "raise",
-        backend: Backend | None = None,
-        lock: WriterLock | None = None,
     ) -> DeltaLog:
         """Start a log with the base weights W0 as the keyframe of step 0, which is on disk when this returns.
 
@@ -115,8 +97,6 @@ class DeltaLog:
             model_or_state: a module, or name -> tensor; the default of `append`.
             base: W0; None uses the current state.
             level: of the patches (`delta.codec`): `packed`, or `tight`, which is smaller and slower.
-            against: code patches against the previous logged step, or against the base: larger patches, but any step
-                is rebuilt from two files.
             keyframe_every: write a keyframe at least every so many logged steps: a larger log, but shorter chains of
                 patches to rebuild a step. None: only step 0, and steps whose patch would be larger than the state.
             mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
@@ -124,15 +104,13 @@ class DeltaLog:
             metadata: strings stored in the log; `model` is copied to mask files made from it.
             on_error: what `append`, `flush` and `close` do if a step could not be written: raise, or warn once and
                 continue with a keyframe as soon as one can be written.
-            backend: see `delta.codec.encode`.
-            lock: the result of `claim(directory)`.
 
         Raises:
             DeltaLogError: the directory contains a log, is locked by another writer, or cannot be written; the state
                 has an entry that cannot be logged; an option is invalid; base or mask do not fit the state.
         """
-        log = cls(Path(directory), model_or_state, on_error, backend)
-        settings = LogSettings(level, against, keyframe_every)
+        log = cls(Path(directory), model_or_state, on_error)
+        settings = LogSettings(level, keyframe_every)
         for text in (text for pair in (metadata or {}).items() for text in pair):
             if isinstance(text, str) and not is_text(text):
                 raise DeltaLogError(f"{log.directory}: metadata has {text!r}, which cannot be written as UTF-8")
@@ -140,14 +118,16 @@ class DeltaLog:
         if base is not None:
             other, tensors = read_state(base)
             layout.require_same(other, f"{log.directory}: base")
-        with ExitStack() as undo:
-            if lock is None:
-                require_no_log(log.directory)
-                lock = undo.enter_context(claim(log.directory))
-            elif lock.directory != log.directory or not lock.held:
-                raise DeltaLogError(f"{log.directory}: the lock is for {lock.directory}, or was released")
-            coder = begin(log.directory, layout, tensors, settings, mask, metadata or {}, backend, lock)
-        log._writing = log._begun(lock, coder, coder.base)
+        if mask is not None:
+            mask = resolved(mask, layout, tensors, log.directory)
+        require_no_log(log.directory)
+        lock = WriterLock(log.directory)
+        try:
+            coder = begin(layout, tensors, settings, mask, metadata or {}, lock)
+            log._writing = log._begun(lock, coder, coder.base)
+        except BaseException:
+            lock.release()
+            raise
         return log
 
     @classmethod
@@ -157,7 +137,6 @@ class DeltaLog:
         model_or_state: ModelOrState | None = None,
         *,
         on_error: OnError = "raise",
-        backend: Backend | None = None,
     ) -> DeltaLog:
         """Open a log to read it, or to append to it with the level, mask and keyframe interval it was created with.
 
@@ -167,12 +146,12 @@ class DeltaLog:
 
         Args:
             model_or_state: the default of `append`.
-            on_error, backend: see `create`.
+            on_error: see `create`.
 
         Raises:
             DeltaLogError: there is no log in the directory.
         """
-        log = cls(Path(directory), model_or_state, on_error, backend)
+        log = cls(Path(directory), model_or_state, on_error)
         require_steps(log.directory, log._files.steps())
         return log
 
@@ -198,7 +177,7 @@ class DeltaLog:
 
     @property
     def settings(self) -> LogSettings:
-        """Level, against and keyframe_every, as passed to `create`."""
+        """Level and keyframe_every, as passed to `create`."""
         settings = self._log_files.base().settings
         assert settings is not None  # the base is a keyframe
         return settings
@@ -305,7 +284,7 @@ class DeltaLog:
 
         Holds one state in memory, and a second one after a problem. `on_step` is called after each step.
         """
-        return maintenance.verify(self.directory, self._files.backend, on_step)
+        return maintenance.verify(self.directory, on_step)
 
     @property
     def last_step(self) -> int:
@@ -344,9 +323,7 @@ class DeltaLog:
         if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
             raise DeltaLogError(f"{self.directory}: step is {step!r}, expected a step after {writing.last_step}")
         layout = self.layout
-        if self._reader is None:
-            self._reader = StateReader(layout)
-        tensors = self._reader.read(state, f"{self.directory}: step {step}")
+        tensors = read_logged(state, layout, f"{self.directory}: step {step}")
         if needs_keyframe and self._on_error == "warn":
             # On a full disk, every step would copy a keyframe from the device and then fail to write it.
             free = shutil.disk_usage(self.directory).free
@@ -374,28 +351,6 @@ class DeltaLog:
             self._writing.writer.require_here(str(self.directory))
             self._writing.writer.drain()
             self._report(self._writing)
-
-    def squash(self, a: int, b: int, on_step: Callable[[int], None] | None = None) -> StepInfo:
-        """Remove the steps strictly between two logged ones; all others keep their states, bit for bit.
-
-        Step b is coded again, on the CPU, against step a, or against the base in a log that codes against the base; a
-        keyframe stays a keyframe. At every moment, also after a crash, the log opens, and a, b and all later steps can
-        be rebuilt. No other process should read the log meanwhile. `on_step` is called with each removed step.
-
-        Raises:
-            DeltaLogError: a or b is not logged, or a is not before b; another writer holds the lock; the log is
-                damaged; or a write failed.
-        """
-        self.flush()
-        lock = WriterLock(self.directory) if self._writing is None else self._writing.lock
-        try:
-            info = StepInfo.of(maintenance.squash(self._log_files, a, b, on_step, lock))
-            if self._writing is not None:
-                self._writing.coder.since_keyframe = since_keyframe(self._log_files.steps())
-            return info
-        finally:
-            if self._writing is None:
-                lock.release()
 
     def truncate(self, after: int) -> None:
         """Remove the steps after `after`, for a run that continues from there and logs them again.
@@ -461,7 +416,7 @@ class DeltaLog:
         try:
             return self._begun(lock, *resume(self._log_files))
         except BaseException:
-            lock.undo()
+            lock.release()
             raise
 
     def _report(self, writing: _Writing) -> bool:
