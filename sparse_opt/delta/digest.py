@@ -46,8 +46,7 @@ class StateDigest:
         """Start to compute the digests of the tensors' current bytes; later writes do not affect them.
 
         GPU tensors are hashed on the current stream, without a synchronization; CPU tensors are hashed before this
-        returns. If the extension was not built for the tensors' device, they are copied to the host one by one and
-        hashed there, with one warning.
+        returns. Without an extension for the tensors' device, they are copied to the host one by one, with one warning.
 
         Args:
             tensors: of any shapes, dtypes, strides and devices. Non-contiguous tensors are copied for hashing.

@@ -96,9 +96,9 @@ class DeltaLog:
             directory: created if missing; must not contain a log.
             model_or_state: a module, or name -> tensor; the default of `append`.
             base: W0; None uses the current state.
-            level: of the patches (`delta.codec`): `packed`, or `tight`, which is smaller and slower.
-            keyframe_every: write a keyframe at least every so many logged steps: a larger log, but shorter chains of
-                patches to rebuild a step. None: only step 0, and steps whose patch would be larger than the state.
+            level: of the patches: `packed`, or `tight`, which is smaller and slower.
+            keyframe_every: write a keyframe at least every so many logged steps. None: only step 0, and steps whose
+                patch would be larger than the state.
             mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
                 these alone, without their positions; other changes are coded over whole tensors.
             metadata: strings stored in the log; `model` is copied to mask files made from it.
@@ -140,9 +140,8 @@ class DeltaLog:
     ) -> DeltaLog:
         """Open a log to read it, or to append to it with the level, mask and keyframe interval it was created with.
 
-        Only lists the files; damage is detected when a step is read, or by `verify`. To continue a run, call `append`:
-        it rebuilds the last logged state from the files and codes the new step against it, so that changes of the model
-        in between do not matter. `step_of(model)` returns the logged step that the model is at.
+        Only lists the files; damage is detected when a step is read, or by `verify`. The first `append` rebuilds the
+        last logged state from the files, so that changes of the model in between do not matter.
 
         Args:
             model_or_state: the default of `append`.
@@ -206,8 +205,7 @@ class DeltaLog:
     def apply_(self, model_or_state: ModelOrState, step: int) -> None:
         """Copy the state at a logged step into a model, or into the tensors of a state dict, bit for bit.
 
-        The state is rebuilt and verified on the CPU before the model is changed. If the log has no buffers, as one that
-        was converted from `.pt` files, those of the model do not change.
+        It is verified before the model is changed. Buffers that the log lacks do not change.
 
         Raises:
             DeltaLogError: as `load`; or names, shapes, dtypes or ties of the model are not the logged ones.
@@ -294,9 +292,9 @@ class DeltaLog:
     def append(self, step: int, model_or_state: ModelOrState | None = None) -> Append:
         """Log the current state as `step`; a background thread writes it.
 
-        The changes are coded on the state's device, in the order of the current stream, before this returns, so the
-        state may be modified afterwards. They are on disk once `wait()` of the returned object, or `flush()`, has
-        returned. Blocks while two steps are still being written.
+        The changes are coded on the state's device, in the order of the current stream, before this returns. They are
+        on disk once `wait()` of the returned object, or `flush()`, has returned. Blocks while two steps are still being
+        written.
 
         Args:
             step: greater than the last one.
@@ -353,9 +351,9 @@ class DeltaLog:
             self._report(self._writing)
 
     def truncate(self, after: int) -> None:
-        """Remove the steps after `after`, for a run that continues from there and logs them again.
+        """Remove the steps after `after`, for a run that continues from there and logs them again. Closes the log.
 
-        At every moment, also after a crash, the rest is a valid log. Closes the log for writing, as `close` does.
+        At every moment, also after a crash, the rest is a valid log.
 
         Raises:
             DeltaLogError: the log begins after `after`; another writer holds the lock; or a write failed.
@@ -368,10 +366,9 @@ class DeltaLog:
             lock.release()
 
     def close(self) -> None:
-        """Wait for the appended steps and release the lock, so that another writer can open the log.
+        """Wait for the appended steps and release the lock. The log can still be read, and appended to again.
 
-        The log can still be read. In a process forked from the writing one, only this object is closed; the files and
-        the lock stay with the other process.
+        In a process forked from the writing one, only this object is closed.
 
         Raises:
             DeltaLogError: as `flush`; the lock is released in any case.

@@ -66,8 +66,8 @@ class StepInfo:
 class HostCopy:
     """An asynchronous copy of tensors to the host: from a GPU to pinned memory, on a side stream.
 
-    The copy is ordered after the work on the device's current stream at construction. The tensors must not be written
-    to until `result` has returned. CPU tensors are passed through.
+    It is ordered after the work on the device's current stream. The tensors must not be written to until `result` has
+    returned. CPU tensors are passed through.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -233,8 +233,8 @@ class StepWriter:
     def close(self) -> None:
         """Write the submitted steps, and let the thread end; in a forked process, do nothing.
 
-        The thread is not joined. The garbage collector may call this anywhere, also while the interpreter starts a
-        thread: it then holds a lock that joining one waits for.
+        The thread is not joined: the garbage collector may call this while the interpreter starts a thread, and holds a
+        lock that joining one waits for.
         """
         if self.is_here:
             self._executor.shutdown(wait=False)

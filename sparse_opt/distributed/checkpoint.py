@@ -25,14 +25,11 @@ from ..optim.sparse_optimizer import SparseOptimizer
 def full_optimizer_state_dict(optimizer: SparseOptimizer, *, cpu_offload: bool = True) -> dict[str, Any]:
     """Gather the state of an optimizer of sharded parameters, as one device saves it. All ranks must call it.
 
-    Torch's `get_optimizer_state_dict` with `full_state_dict=True` cannot gather parts of different lengths. To load the
-    result, call `optimizer.load_state_dict` on every rank, each of which takes its own part, or
-    `load_full_optimizer_state_dict`.
+    Torch's `get_optimizer_state_dict` cannot gather parts of different lengths.
 
     Args:
-        cpu_offload: return the tensors on the CPU on the first rank of the optimizer's process group (rank 0, unless
-            the model is sharded over a part of all ranks), and an empty dict on the other ranks. False: return them on
-            the parameters' devices, on all ranks.
+        cpu_offload: return the tensors on the CPU on the first rank of the optimizer's process group, and an empty dict
+            on the other ranks. False: return them on the parameters' devices, on all ranks.
     """
     saved = optimizer.state_dict()
     keep = not cpu_offload or not dist.is_initialized() or dist.get_rank(optimizer.process_group) == 0
@@ -48,8 +45,7 @@ def full_optimizer_state_dict(optimizer: SparseOptimizer, *, cpu_offload: bool =
 def load_full_optimizer_state_dict(optimizer: SparseOptimizer, state_dict: dict[str, Any]) -> None:
     """Load the state dict of one device that rank 0 has. All ranks must call it; the argument of others is ignored.
 
-    Rank 0 is the first rank of the optimizer's process group. Torch's `set_optimizer_state_dict` with
-    `broadcast_from_rank0=True` cannot write to parts of different lengths.
+    Rank 0 is the first rank of the optimizer's process group.
 
     Raises:
         ValueError: as `optimizer.load_state_dict`, on all ranks; nothing has changed.

@@ -154,11 +154,8 @@ def bind(
     """Bind the ops to tensors and their active elements, for calls that repeat, such as a training step's.
 
     A call of an op of this module checks and converts its lists, which takes about a millisecond for the tensors of a
-    3B model. A bound call does not: with the native backends and `sparse_opt._autograd` the lists are C++ objects; on
-    other backends the choice of the backend and the dispatch are saved.
-
-    The tensors, their sizes and the segments must not change, nor may the lists; the tensors' memory may. The calls are
-    not traced by `torch.compile`; use the functions of this module there.
+    3B model; a bound call does not. The tensors, their sizes and the segments must not change; the tensors' memory may.
+    The calls are not traced by `torch.compile`; use the functions of this module there.
 
     Args:
         tensors: n tensors, as `params` or `dense` of the ops.

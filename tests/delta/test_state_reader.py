@@ -256,9 +256,7 @@ def test_what_cannot_be_logged_any_more_is_refused_by_step_and_name(tmp_path: Pa
         log.append(1)
         module[0].weight.data = torch.zeros(3, 3)
         module[0].weight.untyped_storage().resize_(0)
-        with pytest.raises(
-            DeltaLogError, match=r"step 2: state entry 0\.weight has 9 .*memory was freed"
-        ):
+        with pytest.raises(DeltaLogError, match=r"step 2: state entry 0\.weight has 9 .*memory was freed"):
             log.append(2)
         module[0].weight.data = torch.zeros(3, 3)
         log.append(3)
