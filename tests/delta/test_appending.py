@@ -153,15 +153,6 @@ def test_leftovers_of_a_killed_writer(logged: Any, same_bits: Compare) -> None:
     assert others < found and not ours & found
 
 
-def test_the_model_of_create_is_remembered(tmp_path: Path, same_bits: Compare) -> None:
-    model = nn.Linear(3, 2)
-    with DeltaLog.create(tmp_path / "log", model) as log:
-        with torch.no_grad():
-            model.weight[0, 1] = 7
-        assert log.append(1).wait().changed == 1
-        same_bits(log.load(1), model.state_dict())
-
-
 def test_a_base_that_is_not_the_current_state(tmp_path: Path, same_bits: Compare) -> None:
     model, base = nn.Linear(3, 2), {"weight": torch.zeros(2, 3), "bias": torch.ones(2)}
     with DeltaLog.create(tmp_path / "log", model, base=base) as log:

@@ -175,38 +175,3 @@ assert log.steps == tuple(range(4)) and log.verify() == []
     command = [sys.executable, "-c", script, str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_child_logs_to_a_directory_of_its_own(tmp_path: Path, log: DeltaLog, same_bits: Compare) -> None:
-    def work() -> None:
-        own = {"v": torch.zeros(10)}
-        with DeltaLog.create(tmp_path / "own", own) as mine:
-            own["v"] += 1
-            mine.append(1)
-            mine.flush()
-            same_bits(mine.load(1), own)
-
-    in_child(work)
-    assert DeltaLog.open(tmp_path / "own").verify() == []
-
-
-def test_a_child_continues_once_its_parent_has_closed(log: DeltaLog, state: dict[str, Tensor]) -> None:
-    closed = os.pipe()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            signal.alarm(SECONDS)
-            torch.set_num_threads(1)
-            os.read(closed[0], 1)
-            log.close()
-            state["w"][:9] += 1
-            log.append(2).wait()
-            log.close()
-            status = 0
-        finally:
-            os._exit(status)
-    log.close()
-    os.write(closed[1], b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert log.steps == (0, 1, 2) and log.verify() == []
