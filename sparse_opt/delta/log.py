@@ -83,20 +83,18 @@ class DeltaLog:
         directory: str | Path,
         model_or_state: ModelOrState,
         *,
-        base: ModelOrState | None = None,
         level: str = "packed",
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
         on_error: OnError = "raise",
     ) -> DeltaLog:
-        """Start a log with the base weights W0 as the keyframe of step 0, which is on disk when this returns.
+        """Start a log with the current weights as the keyframe of step 0, which is on disk when this returns.
 
         Args:
             directory: created if missing; must not contain a log.
             model_or_state: a module, or name -> tensor; the default of `append`.
-            base: W0; None uses the current state.
-            level: of the patches: `packed`, or `tight`, which is smaller and slower.
+                    level: of the patches: `packed`, or `tight`, which is smaller and slower.
             keyframe_every: write a keyframe at least every so many logged steps. None: only step 0, and steps whose
                 patch would be larger than the state.
             mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
@@ -107,7 +105,7 @@ class DeltaLog:
 
         Raises:
             DeltaLogError: the directory contains a log, is locked by another writer, or cannot be written; the state
-                has an entry that cannot be logged; an option is invalid; base or mask do not fit the state.
+                has an entry that cannot be logged; an option is invalid; the mask does not fit the state.
         """
         log = cls(Path(directory), model_or_state, on_error)
         settings = LogSettings(level, keyframe_every)
@@ -115,9 +113,6 @@ class DeltaLog:
             if isinstance(text, str) and not is_text(text):
                 raise DeltaLogError(f"{log.directory}: metadata has {text!r}, which cannot be written as UTF-8")
         layout, tensors = read_state(model_or_state)
-        if base is not None:
-            other, tensors = read_state(base)
-            layout.require_same(other, f"{log.directory}: base")
         if mask is not None:
             mask = resolved(mask, layout, tensors, log.directory)
         require_no_log(log.directory)

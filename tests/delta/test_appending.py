@@ -57,7 +57,6 @@ def test_create_refuses_a_directory_with_a_log(tmp_path: Path) -> None:
         ({"keyframe_every": 0}, "keyframe_every is 0"),
         ({"level": "small"}, "level is 'small', expected packed or tight"),
         ({"on_error": "ignore"}, "on_error is 'ignore', expected raise or warn"),
-        ({"base": {"v": torch.zeros(4)}}, "base: the model is not the logged one: w is missing"),
     ):
         with pytest.raises(DeltaLogError, match=message):
             DeltaLog.create(tmp_path / "c", state, **options)  # type: ignore[arg-type]
@@ -151,16 +150,6 @@ def test_leftovers_of_a_killed_writer(logged: Any, same_bits: Compare) -> None:
     same_bits(log.load(9), logged.states[1])
     found = {path.name for path in logged.directory.iterdir()}
     assert others < found and not ours & found
-
-
-def test_a_base_that_is_not_the_current_state(tmp_path: Path, same_bits: Compare) -> None:
-    model, base = nn.Linear(3, 2), {"weight": torch.zeros(2, 3), "bias": torch.ones(2)}
-    with DeltaLog.create(tmp_path / "log", model, base=base) as log:
-        info = log.append(1).wait()
-        assert (info.kind, info.changed, info.parent_step) == ("keyframe", 8, None)
-        same_bits(log.load(0), base)
-        same_bits(log.load(1), model.state_dict())
-        assert log.layout.buffers == frozenset()
 
 
 @pytest.mark.parametrize("sharded", ["FullyShardedDataParallel", "zero3"])
