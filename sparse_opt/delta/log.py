@@ -48,25 +48,14 @@ class _Writing:
 class DeltaLog:
     """An append-only directory of keyframes and patches, one file per step. docs/formats.md describes the format.
 
-    Every file is written under a temporary name, fsynced and renamed, and never replaces a file of the same step. It
-    records the state it starts from and the state it leads to. A file that is damaged, renamed, reordered or from
-    another run raises a DeltaLogError that names file and step; a state is returned only after its digest has been
-    verified. Leftovers of a killed writer (`.tmp`) are ignored. A missing last file cannot be detected: the log then
-    ends one step earlier.
-
-    The state is the model's `state_dict()`, tied tensors once; docs/delta_logs.md says what is stored and what is
-    refused. Sharded tensors are: for FSDP2, `sparse_opt.distributed.DistributedDeltaLog` gathers them.
+    A file that is damaged, renamed, reordered or from another run raises a DeltaLogError that names file and step; a
+    state is returned only after its digest has been verified. docs/delta_logs.md says what is stored and what is
+    refused.
 
     Memory: a writer holds a copy of the last state on the model's devices, and the patches of at most two steps, on the
-    device until they are copied and in pinned host memory until they are written. Coding a patch over a mask's elements
-    takes their positions (4 bytes each) and two copies of the elements; a keyframe is copied to the host whole, while
-    training waits. If tensors of one dtype are on several devices, they are copied to that of the first one.
-
-        with DeltaLog.create("delta_logs_llama", model) as log:
-            for step in ...:
-                ...
-                log.append(step)        # written in the background
-        state = DeltaLog.open("delta_logs_llama").load(step)
+    device until they are copied and in pinned host memory until they are written. A keyframe is copied to the host
+    whole, while training waits. If tensors of one dtype are on several devices, they are copied to that of the first
+    one.
     """
 
     def __init__(self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError) -> None:
@@ -217,8 +206,7 @@ class DeltaLog:
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
 
-        Holds one tensor, and reads only its records, once from each patch between the steps. A yielded tensor is
-        verified by its digest, and is valid until the next one is requested.
+        Reads only the tensor's records. A yielded tensor is verified, and is valid until the next one is requested.
 
         Raises:
             DeltaLogError: as `load`; the name is not in the log; the steps do not ascend.

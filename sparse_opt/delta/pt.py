@@ -69,14 +69,12 @@ def convert_pt(
     metadata: Mapping[str, str] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> None:
-    """Write every step of a log of `.pt` files into a new delta log.
+    """Write every step of a log of `.pt` files into a new delta log. Holds the base, a file and two states in memory.
 
     Files are unpickled with `weights_only=True`, and the checksums of their records are compared, which torch.load does
-    not do. A parameter of the base that is missing from a step's file keeps its value, with a warning. Holds the base,
-    a file and two states in memory.
+    not do. A parameter of the base that is missing from a step's file keeps its value, with a warning.
 
     Args:
-        folder: contains the files.
         directory: missing or empty; renamed into place after everything is written.
         base_state: the base's file, if it is not `base_state.pt` in the folder.
         against: the state that the differences were taken to, which the files do not record.

@@ -146,12 +146,10 @@ class FullState(dict[str, Tensor]):
 def read_logged(model_or_state: nn.Module | Mapping[str, Tensor], layout: StateLayout, where: str) -> dict[str, Tensor]:
     """Return the tensors of a state that is to be logged after step 0.
 
-    The module's `state_dict()` is called each time, because its result can change without a change of the module's
-    parameters: by methods and hooks of the instance, replaced submodules, or other tensors at the same address.
+    The module's `state_dict()` is called each time, because it can change without a change of the parameters.
 
     Raises:
         DeltaLogError: as `read_state`; or the tensors do not fit the layout, or the model holds its base weights.
-            The message begins with `where`.
     """
     try:
         found, tensors = read_state(model_or_state)

@@ -19,13 +19,10 @@ from .step_ops import STEP_OPS, StepOp
 
 @dataclass(eq=False)
 class BoundOps:
-    """The ops on a fixed list of tensors and their active elements; `bind` makes it.
+    """The ops on a fixed list of tensors and their active elements, with the arguments of `bind` as attributes.
 
-    The methods are the step ops (`indexed_adamw_` and the others of `STEP_OPS`), `indexed_swap_`, `indexed_replace_`
-    and `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are
-    bound, and the same results.
-
-    The attributes are the arguments of `bind`.
+    The methods are the step ops, `indexed_swap_`, `indexed_replace_` and `masked_grad_gather_`, with the arguments of
+    the functions of `sparse_opt.ops`, except those that are bound, and the same results.
     """
 
     tensors: list[Tensor]

@@ -1,8 +1,5 @@
 """Patch codec: encodes the changed bits between two lists of tensors compactly and exactly, on the tensors' device.
 
-    patch = encode(old, new, "packed")
-    apply_(old, patch)                      # old now has the bits of new
-
 docs/formats.md specifies every level byte by byte, and `reference` implements them in numpy. All backends write the
 same bytes.
 """
