@@ -76,22 +76,12 @@ class StepCoder:
         patch: StatePatch | None = None
         changed: int | None = None
         differ = list(range(len(names)))
-        if (
-            not needs_keyframe
-            and settings.keyframe_every is not None
-            and self.since_keyframe + 1 >= settings.keyframe_every
-        ):
+        every = settings.keyframe_every
+        if not needs_keyframe and every is not None and self.since_keyframe + 1 >= every:
             changed = sum(count_changes(layout, old, new).values())
         elif not needs_keyframe:
-            patch = encode(
-                layout,
-                old,
-                new,
-                settings.level,
-                masked=self._masked(),
-                advance=True,
-                meanwhile=meanwhile,
-            )
+            masked = self._masked()
+            patch = encode(layout, old, new, settings.level, masked=masked, advance=True, meanwhile=meanwhile)
             counts = patch.counts
             changed = sum(counts.values())
             if patch.nbytes > layout.nbytes:
@@ -119,13 +109,7 @@ class StepCoder:
         )
         # Copied, because training modifies the state, and safetensors refuses tensors that share a storage.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
-        return StepJob(
-            header=header,
-            payload=HostCopy(payload),
-            digests=digests[0],
-            digested=tuple(differ),
-            restarts=needs_keyframe,
-        )
+        return StepJob(header, HostCopy(payload), digests[0], tuple(differ), restarts=needs_keyframe)
 
     def _masked(self) -> MaskedState | None:
         """Return the mask's elements of `coded_against`, or None if the log has no mask."""

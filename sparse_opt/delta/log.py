@@ -83,7 +83,7 @@ class DeltaLog:
         Args:
             directory: created if missing; must not contain a log.
             model_or_state: a module, or name -> tensor; the default of `append`.
-                    level: of the patches: `packed`, or `tight`, which is smaller and slower.
+            level: of the patches: `packed`, or `tight`, which is smaller and slower.
             keyframe_every: write a keyframe at least every so many logged steps. None: only step 0, and steps whose
                 patch would be larger than the state.
             mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
@@ -116,11 +116,7 @@ class DeltaLog:
 
     @classmethod
     def open(
-        cls,
-        directory: str | Path,
-        model_or_state: ModelOrState | None = None,
-        *,
-        on_error: OnError = "raise",
+        cls, directory: str | Path, model_or_state: ModelOrState | None = None, *, on_error: OnError = "raise"
     ) -> DeltaLog:
         """Open a log to read it, or to append to it with the level, mask and keyframe interval it was created with.
 

@@ -163,11 +163,6 @@ def test_no_log_is_one_line(sparse_opt, tmp_path, action):
 
 
 @pytest.fixture
-def own_log(files, tmp_path):
-    return shutil.copytree(files.delta_log, tmp_path / "own")
-
-
-@pytest.fixture
 def pt_log(files, tmp_path):
     """The run of `files` at steps 0, 1 and 2, as a tool with `named_parameters()` and fp32 writes it."""
     folder = tmp_path / "deltas"
@@ -222,6 +217,13 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
     for step in (0, 1, 2):
         for name, tensor in log.load(step).items():
             assert torch.equal(as_bits(tensor), as_bits(files.states[step][name]))
+
+
+def test_convert_keeps_the_chosen_steps(sparse_opt, files, tmp_path):
+    words = ("delta", "convert", "--from", files.delta_log, "--to", tmp_path / "new", "--steps", 3, "--json")
+    assert as_json(sparse_opt(*words))["steps"] == [0, 3]
+    new, old = DeltaLog.open(tmp_path / "new"), DeltaLog.open(files.delta_log)
+    assert (new.steps, new.digest(3), new.layout) == ((0, 3), old.digest(3), old.layout)
 
 
 def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_log, tmp_path):
