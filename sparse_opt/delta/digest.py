@@ -112,10 +112,7 @@ def _host_chunk_digests(tensor: Tensor) -> bytes:
 
 def _why_not_native(device: torch.device | str) -> str:
     """Return "" if the extension can hash tensors on `device`, otherwise the cause in one line."""
-    cause = backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
-    if not cause and not hasattr(torch.ops.sparse_opt_native, "chunk_digests"):
-        cause = "the extension is older than its sources and has no chunk_digests: build it again"
-    return cause
+    return backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
 
 
 @functools.cache

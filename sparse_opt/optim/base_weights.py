@@ -67,17 +67,14 @@ class BaseWeights(LocalSegments):
 
     def leave_(self) -> None:
         """Undo `enter_`, bit for bit."""
-        self._check_sizes()
+        if [p.numel() for p in self.params] != self.numels:
+            raise RuntimeError("a parameter has another size than when its mask was bound")
         assert self._exchanged is not None
         if self.current is None:
             self._ops.indexed_swap_(self._exchanged)
         else:
             self._ops.indexed_replace_(self._exchanged, self.current.values)
         self._exchanged = None
-
-    def _check_sizes(self) -> None:
-        if [p.numel() for p in self.params] != self.numels:
-            raise RuntimeError("a parameter has another size than when its mask was bound")
 
     def parts(self) -> Iterator[tuple[Shard, tuple[Tensor, Tensor]]]:
         """Yield (shard, (positions in its local tensor, values)) for each shard."""

@@ -41,8 +41,8 @@ A delta is the change between two checkpoints, as a folder: docs/sharing.md.
   sparse-opt delta diff BASE TUNED -o my-delta
   sparse-opt delta apply my-delta BASE -o tuned
 """
-_LIST_EPILOG = """'changed' counts the elements whose bits differ from the previous step (in a log encoded against its
-base: from the base); 'B/change' is the bytes of the step per changed element.
+_LIST_EPILOG = """'changed' counts the elements whose bits differ from the previous step; 'B/change' is the bytes of
+the step per changed element.
 
 examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
