@@ -9,7 +9,6 @@ https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from .files import DamagedFile
@@ -49,18 +47,6 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-
-
-@functools.cache
-def can_store(dtype: torch.dtype) -> bool:
-    """Whether files can store a dtype: it is in `DTYPES`, and the installed safetensors package supports it."""
-    if dtype not in DTYPES.values():
-        return False
-    try:
-        save({"tensor": torch.empty(0, dtype=dtype, device="cpu")})
-    except KeyError:  # older packages support fewer dtypes
-        return False
-    return True
 
 
 @dataclass(frozen=True)

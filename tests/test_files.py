@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from sparse_opt import DeltaLog, MaskSet
-from sparse_opt.delta.export import export_state, export_values
 
 
 @pytest.fixture(params=[0o022, 0o027], ids=oct)
@@ -28,8 +27,6 @@ def test_files_have_the_mode_of_the_umask(umask: int, tmp_path: Path) -> None:
         for step in (1, 2):
             state["w"][mask["w"].long()] += 1
             log.append(step)
-    export_state(log, 1, tmp_path / "state.safetensors")
-    export_values(log, 1, 2, tmp_path / "values.safetensors")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) >= 7
+    assert len(files) >= 5
     assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: 0o666 & ~umask for path in files}

@@ -90,12 +90,10 @@ class MaskedCoder(Coder):
         return old
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> delta_patches.StatePatch:
-        return delta_patches.encode(
-            self.layout, self._named(start), self._named(new), self.level, None, masked=self._masked
-        )
+        return delta_patches.encode(self.layout, self._named(start), self._named(new), self.level, masked=self._masked)
 
     def decode(self, start: list[Tensor], coded: delta_patches.StatePatch) -> list[Tensor]:
-        coded.apply_(self._named(start), "bench", None)
+        coded.apply_(self._named(start), "bench")
         return start
 
     def nbytes(self, coded: delta_patches.StatePatch) -> int:

@@ -108,11 +108,9 @@ class Checkpoint:
 
 
 class CheckpointSeries:
-    """A `StateLog` of the checkpoints of one run.
+    """A `StateLog` of the checkpoints of one run; docs/analysis.md says how their tensors are matched.
 
-    Tensors are matched by name with those of the last checkpoint, with or without the prefix `transformer.`. Buffers
-    and a `lm_head.weight` that only some checkpoints have are left out: without it, a model's head is tied to the
-    embeddings. Dtypes may differ: `layout` is that of the last checkpoint.
+    `layout` is that of the last checkpoint.
 
     Args:
         checkpoints: step -> its checkpoint, two or more; the first one is the base.
@@ -144,7 +142,6 @@ class CheckpointSeries:
         """Find the checkpoints of a run: `step_*`, `step-*` or `checkpoint-*`, each a folder or a file.
 
         Args:
-            folder: holds `checkpoint-500/`, `step_00000100/`, `step_600.pt` and the like; see `Checkpoint.open`.
             base: the checkpoint before training, which becomes step 0; None takes the first one in the folder.
 
         Raises:

@@ -1,19 +1,7 @@
 """Ranks, norms and shares of large elements of each weight matrix's update, and its spread over the matrices.
 
-With singular values s_1 >= s_2 >= ... of the change W_t - W_0, taken in fp32 (fp64 weights: in fp64):
-
-    classical rank   how many s_i are above max(m, n) eps s_1, eps that of the matrix's dtype and at most fp32's: the
-                     rule of numpy.linalg.matrix_rank and torch.linalg.matrix_rank for an fp32 matrix
-    effective rank   exp(-sum p_i ln p_i), p_i = s_i / sum(s): Roy and Vetterli, The effective rank, EUSIPCO 2007
-    stable rank      sum(s_i^2) / s_1^2
-
-All three are 0 for a matrix of zeros. The spread of the update is measured on the Frobenius norms x_1 .. x_n:
-
-    Gini coefficient   sum_ij abs(x_i - x_j) / (2 n sum(x)): 0 if all are equal, 1 - 1/n if one matrix has all
-    entropy            -sum p_i ln p_i / ln n, p_i = x_i / sum(x): 1 if all are equal, 0 if one matrix has all
-    top share          the share of sum(x) that the k largest have
-
-All three are NaN if nothing changed, and the entropy if there is one matrix only.
+The change W_t - W_0 is taken in fp32 (fp64 weights: in fp64). docs/analysis.md defines each statistic. All ranks are 0
+for a matrix of zeros; the statistics of the spread are NaN if nothing changed, and the entropy if there is one matrix.
 """
 
 from __future__ import annotations

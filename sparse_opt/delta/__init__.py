@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .delta_set import DeltaSet
-    from .export import export_values
     from .log import DeltaLog
     from .sparse_delta import SparseDelta
     from .state_log import StateLog
 
-__all__ = ["DeltaLog", "DeltaSet", "SparseDelta", "StateLog", "export_values"]
+__all__ = ["DeltaLog", "DeltaSet", "SparseDelta", "StateLog"]
 
 _HOMES = {
     "DeltaLog": "log",
     "DeltaSet": "delta_set",
     "SparseDelta": "sparse_delta",
     "StateLog": "state_log",
-    "export_values": "export",
 }
 
 

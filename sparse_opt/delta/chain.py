@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import DeltaLogError
-from .codec import Backend
 from .files import (
     KEYFRAME,
     StepFile,
@@ -28,15 +27,10 @@ from .state_log import require_logged
 
 
 class LogFiles:
-    """Reads the files of one log; caches the mask and headers after they have been checked.
+    """Reads the files of one log; caches the mask and headers after they have been checked."""
 
-    Args:
-        directory: of the log.
-        backend: see `delta.codec.apply_`.
-    """
-
-    def __init__(self, directory: Path, backend: Backend | None = None) -> None:
-        self.directory, self.backend = directory, backend
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._base: StepHeader | None = None
         self._headers: dict[Path, tuple[tuple[int, ...], StepHeader]] = {}
         self._mask: LogMask | None = None
@@ -125,14 +119,14 @@ class LogFiles:
         for header in patches:
             require_digests(header, self.layout)
             patch = unpack(header, self.layout, self.mask(header), read_payload(header))
-            patch.apply_(state, header.file.where, self.backend)
+            patch.apply_(state, header.file.where)
         if patches:
             for name, digest in zip(self.layout.names, patches[-1].tensor_digests, strict=True):
                 require_tensor(patches[-1], name, state[name], digest)
 
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield (step, the named tensor at that step) for ascending steps, updating one tensor in place."""
-        number, patches = self.layout.names.index(name), TensorPatches(self.layout, name, self.backend)
+        number, patches = self.layout.names.index(name), TensorPatches(self.layout, name)
         at: StepHeader | None = None
         tensor: Tensor | None = None
         for step in steps:

@@ -15,17 +15,8 @@ class DeltaSet:
     """Switches a model between its base and several deltas, in place.
 
     All deltas are decoded and verified once, when the set is made. To activate one is to exchange the changed elements
-    of two deltas, without reading other weights.
-
-        switch = DeltaSet(model, {"math": math, "code": code})
-        switch.activate("math")
-        switch.activate(None)  # the base
-
-    Memory on the model's device: as for an applied `SparseDelta`, for each of them (`nbytes`).
-
-    A write to the model's weights between two calls is noticed by the version counters of the tensors: the next
-    `activate` then verifies the written tensors by their digests. Writes through `.data` and to tensors made in
-    inference mode have no counters.
+    of two deltas. If the version counters of the tensors show a write between two calls, the next `activate` verifies
+    the written tensors; writes through `.data`, and to tensors made in inference mode, have no counters.
 
     Raises:
         DeltaError: as `SparseDelta.apply_`: the model must have the bits of the deltas' base.

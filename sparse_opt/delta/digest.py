@@ -46,8 +46,7 @@ class StateDigest:
         """Start to compute the digests of the tensors' current bytes; later writes do not affect them.
 
         GPU tensors are hashed on the current stream, without a synchronization; CPU tensors are hashed before this
-        returns. If the extension was not built for the tensors' device, they are copied to the host one by one and
-        hashed there, with one warning.
+        returns. Without an extension for the tensors' device, they are copied to the host one by one, with one warning.
 
         Args:
             tensors: of any shapes, dtypes, strides and devices. Non-contiguous tensors are copied for hashing.
@@ -113,10 +112,7 @@ def _host_chunk_digests(tensor: Tensor) -> bytes:
 
 def _why_not_native(device: torch.device | str) -> str:
     """Return "" if the extension can hash tensors on `device`, otherwise the cause in one line."""
-    cause = backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
-    if not cause and not hasattr(torch.ops.sparse_opt_native, "chunk_digests"):
-        cause = "the extension is older than its sources and has no chunk_digests: build it again"
-    return cause
+    return backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
 
 
 @functools.cache

@@ -14,9 +14,8 @@ from ..errors import DeltaLogError, MaskError
 from ..masks.mask_set import MaskSet
 from ..tensors import materialized
 from .chain import LogFiles
-from .codec import Backend
 from .digest import StateDigest
-from .files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepFile, StepHeader, step_file, write_step
+from .files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepHeader, step_file, write_step
 from .lock import WriterLock, require_no_log
 from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, count_changes, encode
 from .state import StateLayout
@@ -38,7 +37,6 @@ class StepCoder:
     mask: LogMask | None
     coded_against: dict[str, Tensor]
     since_keyframe: int
-    backend: Backend | None
     needs_keyframe: bool = False
     masked: MaskedState | None = None
 
@@ -65,7 +63,6 @@ class StepCoder:
         # The model may have been moved to another device.
         old = self.coded_against = {name: tensor.to(new[name].device) for name, tensor in self.coded_against.items()}
         needs_keyframe = needs_keyframe or self.needs_keyframe
-        follows = settings.against == "previous"
         digests: list[StateDigest] = []
         # On a GPU all digests are computed while the host waits for a sample; on a CPU those of changed tensors, later.
         early = all(tensor.is_cuda for tensor in new.values())
@@ -79,30 +76,19 @@ class StepCoder:
         patch: StatePatch | None = None
         changed: int | None = None
         differ = list(range(len(names)))
-        if (
-            not needs_keyframe
-            and settings.keyframe_every is not None
-            and self.since_keyframe + 1 >= settings.keyframe_every
-        ):
-            changed = sum(count_changes(layout, old, new, self.backend).values())
+        every = settings.keyframe_every
+        if not needs_keyframe and every is not None and self.since_keyframe + 1 >= every:
+            changed = sum(count_changes(layout, old, new).values())
         elif not needs_keyframe:
-            patch = encode(
-                layout,
-                old,
-                new,
-                settings.level,
-                self.backend,
-                masked=self._masked(),
-                advance=follows,
-                meanwhile=meanwhile,
-            )
+            masked = self._masked()
+            patch = encode(layout, old, new, settings.level, masked=masked, advance=True, meanwhile=meanwhile)
             counts = patch.counts
             changed = sum(counts.values())
             if patch.nbytes > layout.nbytes:
                 patch = None
             else:
                 differ = [i for i, name in enumerate(names) if counts[name]]
-        if patch is None and follows:
+        if patch is None:
             copy_(old, new, names)
             self.masked = None  # of the old bits
         if digests:
@@ -123,13 +109,7 @@ class StepCoder:
         )
         # Copied, because training modifies the state, and safetensors refuses tensors that share a storage.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
-        return StepJob(
-            header=header,
-            payload=HostCopy(payload),
-            digests=digests[0],
-            digested=tuple(differ),
-            restarts=needs_keyframe,
-        )
+        return StepJob(header, HostCopy(payload), digests[0], tuple(differ), restarts=needs_keyframe)
 
     def _masked(self) -> MaskedState | None:
         """Return the mask's elements of `coded_against`, or None if the log has no mask."""
@@ -144,21 +124,21 @@ class StepCoder:
 
 
 def begin(
-    directory: Path,
     layout: StateLayout,
     tensors: Mapping[str, Tensor],
     settings: LogSettings,
     mask: MaskSet | None,
     metadata: Mapping[str, str],
-    backend: Backend | None,
     lock: WriterLock,
 ) -> StepCoder:
     """Write a log's mask and its first step, which are on disk when this returns.
 
     Raises:
-        DeltaLogError: a file cannot be written, the lock was lost, or the mask does not fit the state.
+        DeltaLogError: a file cannot be written, the lock was lost, or a log was created meanwhile.
     """
-    log_mask = None if mask is None else LogMask(_resolved(mask, layout, tensors, directory))
+    directory = lock.directory
+    require_no_log(directory)
+    log_mask = None if mask is None else LogMask(mask)
     coded_against = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     digests = StateDigest.start([coded_against[name] for name in layout.names]).result()
     header = StepHeader(
@@ -176,32 +156,25 @@ def begin(
     if log_mask is not None:
         # Replaces the mask of a creation that was killed, but not the mask of another log.
         lock.require_held(header.file.where)
-        require_no_log(directory)
         try:
             log_mask.mask.save(directory / MASK_NAME)
         except MaskError as error:
             raise DeltaLogError(f"{header.file.where}: {error}") from error
     write_step(header, {name: tensor.cpu() for name, tensor in coded_against.items()}, require_lock=lock.require_held)
-    return StepCoder(header, log_mask, coded_against, 0, backend)
+    return StepCoder(header, log_mask, coded_against, 0)
 
 
 def resume(files: LogFiles) -> tuple[StepCoder, StepHeader]:
     """Rebuild the coder for the next step from the files; return it and the header of the last step."""
     base, listed = files.base(), files.steps()
-    assert base.settings is not None  # the base is a keyframe
     chain = files.chain(max(listed))
-    coded_against = files.rebuild(chain if base.settings.against == "previous" else [base])
     mask = LogMask.load(files.directory, base, files.layout) if base.mask_digest else None
-    return StepCoder(base, mask, coded_against, since_keyframe(listed), files.backend), chain[-1]
+    since_keyframe = [file.kind for file in listed.values()][::-1].index(KEYFRAME)
+    return StepCoder(base, mask, files.rebuild(chain), since_keyframe), chain[-1]
 
 
-def since_keyframe(listed: Mapping[int, StepFile]) -> int:
-    """Return the number of patches after the last keyframe of a log."""
-    kinds = [file.kind for file in listed.values()]
-    return kinds[::-1].index(KEYFRAME)
-
-
-def _resolved(mask: MaskSet, layout: StateLayout, tensors: Mapping[str, Tensor], directory: Path) -> MaskSet:
+def resolved(mask: MaskSet, layout: StateLayout, tensors: Mapping[str, Tensor], directory: Path) -> MaskSet:
+    """Return the mask under the names of the state. Raises DeltaLogError if it does not fit."""
     tied = {alias: tensors[name] for alias, name in layout.aliases.items()}
     try:
         return mask.resolve({**tensors, **tied})

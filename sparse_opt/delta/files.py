@@ -31,7 +31,6 @@ FORMAT_VERSION = "2"
 KEYFRAME = "keyframe"
 PATCH = "patch"
 MASK_NAME = "mask.safetensors"
-AGAINST = ("previous", "base")
 _NAME = re.compile(r"step_(\d{8,})\.(keyframe|patch)\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Elements that a patch is coded over: all elements of the state, or those in the log's mask.
@@ -57,17 +56,14 @@ class StepFile:
 
 @dataclass(frozen=True)
 class LogSettings:
-    """Settings of a log: level of the patches, what they are coded against, and the interval of keyframes."""
+    """Settings of a log: level of the patches, and the interval of keyframes."""
 
     level: str = "packed"
-    against: str = "previous"
     keyframe_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise DeltaLogError(f"level is {self.level!r}, expected {' or '.join(LEVELS)}")
-        if self.against not in AGAINST:
-            raise DeltaLogError(f"against is {self.against!r}, expected {' or '.join(AGAINST)}")
         every = self.keyframe_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise DeltaLogError(f"keyframe_every is {every!r}, expected 1 or more, or None")
@@ -142,14 +138,11 @@ def require_steps(directory: Path, listed: Collection[int]) -> None:
 def write_step(
     header: StepHeader,
     payload: Mapping[str, Tensor],
-    *,
-    replace: bool = False,
-    require_lock: Callable[[str], object] | None = None,
+    require_lock: Callable[[str], object],
 ) -> None:
     """Write one step's file atomically; a patch's payload digest is computed here.
 
     Args:
-        replace: overwrite the step's file. If False, raise if the step already has a file, of either kind.
         require_lock: `WriterLock.require_held`, called right before the file is renamed into place.
 
     Raises:
@@ -176,7 +169,7 @@ def write_step(
         fields |= {
             "level": header.level,
             "space": _SPACES[header.masked],
-            "payload_digest": header.payload_digest or payload_digest(payload),
+            "payload_digest": payload_digest(payload),
         }
     else:
         assert header.layout is not None and header.settings is not None
@@ -188,13 +181,11 @@ def write_step(
     fields["header_digest"] = metadata_digest(fields)
 
     def check() -> None:
-        if require_lock is not None:
-            require_lock(where)
+        require_lock(where)
 
     try:
-        write_safetensors(header.file.path, payload, fields, replace=replace, before_publishing=check)
-        if not replace:
-            _require_single(header.file)
+        write_safetensors(header.file.path, payload, fields, replace=False, before_publishing=check)
+        _require_single(header.file)
     except (OSError, SafetensorError) as error:
         check()  # after a lost lock, another writer may have removed this writer's temporary file
         if isinstance(error, FileExistsError):
@@ -256,7 +247,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         log_metadata = {str(k): str(v) for k, v in json.loads(fields["log_metadata"]).items()}
         stored = json.loads(fields["settings"])
         _require_level(file, stored["level"])
-        settings = LogSettings(**stored)
+        settings = LogSettings(stored["level"], stored["keyframe_every"])
     else:
         _require_level(file, fields["level"])
         if fields["space"] not in _SPACES:

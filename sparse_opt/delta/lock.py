@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import DeltaLogError
@@ -29,15 +28,12 @@ class WriterLock:
         """
         self.directory = directory
         path = directory / LOCK_NAME
-        self._made: list[Path] = []
         try:
-            self._made = [missing for missing in (path, *path.parents) if not missing.exists()]
             self._lock = FileLock(path)
         except BlockingIOError as error:
             holder = _read(path) or "unknown"
             raise DeltaLogError(f"{directory}: another writer has this delta log open: {holder}") from error
         except OSError as error:
-            self._remove_made()
             raise DeltaLogError(f"{directory}: cannot be written: {one_line(error)}") from error
         with contextlib.suppress(OSError):  # a full disk: it is only for the message of another writer
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
@@ -46,7 +42,7 @@ class WriterLock:
                 if _LEFTOVER.fullmatch(leftover.name):
                     leftover.unlink(missing_ok=True)
         except OSError as error:
-            self.undo()
+            self.release()
             raise DeltaLogError(f"{directory}: cannot be written: {one_line(error)}") from error
 
     @property
@@ -75,46 +71,11 @@ class WriterLock:
         """Release the lock. Further calls do nothing."""
         self._lock.release()
 
-    def undo(self) -> None:
-        """Release the lock, and remove the file and folders that were made for it and hold nothing else."""
-        with contextlib.suppress(OSError):  # a file that cannot be examined is not removed
-            if self.held and self._lock.loss() is None:
-                self._remove_made()
-        self.release()
-
-    def _remove_made(self) -> None:
-        for path in self._made:
-            with contextlib.suppress(OSError):  # it holds something by now
-                path.unlink() if path.name == LOCK_NAME else path.rmdir()
-
 
 def _read(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError):
         return path.read_text(encoding="utf-8")
     return ""
-
-
-@contextlib.contextmanager
-def claim(directory: str | Path) -> Iterator[WriterLock]:
-    """Lock a directory for a new delta log, before any other file of a run is written.
-
-        with claim("delta_logs") as lock:
-            ...  # make the run's other files
-            log = DeltaLog.create("delta_logs", model, lock=lock)
-
-    If no log was created inside, the directory is left as it was.
-
-    Raises:
-        DeltaLogError: the directory contains a log, another writer holds its lock, or it cannot be written.
-    """
-    directory = Path(directory)
-    lock = WriterLock(directory)
-    try:
-        require_no_log(directory)
-        yield lock
-    finally:
-        if not list_steps(directory)[0]:
-            lock.undo()
 
 
 def require_no_log(directory: Path) -> None:

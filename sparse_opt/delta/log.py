@@ -6,7 +6,6 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,15 +20,13 @@ from ..files import is_text
 from ..masks.mask_set import MaskSet
 from . import maintenance
 from .chain import LogFiles
-from .codec import Backend
 from .digest import StateDigest
-from .encoder import StepCoder, begin, resume, since_keyframe
+from .encoder import StepCoder, begin, resolved, resume
 from .files import MASK_NAME, LogSettings, StepHeader, read_header, require_steps
 from .lock import WriterLock, require_no_log
-from .lock import claim as claim
 from .maintenance import Problem as Problem
 from .sparse_delta import SparseDelta, origin
-from .state import StateLayout, StateReader, TensorSpec, read_state
+from .state import StateLayout, TensorSpec, read_logged, read_state
 from .writer import Append, StepInfo, StepWriter
 
 ModelOrState = nn.Module | Mapping[str, Tensor]
@@ -51,46 +48,23 @@ class _Writing:
 class DeltaLog:
     """An append-only directory of keyframes and patches, one file per step. docs/formats.md describes the format.
 
-    Every file is written under a temporary name, fsynced and renamed, and never replaces a file of the same step. It
-    records the state it starts from and the state it leads to. A file that is damaged, renamed, reordered or from
-    another run raises a DeltaLogError that names file and step; a state is returned only after its digest has been
-    verified. Leftovers of a killed writer (`.tmp`) are ignored. A missing last file cannot be detected: the log then
-    ends one step earlier.
+    A file that is damaged, renamed, reordered or from another run raises a DeltaLogError that names file and step; a
+    state is returned only after its digest has been verified. docs/delta_logs.md says what is stored and what is
+    refused.
 
-    The state is the model's `state_dict()`: parameters and persistent buffers, stored bit for bit, of every dtype that
-    safetensors files support (`tensor_file.DTYPES`). Tied tensors are stored once, under their first name. Sharded
-    tensors (DTensor, FSDP, DeepSpeed ZeRO-3) are refused: gather a full state dict and log that. For FSDP2
-    (`fully_shard`), `sparse_opt.distributed.DistributedDeltaLog` does it.
-
-    A step is stored as a patch, or as a keyframe if the patch would be larger than the state or `keyframe_every`
-    requires one.
-
-    Memory: a writer holds a copy of the state that patches are coded against, on the model's devices, and the patches
-    of at most two steps, on the device until they are copied and in pinned host memory until they are written. Coding a
-    patch over a mask's elements takes their positions (4 bytes each) and two copies of the elements; a keyframe is
-    copied to the host whole, while training waits. If tensors of one dtype are on several devices, they are copied to
-    the device of the first one to be coded.
-
-    `writer.lock` in the directory is locked until `close()`, so that a second writer is refused. If the file is deleted
-    or replaced in between, later steps are refused until the log is closed and opened again.
-
-        with DeltaLog.create("delta_logs_llama", model) as log:
-            for step in ...:
-                ...
-                log.append(step)        # written in the background
-        state = DeltaLog.open("delta_logs_llama").load(step)
+    Memory: a writer holds a copy of the last state on the model's devices, and the patches of at most two steps, on the
+    device until they are copied and in pinned host memory until they are written. A keyframe is copied to the host
+    whole, while training waits. If tensors of one dtype are on several devices, they are copied to that of the first
+    one.
     """
 
-    def __init__(
-        self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError, backend: Backend | None
-    ) -> None:
+    def __init__(self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError) -> None:
         if on_error not in ("raise", "warn"):
             raise DeltaLogError(f"on_error is {on_error!r}, expected raise or warn")
         self.directory = directory
-        self._log_files = LogFiles(directory, backend)
+        self._log_files = LogFiles(directory)
         self._model, self._on_error = model_or_state, on_error
         self._writing: _Writing | None = None
-        self._reader: StateReader | None = None
 
     @classmethod
     def create(
@@ -98,81 +72,65 @@ class DeltaLog:
         directory: str | Path,
         model_or_state: ModelOrState,
         *,
-        base: ModelOrState | None = None,
         level: str = "packed",
-        against: Literal["previous", "base"] = "previous",
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
         on_error: OnError = "raise",
-        backend: Backend | None = None,
-        lock: WriterLock | None = None,
     ) -> DeltaLog:
-        """Start a log with the base weights W0 as the keyframe of step 0, which is on disk when this returns.
+        """Start a log with the current weights as the keyframe of step 0, which is on disk when this returns.
 
         Args:
             directory: created if missing; must not contain a log.
             model_or_state: a module, or name -> tensor; the default of `append`.
-            base: W0; None uses the current state.
-            level: of the patches (`delta.codec`): `packed`, or `tight`, which is smaller and slower.
-            against: code patches against the previous logged step, or against the base: larger patches, but any step
-                is rebuilt from two files.
-            keyframe_every: write a keyframe at least every so many logged steps: a larger log, but shorter chains of
-                patches to rebuild a step. None: only step 0, and steps whose patch would be larger than the state.
+            level: of the patches: `packed`, or `tight`, which is smaller and slower.
+            keyframe_every: write a keyframe at least every so many logged steps. None: only step 0, and steps whose
+                patch would be larger than the state.
             mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
                 these alone, without their positions; other changes are coded over whole tensors.
             metadata: strings stored in the log; `model` is copied to mask files made from it.
             on_error: what `append`, `flush` and `close` do if a step could not be written: raise, or warn once and
                 continue with a keyframe as soon as one can be written.
-            backend: see `delta.codec.encode`.
-            lock: the result of `claim(directory)`.
 
         Raises:
             DeltaLogError: the directory contains a log, is locked by another writer, or cannot be written; the state
-                has an entry that cannot be logged; an option is invalid; base or mask do not fit the state.
+                has an entry that cannot be logged; an option is invalid; the mask does not fit the state.
         """
-        log = cls(Path(directory), model_or_state, on_error, backend)
-        settings = LogSettings(level, against, keyframe_every)
+        log = cls(Path(directory), model_or_state, on_error)
+        settings = LogSettings(level, keyframe_every)
         for text in (text for pair in (metadata or {}).items() for text in pair):
             if isinstance(text, str) and not is_text(text):
                 raise DeltaLogError(f"{log.directory}: metadata has {text!r}, which cannot be written as UTF-8")
         layout, tensors = read_state(model_or_state)
-        if base is not None:
-            other, tensors = read_state(base)
-            layout.require_same(other, f"{log.directory}: base")
-        with ExitStack() as undo:
-            if lock is None:
-                require_no_log(log.directory)
-                lock = undo.enter_context(claim(log.directory))
-            elif lock.directory != log.directory or not lock.held:
-                raise DeltaLogError(f"{log.directory}: the lock is for {lock.directory}, or was released")
-            coder = begin(log.directory, layout, tensors, settings, mask, metadata or {}, backend, lock)
-        log._writing = log._begun(lock, coder, coder.base)
+        if mask is not None:
+            mask = resolved(mask, layout, tensors, log.directory)
+        require_no_log(log.directory)
+        lock = WriterLock(log.directory)
+        try:
+            coder = begin(layout, tensors, settings, mask, metadata or {}, lock)
+            log._writing = log._begun(lock, coder, coder.base)
+        except BaseException:
+            lock.release()
+            raise
         return log
 
     @classmethod
     def open(
-        cls,
-        directory: str | Path,
-        model_or_state: ModelOrState | None = None,
-        *,
-        on_error: OnError = "raise",
-        backend: Backend | None = None,
+        cls, directory: str | Path, model_or_state: ModelOrState | None = None, *, on_error: OnError = "raise"
     ) -> DeltaLog:
         """Open a log to read it, or to append to it with the level, mask and keyframe interval it was created with.
 
-        Only lists the files; damage is detected when a step is read, or by `verify`. To continue a run, call `append`:
-        it rebuilds the last logged state from the files and codes the new step against it, so that changes of the model
-        in between do not matter. `step_of(model)` returns the logged step that the model is at.
+        Only lists the files; damage is detected when a step is read, or by `verify`. The first `append` rebuilds the
+        last logged state from the files, so that changes of the model in between do not matter.
 
         Args:
             model_or_state: the default of `append`.
-            on_error, backend: see `create`.
+            on_error: see `create`.
 
         Raises:
             DeltaLogError: there is no log in the directory.
         """
-        log = cls(Path(directory), model_or_state, on_error, backend)
+        log = cls(Path(directory), model_or_state, on_error)
         require_steps(log.directory, log._files.steps())
         return log
 
@@ -198,7 +156,7 @@ class DeltaLog:
 
     @property
     def settings(self) -> LogSettings:
-        """Level, against and keyframe_every, as passed to `create`."""
+        """Level and keyframe_every, as passed to `create`."""
         settings = self._log_files.base().settings
         assert settings is not None  # the base is a keyframe
         return settings
@@ -227,8 +185,7 @@ class DeltaLog:
     def apply_(self, model_or_state: ModelOrState, step: int) -> None:
         """Copy the state at a logged step into a model, or into the tensors of a state dict, bit for bit.
 
-        The state is rebuilt and verified on the CPU before the model is changed. If the log has no buffers, as one that
-        was converted from `.pt` files, those of the model do not change.
+        It is verified before the model is changed. Buffers that the log lacks do not change.
 
         Raises:
             DeltaLogError: as `load`; or names, shapes, dtypes or ties of the model are not the logged ones.
@@ -245,8 +202,7 @@ class DeltaLog:
     def tensor_states(self, name: str, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Yield (step, the named tensor at that step), on the CPU, for ascending logged steps.
 
-        Holds one tensor, and reads only its records, once from each patch between the steps. A yielded tensor is
-        verified by its digest, and is valid until the next one is requested.
+        Reads only the tensor's records. A yielded tensor is verified, and is valid until the next one is requested.
 
         Raises:
             DeltaLogError: as `load`; the name is not in the log; the steps do not ascend.
@@ -305,7 +261,7 @@ class DeltaLog:
 
         Holds one state in memory, and a second one after a problem. `on_step` is called after each step.
         """
-        return maintenance.verify(self.directory, self._files.backend, on_step)
+        return maintenance.verify(self.directory, on_step)
 
     @property
     def last_step(self) -> int:
@@ -315,9 +271,9 @@ class DeltaLog:
     def append(self, step: int, model_or_state: ModelOrState | None = None) -> Append:
         """Log the current state as `step`; a background thread writes it.
 
-        The changes are coded on the state's device, in the order of the current stream, before this returns, so the
-        state may be modified afterwards. They are on disk once `wait()` of the returned object, or `flush()`, has
-        returned. Blocks while two steps are still being written.
+        The changes are coded on the state's device, in the order of the current stream, before this returns. They are
+        on disk once `wait()` of the returned object, or `flush()`, has returned. Blocks while two steps are still being
+        written.
 
         Args:
             step: greater than the last one.
@@ -344,9 +300,7 @@ class DeltaLog:
         if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
             raise DeltaLogError(f"{self.directory}: step is {step!r}, expected a step after {writing.last_step}")
         layout = self.layout
-        if self._reader is None:
-            self._reader = StateReader(layout)
-        tensors = self._reader.read(state, f"{self.directory}: step {step}")
+        tensors = read_logged(state, layout, f"{self.directory}: step {step}")
         if needs_keyframe and self._on_error == "warn":
             # On a full disk, every step would copy a keyframe from the device and then fail to write it.
             free = shutil.disk_usage(self.directory).free
@@ -375,32 +329,10 @@ class DeltaLog:
             self._writing.writer.drain()
             self._report(self._writing)
 
-    def squash(self, a: int, b: int, on_step: Callable[[int], None] | None = None) -> StepInfo:
-        """Remove the steps strictly between two logged ones; all others keep their states, bit for bit.
-
-        Step b is coded again, on the CPU, against step a, or against the base in a log that codes against the base; a
-        keyframe stays a keyframe. At every moment, also after a crash, the log opens, and a, b and all later steps can
-        be rebuilt. No other process should read the log meanwhile. `on_step` is called with each removed step.
-
-        Raises:
-            DeltaLogError: a or b is not logged, or a is not before b; another writer holds the lock; the log is
-                damaged; or a write failed.
-        """
-        self.flush()
-        lock = WriterLock(self.directory) if self._writing is None else self._writing.lock
-        try:
-            info = StepInfo.of(maintenance.squash(self._log_files, a, b, on_step, lock))
-            if self._writing is not None:
-                self._writing.coder.since_keyframe = since_keyframe(self._log_files.steps())
-            return info
-        finally:
-            if self._writing is None:
-                lock.release()
-
     def truncate(self, after: int) -> None:
-        """Remove the steps after `after`, for a run that continues from there and logs them again.
+        """Remove the steps after `after`, for a run that continues from there and logs them again. Closes the log.
 
-        At every moment, also after a crash, the rest is a valid log. Closes the log for writing, as `close` does.
+        At every moment, also after a crash, the rest is a valid log.
 
         Raises:
             DeltaLogError: the log begins after `after`; another writer holds the lock; or a write failed.
@@ -413,10 +345,9 @@ class DeltaLog:
             lock.release()
 
     def close(self) -> None:
-        """Wait for the appended steps and release the lock, so that another writer can open the log.
+        """Wait for the appended steps and release the lock. The log can still be read, and appended to again.
 
-        The log can still be read. In a process forked from the writing one, only this object is closed; the files and
-        the lock stay with the other process.
+        In a process forked from the writing one, only this object is closed.
 
         Raises:
             DeltaLogError: as `flush`; the lock is released in any case.
@@ -461,7 +392,7 @@ class DeltaLog:
         try:
             return self._begun(lock, *resume(self._log_files))
         except BaseException:
-            lock.undo()
+            lock.release()
             raise
 
     def _report(self, writing: _Writing) -> bool:

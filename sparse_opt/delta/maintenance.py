@@ -1,9 +1,9 @@
-"""Maintenance of a delta log: verifies every step, and removes steps (squash, truncate)."""
+"""Maintenance of a delta log: verifies every step, and removes the last ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -11,11 +11,8 @@ from torch import Tensor
 from ..errors import DeltaLogError
 from ..files import fsync
 from .chain import LogFiles, parent_of, read_base, require_member, require_parent
-from .codec import Backend
-from .files import KEYFRAME, StepFile, StepHeader, list_steps, read_keyframe, write_step
+from .files import KEYFRAME, StepFile, StepHeader, list_steps, read_keyframe
 from .lock import WriterLock
-from .patches import LogMask, MaskedState, count_changes, encode
-from .state_log import require_logged
 
 
 @dataclass
@@ -31,15 +28,13 @@ class Problem:
         return f"{self.message} (lost steps: {lost})" if lost else self.message
 
 
-def verify(
-    directory: Path, backend: Backend | None = None, on_step: Callable[[int], None] | None = None
-) -> list[Problem]:
+def verify(directory: Path, on_step: Callable[[int], None] | None = None) -> list[Problem]:
     """Return every problem of a log, in the order of its steps; see `DeltaLog.verify`."""
     listed, strays = list_steps(directory)
     problems = [
         Problem(path.name, f"{path}: is not a step file by its name, or a second file of its step") for path in strays
     ]
-    files = LogFiles(directory, backend)
+    files = LogFiles(directory)
     try:
         base = read_base(files, listed)
     except DeltaLogError as error:
@@ -105,76 +100,16 @@ class _Walk:
         self.at = header
 
 
-def squash(files: LogFiles, a: int, b: int, on_step: Callable[[int], None] | None, lock: WriterLock) -> StepHeader:
-    """Remove the steps strictly between two; return the new header of step b. See `DeltaLog.squash`."""
-    listed = files.steps()
-    for step in (a, b):
-        require_logged(files.directory, step, listed)
-    if a >= b:
-        raise DeltaLogError(f"{files.directory}: squash from step {a} to step {b}, expected ascending steps")
-    between = [step for step in listed if a < step < b]
-    for step in (step for step in listed if step > b):
-        header = files.header(listed[step])
-        if header.parent_step in between:
-            raise DeltaLogError(
-                f"{header.file.where}: is coded against step {header.parent_step}, which is to be removed"
-            )
-    header = files.header(listed[b])
-    if not between:
-        return header
-    _rewrite(files, a, header, lock)
-    _remove(files, between, on_step, lock)
-    return files.header(listed[b])
-
-
 def truncate(files: LogFiles, after: int, lock: WriterLock) -> None:
     """Remove the steps after `after`. See `DeltaLog.truncate`."""
     listed = files.steps()
     if after < min(listed):
         raise DeltaLogError(f"{files.directory}: truncating after step {after}: the log begins with step {min(listed)}")
-    _remove(files, [step for step in listed if step > after], None, lock)
-
-
-def _remove(files: LogFiles, steps: list[int], on_step: Callable[[int], None] | None, lock: WriterLock) -> None:
-    """Remove steps, the last one first, so that after a crash the remaining steps can still be rebuilt."""
-    listed = files.steps()
-    for step in sorted(steps, reverse=True):
+    # The last one first, so that after a crash the remaining steps can still be rebuilt.
+    for step in sorted((step for step in listed if step > after), reverse=True):
         lock.require_held(listed[step].where)
         try:
             listed[step].path.unlink()
             fsync(files.directory)
         except OSError as error:
             raise DeltaLogError(f"{listed[step].where}: cannot be removed: {error}") from error
-        if on_step is not None:
-            on_step(step)
-
-
-def _rewrite(files: LogFiles, a: int, header: StepHeader, lock: WriterLock) -> None:
-    """Rewrite step b to follow step a, with the same state and under the same name."""
-    layout, chain_a = files.layout, files.chain(a)
-    base = files.base()
-    assert base.settings is not None  # the base is a keyframe
-    parent = base if base.settings.against == "base" else chain_a[-1]
-    new = files.rebuild(files.chain(header.file.step))
-    if header.file.kind == KEYFRAME:
-        old = files.rebuild(chain_a)
-        changed = sum(count_changes(layout, old, new, files.backend).values())
-        written = replace(header, previous_step=a, changed=changed)
-        write_step(written, new, replace=True, require_lock=lock.require_held)
-        return
-    old = dict(read_keyframe(base)) if parent is base else files.rebuild(chain_a)
-    masked = None
-    if header.mask_digest:
-        masked = MaskedState(LogMask.load(files.directory, header, layout), layout, old)
-    patch = encode(layout, old, new, base.settings.level, files.backend, masked=masked)
-    written = replace(
-        header,
-        previous_step=a,
-        parent_step=parent.file.step,
-        parent_digest=parent.result_digest,
-        changed=sum(patch.counts.values()),
-        level=base.settings.level,
-        masked=patch.mask is not None,
-        payload_digest="",
-    )
-    write_step(written, patch.parts(), replace=True, require_lock=lock.require_held)

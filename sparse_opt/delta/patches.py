@@ -18,7 +18,7 @@ from ..files import one_line
 from ..masks.mask_set import MaskSet
 from ..tensors import as_bits
 from . import codec
-from .codec import Backend, Patch, PatchError
+from .codec import Patch, PatchError
 from .files import MASK_NAME, StepHeader, opened
 from .state import StateLayout, TensorSpec
 
@@ -107,10 +107,10 @@ class MaskedState:
         self.mask, self._layout = mask, layout
         self._elements = self._taken(state)
 
-    def encode(self, new: Mapping[str, Tensor], level: str, backend: Backend | None, *, advance: bool) -> StatePatch:
+    def encode(self, new: Mapping[str, Tensor], level: str, *, advance: bool) -> StatePatch:
         """Encode the patch to the mask's elements of `new`; see `delta.patches.encode`."""
         groups = {
-            dtype: codec.encode(self._elements[dtype], after, level, advance=advance, backend=backend)
+            dtype: codec.encode(self._elements[dtype], after, level, advance=advance)
             for dtype, after in self._taken(new).items()
         }
         return StatePatch(self._layout, groups, self.mask)
@@ -145,10 +145,10 @@ class StatePatch:
         """Return the tensors of a patch file, on the devices where they were computed."""
         return {f"{dtype}.{name}": part for dtype, patch in self.groups.items() for name, part in patch.parts().items()}
 
-    def apply_(self, state: Mapping[str, Tensor], where: str, backend: Backend | None) -> None:
+    def apply_(self, state: Mapping[str, Tensor], where: str) -> None:
         """Apply the patch to a state of contiguous tensors. Raises a DeltaLogError, prefixed by `where`, on damage."""
         for dtype, specs in by_dtype(self.layout).items():
-            _apply_([(spec.name, state[spec.name]) for spec in specs], self.groups[dtype], self.mask, where, backend)
+            _apply_([(spec.name, state[spec.name]) for spec in specs], self.groups[dtype], self.mask, where)
 
 
 def encode(
@@ -156,7 +156,6 @@ def encode(
     old: Mapping[str, Tensor],
     new: Mapping[str, Tensor],
     level: str,
-    backend: Backend | None,
     *,
     masked: MaskedState | None = None,
     advance: bool = False,
@@ -174,11 +173,11 @@ def encode(
     groups = {}
     for dtype, specs in by_dtype(layout).items():
         before, after = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
-        groups[dtype] = codec.encode(before, after, level, advance=advance, meanwhile=meanwhile, backend=backend)
+        groups[dtype] = codec.encode(before, after, level, advance=advance, meanwhile=meanwhile)
     whole = StatePatch(layout, groups)
     if masked is None:
         return whole
-    compact = masked.encode(new, level, backend, advance=advance)
+    compact = masked.encode(new, level, advance=advance)
     return compact if compact.counts == whole.counts else whole
 
 
@@ -188,14 +187,12 @@ def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[
         torch._foreach_copy_([as_bits(old[name]) for name in names], [as_bits(new[name]) for name in names])
 
 
-def count_changes(
-    layout: StateLayout, old: Mapping[str, Tensor], new: Mapping[str, Tensor], backend: Backend | None
-) -> dict[str, int]:
+def count_changes(layout: StateLayout, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, int]:
     """Return name -> number of elements whose bits differ; tensors as in `encode`. Synchronizes once per device."""
     counts = {}
     for specs in by_dtype(layout).values():
         pairs = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
-        found = codec.count_changes(*pairs, backend=backend).tolist()
+        found = codec.count_changes(*pairs).tolist()
         counts.update({spec.name: int(count) for spec, count in zip(specs, found, strict=True)})
     return counts
 
@@ -224,8 +221,7 @@ def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payloa
 class TensorPatches:
     """Applies patch files to one tensor alone, reading only that tensor's records."""
 
-    def __init__(self, layout: StateLayout, name: str, backend: Backend | None) -> None:
-        self._backend = backend
+    def __init__(self, layout: StateLayout, name: str) -> None:
         self._spec = next(spec for spec in layout.tensors if spec.name == name)
         self._group = by_dtype(layout)[self._spec.dtype]
 
@@ -246,7 +242,7 @@ class TensorPatches:
                 _numels(self._group, mask),
                 self._group.index(spec),
             )
-        _apply_([(spec.name, tensor)], patch, mask, header.file.where, self._backend)
+        _apply_([(spec.name, tensor)], patch, mask, header.file.where)
 
 
 def _numels(specs: Sequence[TensorSpec], mask: LogMask | None) -> list[int]:
@@ -270,13 +266,11 @@ def by_dtype(layout: StateLayout) -> dict[str, list[TensorSpec]]:
     return kinds
 
 
-def _apply_(
-    tensors: Sequence[tuple[str, Tensor]], patch: Patch, mask: LogMask | None, where: str, backend: Backend | None
-) -> None:
+def _apply_(tensors: Sequence[tuple[str, Tensor]], patch: Patch, mask: LogMask | None, where: str) -> None:
     names, dense = [name for name, _ in tensors], [tensor for _, tensor in tensors]
     elements = dense if mask is None else mask.take(names, dense)
     try:
-        codec.apply_(elements, patch, backend=backend)
+        codec.apply_(elements, patch)
     except PatchError as error:
         raise DeltaLogError(f"{where}: damaged: {one_line(error)}") from error
     if mask is not None:

@@ -1,24 +1,12 @@
 """Converts logs of `.pt` files, `base_state.pt` and `deltas_step_{n}.pt`, that other tools have written.
 
-Both are plain dictionaries, name -> dense tensor, written by torch.save. The tools that are known to write them
-(https://github.com/ScottBiggs2/Reinforcement-Casino and its relatives, public) take `model.named_parameters()`:
-
-    base_state.pt        every parameter before training, `param.detach().float().cpu()`
-    deltas_step_{n}.pt   `param.detach().float().cpu() - base_state[name]` after optimizer step n
-    run_metadata.json    sometimes; its `model_name` is kept as `model`
-
-so a bf16 model is logged in fp32, the difference is always taken to the base, a tied parameter appears under its first
-name alone, and buffers are missing. Dictionaries in other dtypes (bf16 differences, a bf16 base) are converted as well.
-
-The state at step n is base + difference, added in fp32 (fp64 where one of the two is) and rounded to the dtype of the
-base: the inverse of what was written. It has the bits of the run's weights except where the subtraction has lost them:
-a weight that became -0.0 is read as 0.0, and a weight that shrank by more than 2**16 (bf16 weights, fp32 files) is read
-with fewer digits. The files do not show which weights these are.
+Both are dictionaries, name -> dense tensor, written by torch.save; `run_metadata.json` may name the model. The state at
+step n is base + difference, added in fp32 (fp64 where one of the two is) and rounded to the dtype of the base.
+docs/delta_logs.md has the tools, the conventions, and the bits that such files do not store.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import warnings
@@ -32,8 +20,8 @@ from torch import Tensor
 from ..errors import DeltaLogError
 from ..files import DamagedFile, one_line
 from ..pt_file import check_pt, load_pt
-from ..tensors import as_bits, dtype_name, materialized
-from .export import write_log
+from ..tensors import as_bits, dtype_name
+from .convert import write_log
 from .files import LogSettings
 from .state import StateLayout, read_state
 
@@ -81,20 +69,16 @@ def convert_pt(
     metadata: Mapping[str, str] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> None:
-    """Write every step of a log of `.pt` files into a new delta log.
+    """Write every step of a log of `.pt` files into a new delta log. Holds the base, a file and two states in memory.
 
-    Files are mapped, and unpickled with `weights_only=True`; the checksums of all their records are compared, which
-    torch.load does not do. A parameter of the base that is missing from a step's file keeps its value, with a warning.
-    Truncating a file while it is read ends the process. Holds two states in memory.
+    Files are unpickled with `weights_only=True`, and the checksums of their records are compared, which torch.load does
+    not do. A parameter of the base that is missing from a step's file keeps its value, with a warning.
 
     Args:
-        folder: contains the files.
         directory: missing or empty; renamed into place after everything is written.
         base_state: the base's file, if it is not `base_state.pt` in the folder.
-        against: the state that the differences were taken to. Every known tool uses the base; `previous` is for files
-            with the change since the previous step. The files do not record which it is.
-        dtype: store floating-point tensors in this dtype instead of the base's. A value that this dtype cannot hold
-            exactly is an error.
+        against: the state that the differences were taken to, which the files do not record.
+        dtype: store floating-point tensors in this dtype instead of the base's, exactly.
         level, keyframe_every: as in `DeltaLog.create`.
         metadata: added to that of `run_metadata.json`, and preferred for keys in both.
         on_step: called with each written step.
@@ -106,7 +90,7 @@ def convert_pt(
     if against not in ("base", "previous"):
         raise DeltaLogError(f"against is {against!r}, expected base or previous")
     files = list_pt_files(Path(folder), None if base_state is None else Path(base_state))
-    settings = LogSettings(level or "packed", "previous", keyframe_every)
+    settings = LogSettings(level or "packed", keyframe_every)
     stored = _read_metadata(Path(folder)) | dict(metadata or {})
     write_log(Path(directory), _states(files, against, dtype), settings, stored, on_step=on_step)
 
@@ -121,26 +105,22 @@ def exact_dtype(state: Mapping[str, Tensor]) -> torch.dtype | None:
 def _states(
     files: Mapping[int, Path], against: Against, dtype: torch.dtype | None
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield (step, the state at that step), further names of tied tensors with the tensor of the first name.
-
-    Raises a DeltaLogError if a file is damaged, also one that is written to before the last state has been used.
-    """
-    with _tensors(files[0], 0) as content:
-        where = f"{files[0]}: step 0"
-        odd = [name for name, tensor in content.items() if tensor.dtype not in (*_FLOATING, *_INTEGER)]
-        if odd:
-            raise DeltaLogError(f"{where}: {odd[0]} is {dtype_name(content[odd[0]])}: it has no difference")
-        try:
-            layout, base = read_state(content)
-        except DeltaLogError as error:
-            raise DeltaLogError(f"{where}: {error}") from error
-        running = base
-        for step, path in files.items():
-            if step:
-                with _tensors(path, step) as differences:
-                    running = _added(base if against == "base" else running, differences, layout, path, step)
-            found = {name: _in_dtype(tensor, dtype, name, path, step) for name, tensor in running.items()}
-            yield step, found | {alias: found[name] for alias, name in layout.aliases.items()}
+    """Yield (step, the state at that step), further names of tied tensors with the tensor of the first name."""
+    content, where = _tensors(files[0], 0), f"{files[0]}: step 0"
+    odd = [name for name, tensor in content.items() if tensor.dtype not in (*_FLOATING, *_INTEGER)]
+    if odd:
+        raise DeltaLogError(f"{where}: {odd[0]} is {dtype_name(content[odd[0]])}: it has no difference")
+    try:
+        layout, base = read_state(content)
+    except DeltaLogError as error:
+        raise DeltaLogError(f"{where}: {error}") from error
+    running = base
+    for step, path in files.items():
+        if step:
+            start = base if against == "base" else running
+            running = _added(start, _tensors(path, step), layout, path, step)
+        found = {name: _in_dtype(tensor, dtype, name, path, step) for name, tensor in running.items()}
+        yield step, found | {alias: found[name] for alias, name in layout.aliases.items()}
 
 
 def _added(
@@ -215,18 +195,18 @@ def _read_metadata(folder: Path) -> dict[str, str]:
     return ({"model": found["model_name"]} if "model_name" in found else {}) | found
 
 
-@contextlib.contextmanager
-def _tensors(path: Path, step: int) -> Iterator[dict[str, Tensor]]:
-    """Map the tensors of a file into memory, by name, after the checksums of all its records have been compared.
+def _tensors(path: Path, step: int) -> dict[str, Tensor]:
+    """Read the tensors of a file, after the checksums of all its records have been compared.
 
     Raises:
-        DeltaLogError: the file is missing or damaged, has other content, or was written to before the block ended.
+        DeltaLogError: the file is missing or damaged, or has other content.
     """
     where = f"{path}: step {step}"
     try:
-        version = _version(path, where)
         check_pt(path)
-        content = load_pt(path, mmap=True)
+        content = load_pt(path)
+    except FileNotFoundError as error:
+        raise DeltaLogError(f"{where}: the file is missing") from error
     except (OSError, DamagedFile) as error:
         raise DeltaLogError(f"{where}: damaged: {one_line(error)}") from error
     if not isinstance(content, Mapping):
@@ -239,23 +219,4 @@ def _tensors(path: Path, step: int) -> Iterator[dict[str, Tensor]]:
             raise DeltaLogError(
                 f"{where}: {name} is {dtype_name(value)} {list(value.shape)}, more than the file has bytes for"
             )
-    yield {name: _aligned(tensor.detach()) for name, tensor in content.items()}
-    if _version(path, where) != version:
-        raise DeltaLogError(f"{where}: the file was written to or replaced while it was read: convert the log again")
-
-
-def _version(path: Path, where: str) -> tuple[int, ...]:
-    """Return a value that changes when the file is replaced or written to."""
-    try:
-        found = path.stat()
-    except FileNotFoundError as error:
-        raise DeltaLogError(f"{where}: the file is missing") from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Return the mapped tensor, or a copy if it is unaligned (not as torch.save writes it) or lazily negated."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        return tensor
-    unaligned = tensor.numel() > 0 and tensor.data_ptr() % tensor.element_size() != 0
-    return materialized(tensor) if unaligned or tensor.is_neg() or tensor.is_conj() else tensor
+    return {name: tensor.detach() for name, tensor in content.items()}

@@ -14,11 +14,7 @@ _COUNT = r"([1-9][0-9]{0,17})"
 class Schedule:
     """Steps of a run; step n is the state after the n-th optimizer step.
 
-    Attributes:
-        every: log the steps that are multiples of one of these.
-        ranges: (first, last, stride), both ends included.
-        last: log the run's last step.
-        until: log no later step, except the run's last one.
+    Attributes: the items of `parse`; ranges are (first, last, stride), both ends included.
     """
 
     every: tuple[int, ...] = ()

@@ -61,16 +61,7 @@ class SparseDelta:
     """The bits that differ between a base model and a trained one, encoded as in delta logs, with digests of both.
 
     It changes no other model than its base: every tensor of the model is compared with its digest before the first one
-    is written, and every result with its own.
-
-        delta = SparseDelta.from_models(base, trained)   # or optimizer.delta(), DeltaLog.open(folder).between(0, 250)
-        delta.save_pretrained("my-delta")
-        delta = SparseDelta.from_pretrained("my-delta")  # a folder, or a name on the hub
-        with delta.active(model):
-            ...
-
-    Memory: the encoded change, in host memory. While it is applied to a model, the values that it replaced and their
-    indices are on the model's device: 4 to 6 bytes for each changed element in bf16, less for tiles and runs.
+    is written, and every result with its own. docs/sharing.md has its use and its costs.
 
     Attributes:
         layout: the tensors of both models, tied ones once.
@@ -152,9 +143,6 @@ class SparseDelta:
     @classmethod
     def from_peft(cls, adapted: Any, *, level: str = "tight") -> SparseDelta:
         """Encode the change that the active adapters of a `peft.PeftModel` make when PEFT merges them.
-
-        A LoRA adapter changes all elements of its layers, so that its delta is larger than the adapter. The model does
-        not change.
 
         Raises:
             DeltaError: an adapter is merged already, or saves whole modules (`modules_to_save`); names the layer.
@@ -287,11 +275,7 @@ class SparseDelta:
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the delta is applied; it is removed on exit, also after an exception.
-
-        Contexts of several deltas can be nested if each finds its base: deltas of different tensors, or one that was
-        trained on top of the other.
-        """
+        """A context in which the delta is applied; it is removed on exit, also after an exception."""
         self.apply_(model)
         try:
             yield
@@ -484,8 +468,8 @@ class SparseDelta:
     def to_peft(self, model: nn.Module, adapter_name: str = "default") -> Any:
         """Return the model with this change as a SHiRA adapter: a `peft.PeftModel`, whose `save_pretrained` writes it.
 
-        PEFT adds fp32 differences to the weights. For 16-bit weights the sum is the trained weight; for fp32 weights
-        it is rounded. The model must have the base's bits.
+        PEFT adds fp32 differences to the weights. For 16-bit weights the sum is the trained weight; for fp32 weights it
+        is rounded.
 
         Raises:
             DeltaError: PEFT cannot express the change: of another tensor than the weight of an `nn.Linear`, of more

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import DeltaLogError, listed
 from ..files import is_text, one_line
-from ..tensor_file import DTYPES, can_store
+from ..tensor_file import DTYPES
 from ..tensors import canonical_names, combined_digest, compact_json, dtype_name, holds_base_weights, is_wrapper
 
 _RESERVED_NAME = "__metadata__"
@@ -143,33 +143,21 @@ class FullState(dict[str, Tensor]):
         self.buffers = frozenset(buffers)
 
 
-class StateReader:
-    """Reads the successive states of a log, which all have the log's layout.
+def read_logged(model_or_state: nn.Module | Mapping[str, Tensor], layout: StateLayout, where: str) -> dict[str, Tensor]:
+    """Return the tensors of a state that is to be logged after step 0.
 
-    Each read calls the module's `state_dict()` again, because its result can change without a change of the module's
-    parameters: by methods and hooks of the instance, replaced submodules, or other tensors at the same address.
+    The module's `state_dict()` is called each time, because it can change without a change of the parameters.
+
+    Raises:
+        DeltaLogError: as `read_state`; or the tensors do not fit the layout, or the model holds its base weights.
     """
-
-    def __init__(self, layout: StateLayout) -> None:
-        self._layout = layout
-        self._expected = {spec.name: (spec.torch_dtype, torch.Size(spec.shape)) for spec in layout.tensors}
-
-    def read(self, model_or_state: nn.Module | Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Return the layout's tensors, as `read_state` does.
-
-        Raises:
-            DeltaLogError: as `read_state`; or the tensors do not fit the layout, or the model holds its base weights.
-                The message begins with `where`.
-        """
-        try:
-            tensors, aliases = _read_tensors(model_or_state)
-        except DeltaLogError as error:
-            raise DeltaLogError(f"{where}: {error}") from error
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        if found != self._expected or aliases != self._layout.aliases:
-            self._layout.require_same(_layout(tensors, aliases, frozenset()), where)
-        require_trained(tensors.values(), where)
-        return tensors
+    try:
+        found, tensors = read_state(model_or_state)
+    except DeltaLogError as error:
+        raise DeltaLogError(f"{where}: {error}") from error
+    layout.require_same(found, where)
+    require_trained(tensors.values(), where)
+    return tensors
 
 
 def require_trained(weights: Iterable[Tensor], where: str) -> None:
@@ -188,18 +176,14 @@ def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateL
             do not support; or the model is sharded (FSDP, DTensor, DeepSpeed ZeRO-3).
     """
     tensors, aliases = _read_tensors(model_or_state)
+    specs = tuple(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items())
     buffers: frozenset[str] = frozenset()
     if isinstance(model_or_state, nn.Module):
         parameters = model_or_state.named_parameters(remove_duplicate=False)
         buffers = frozenset(tensors.keys() - {name for name, _ in parameters})
     elif isinstance(model_or_state, FullState):
         buffers = frozenset(tensors.keys() & model_or_state.buffers)
-    return _layout(tensors, aliases, buffers), tensors
-
-
-def _layout(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], buffers: frozenset[str]) -> StateLayout:
-    specs = tuple(TensorSpec(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items())
-    return StateLayout(specs, aliases, buffers)
+    return StateLayout(specs, aliases, buffers), tensors
 
 
 def _read_tensors(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -252,7 +236,7 @@ def _require_plain(name: str, tensor: object) -> None:
         raise DeltaLogError(
             f"state entry {name} is {tensor.layout} on {tensor.device}, expected a strided tensor in memory"
         )
-    if not can_store(tensor.dtype):
+    if tensor.dtype not in DTYPES.values():
         raise DeltaLogError(
             f"state entry {name} is {tensor.dtype}, expected a dtype that safetensors files hold: {_DTYPE_NAMES}"
         )
@@ -260,11 +244,8 @@ def _require_plain(name: str, tensor: object) -> None:
         stored = tensor.untyped_storage().nbytes()
     except RuntimeError as error:
         raise DeltaLogError(f"state entry {name} has no memory of its own: {one_line(error)}") from error
-    if stored < _reach(tensor):
-        raise DeltaLogError(
-            f"state entry {name} is {dtype_name(tensor)} {list(tensor.shape)} and reaches to {_reach(tensor)} bytes in "
-            f"a storage of {stored} bytes: its memory was freed"
-        )
+    if tensor.numel() and not stored:
+        raise DeltaLogError(f"state entry {name} has {tensor.numel()} elements, and their memory was freed")
 
 
 def _require_plain_type(name: str, tensor: Tensor) -> None:
@@ -273,14 +254,3 @@ def _require_plain_type(name: str, tensor: Tensor) -> None:
         raise DeltaLogError(f"state entry {name} is {kind.__name__}, expected an initialized tensor")
     if is_wrapper(tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise DeltaLogError(f"state entry {name} is {kind.__name__}, expected a plain tensor: gather sharded tensors")
-
-
-def _reach(tensor: Tensor) -> int:
-    """Return the bytes of the tensor's storage up to the end of its last element."""
-    if tensor.numel() == 0:
-        return 0
-    if tensor.is_contiguous():
-        elements = tensor.numel()
-    else:
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(tensor.storage_offset()) + elements) * tensor.element_size()

@@ -64,11 +64,7 @@ def floating_parameters(log: StateLog) -> dict[str, TensorSpec]:
 def step_states(log: StateLog, steps: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (step, the state's tensors by their first names), on the CPU, for ascending logged steps.
 
-    Reads the log once, all tensors in parallel, and holds one state; a yielded state is valid until the next one is
-    requested.
-
-    Raises:
-        DeltaLogError: as `StateLog.tensor_states`.
+    Holds one state, which is valid until the next one is requested. Raises as `StateLog.tensor_states`.
     """
     readers = {name: log.tensor_states(name, steps) for name in log.layout.names}
     for step in steps:

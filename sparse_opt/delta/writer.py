@@ -27,8 +27,8 @@ class StepInfo:
 
     Attributes:
         kind: `keyframe` or `patch`.
-        changed: the number of `numel` elements whose bits differ from the state that patches of this log are coded
-            against, the previous step or the base; None for a keyframe after a failed step.
+        changed: the number of `numel` elements whose bits differ from the previous step's; None for a keyframe after a
+            failed step.
         bytes: size of the file.
         level: empty for a keyframe.
         masked: the patch is coded over the elements of the log's mask.
@@ -66,8 +66,8 @@ class StepInfo:
 class HostCopy:
     """An asynchronous copy of tensors to the host: from a GPU to pinned memory, on a side stream.
 
-    The copy is ordered after the work on the device's current stream at construction. The tensors must not be written
-    to until `result` has returned. CPU tensors are passed through.
+    It is ordered after the work on the device's current stream. The tensors must not be written to until `result` has
+    returned. CPU tensors are passed through.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -233,8 +233,8 @@ class StepWriter:
     def close(self) -> None:
         """Write the submitted steps, and let the thread end; in a forked process, do nothing.
 
-        The thread is not joined. The garbage collector may call this anywhere, also while the interpreter starts a
-        thread: it then holds a lock that joining one waits for.
+        The thread is not joined: the garbage collector may call this while the interpreter starts a thread, and holds a
+        lock that joining one waits for.
         """
         if self.is_here:
             self._executor.shutdown(wait=False)
@@ -259,16 +259,15 @@ class StepWriter:
             self._slots.release()
 
     def _write(self, job: StepJob, payload: Mapping[str, Tensor], digests: tuple[str, ...]) -> StepInfo:
-        layout, settings = self._base.layout, self._base.settings
-        assert layout is not None and settings is not None  # the base is a keyframe
-        parent = self._base if settings.against == "base" else self._last
+        layout, parent = self._base.layout, self._last
+        assert layout is not None  # the base is a keyframe
         whole = list(parent.tensor_digests)
         for i, digest in zip(job.digested, digests, strict=True):
             whole[i] = digest
         patch = job.header.file.kind != KEYFRAME
         header = replace(
             job.header,
-            previous_step=self._last.file.step,
+            previous_step=parent.file.step,
             parent_step=parent.file.step if patch else None,
             parent_digest=parent.result_digest if patch else "",
             tensor_digests=tuple(whole),

@@ -18,21 +18,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..optim.ranks.group import raise_on_all
 from ..optim.sparse_optimizer import SparseOptimizer
 
 
 def full_optimizer_state_dict(optimizer: SparseOptimizer, *, cpu_offload: bool = True) -> dict[str, Any]:
     """Gather the state of an optimizer of sharded parameters, as one device saves it. All ranks must call it.
 
-    Torch's `get_optimizer_state_dict` with `full_state_dict=True` cannot gather parts of different lengths. To load the
-    result, call `optimizer.load_state_dict` on every rank, each of which takes its own part, or
-    `load_full_optimizer_state_dict`.
+    Torch's `get_optimizer_state_dict` cannot gather parts of different lengths.
 
     Args:
-        cpu_offload: return the tensors on the CPU on the first rank of the optimizer's process group (rank 0, unless
-            the model is sharded over a part of all ranks), and an empty dict on the other ranks. False: return them on
-            the parameters' devices, on all ranks.
+        cpu_offload: return the tensors on the CPU on the first rank of the optimizer's process group, and an empty dict
+            on the other ranks. False: return them on the parameters' devices, on all ranks.
     """
     saved = optimizer.state_dict()
     keep = not cpu_offload or not dist.is_initialized() or dist.get_rank(optimizer.process_group) == 0
@@ -43,55 +39,6 @@ def full_optimizer_state_dict(optimizer: SparseOptimizer, *, cpu_offload: bool =
             if keep:
                 values[name] = full.cpu() if cpu_offload else full
     return saved if keep else {}
-
-
-def load_full_optimizer_state_dict(optimizer: SparseOptimizer, state_dict: dict[str, Any]) -> None:
-    """Load the state dict of one device that rank 0 has. All ranks must call it; the argument of others is ignored.
-
-    Rank 0 is the first rank of the optimizer's process group. Torch's `set_optimizer_state_dict` with
-    `broadcast_from_rank0=True` cannot write to parts of different lengths.
-
-    Raises:
-        ValueError: as `optimizer.load_state_dict`, on all ranks; nothing has changed.
-    """
-    group, device = optimizer.process_group, optimizer.param_groups[0]["params"][0].device
-    first = dist.get_rank(group) == 0
-    outline: list[Any] = [None]
-    with raise_on_all(group or dist.group.WORLD, device):
-        if first:
-            outline = [_outline(state_dict)]
-    dist.broadcast_object_list(outline, group=group, group_src=0)
-    loaded = outline[0]
-    for key, values in loaded["state"].items():
-        for name, shape in values.items():
-            tensor = state_dict["state"][key][name] if first else torch.empty_like(shape, device=device)
-            sent = tensor.to(device).contiguous()
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
-            values[name] = sent.cpu()
-    optimizer.load_state_dict(loaded)
-
-
-def _outline(state_dict: Any) -> dict[str, Any]:
-    """Return the state dict of one device with tensors on the meta device, which have shape and dtype, but no values.
-
-    Raises:
-        ValueError: it has no state, or an entry that is not a whole tensor. The rest is checked when it is loaded.
-    """
-    state = state_dict.get("state") if isinstance(state_dict, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(values, dict) for values in state.values()):
-        found = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
-        raise ValueError(
-            f"the state dict is {found}, expected 'param_groups', and 'state' with a dict for each parameter"
-        )
-    for key, values in state.items():
-        for name, value in values.items():
-            if not isinstance(value, Tensor) or isinstance(value, DTensor):
-                kind = type(value).__name__
-                raise ValueError(f"{name!r} of parameter {key!r} in the state dict is a {kind}, expected a Tensor")
-    return {
-        **state_dict,
-        "state": {key: {n: t.to("meta") for n, t in values.items()} for key, values in state.items()},
-    }
 
 
 def _gathered(tensor: DTensor) -> Tensor:

@@ -22,13 +22,8 @@ class DistributedDeltaLog:
     """A `DeltaLog` that all ranks of the default process group write together.
 
     Rank 0 writes; the files are those of a `DeltaLog` on one device. The model is the same on every rank, or sharded by
-    `fully_shard`: then its tensors are gathered on rank 0, one at a time. All ranks must call each method alike. An
-    error of rank 0 is raised on every rank.
-
-        with DistributedDeltaLog.create("delta_logs_llama", model) as log:
-            for step in ...:
-                ...
-                log.append(step)
+    `fully_shard`: then its tensors are gathered on rank 0, one at a time. All ranks must call each method alike, with
+    the options and errors of `DeltaLog`. An error of rank 0 is raised on every rank.
 
     Attributes:
         log: the `DeltaLog` on rank 0, None on the other ranks.
@@ -40,29 +35,17 @@ class DistributedDeltaLog:
 
     @classmethod
     def create(cls, directory: str | Path, model: nn.Module, **options: Any) -> DistributedDeltaLog:
-        """Start a log with the current weights as step 0. `options` are those of `DeltaLog.create`.
-
-        Raises:
-            DeltaLogError: as `DeltaLog.create`.
-        """
+        """Start a log with the current weights as step 0."""
         state = full_state(model)
         return cls(model, on_rank_0(lambda: DeltaLog.create(directory, state, **options)))
 
     @classmethod
     def open(cls, directory: str | Path, model: nn.Module, **options: Any) -> DistributedDeltaLog:
-        """Open a log to append to it. `options` are those of `DeltaLog.open`.
-
-        Raises:
-            DeltaLogError: as `DeltaLog.open`.
-        """
+        """Open a log to append to it."""
         return cls(model, on_rank_0(lambda: DeltaLog.open(directory, **options)))
 
     def append(self, step: int) -> None:
-        """Log the current weights as `step`; rank 0 writes them in the background.
-
-        Raises:
-            DeltaLogError: as `DeltaLog.append`.
-        """
+        """Log the current weights as `step`; rank 0 writes them in the background."""
         state = full_state(self._model)
 
         def append(log: DeltaLog) -> None:
@@ -72,19 +55,11 @@ class DistributedDeltaLog:
         self._on_log(append)
 
     def flush(self) -> None:
-        """Wait until all appended steps are on disk.
-
-        Raises:
-            DeltaLogError: as `DeltaLog.flush`.
-        """
+        """Wait until all appended steps are on disk."""
         self._on_log(DeltaLog.flush)
 
     def close(self) -> None:
-        """Wait for the appended steps and release the lock of the directory.
-
-        Raises:
-            DeltaLogError: as `DeltaLog.close`.
-        """
+        """Wait for the appended steps and release the lock of the directory."""
         self._on_log(DeltaLog.close)
 
     def __enter__(self) -> DistributedDeltaLog:
@@ -106,11 +81,10 @@ class DistributedDeltaLog:
 def full_state(model: nn.Module) -> nn.Module | Mapping[str, Tensor]:
     """Gather the state of a model under `fully_shard` on rank 0, for a `DeltaLog`. All ranks must call it.
 
-    Tensors are gathered one after the other, so that the other ranks never hold more than one full tensor.
-
     Returns:
-        On rank 0 the full tensors on the CPU, under the names and in the order of `model.state_dict()`; tied tensors
-        are one tensor. On the other ranks an empty state. The model itself if it is not sharded.
+        On rank 0 the full tensors on the CPU, as in `model.state_dict()`; tied tensors are one tensor. On the other
+        ranks
+        an empty state. The model itself if it is not sharded.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):

@@ -35,7 +35,7 @@ class DeltaLogCallback(TrainerCallback):
     Args:
         directory: folder of the log; must not hold a log when a new run starts.
         steps: which steps are logged (`Schedule`); `last` is the last step of the run, also if it is stopped early.
-        level, against, keyframe_every, mask, on_error: see `DeltaLog.create`.
+        level, keyframe_every, mask, on_error: see `DeltaLog.create`.
         metadata: strings to store in the log, in addition to the model's name.
 
     Raises:
@@ -50,7 +50,6 @@ class DeltaLogCallback(TrainerCallback):
         steps: str = "every:1,last",
         *,
         level: str = "packed",
-        against: Literal["previous", "base"] = "previous",
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -60,7 +59,6 @@ class DeltaLogCallback(TrainerCallback):
         self._schedule = Schedule.parse(steps)
         self._options: dict[str, Any] = {
             "level": level,
-            "against": against,
             "keyframe_every": keyframe_every,
             "mask": mask,
             "on_error": on_error,

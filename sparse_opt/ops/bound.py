@@ -19,13 +19,10 @@ from .step_ops import STEP_OPS, StepOp
 
 @dataclass(eq=False)
 class BoundOps:
-    """The ops on a fixed list of tensors and their active elements; `bind` makes it.
+    """The ops on a fixed list of tensors and their active elements, with the arguments of `bind` as attributes.
 
-    The methods are the step ops (`indexed_adamw_` and the others of `STEP_OPS`), `indexed_swap_`, `indexed_replace_`
-    and `masked_grad_gather_`. They have the arguments of the functions of `sparse_opt.ops`, except those that are
-    bound, and the same results.
-
-    The attributes are the arguments of `bind`.
+    The methods are the step ops, `indexed_swap_`, `indexed_replace_` and `masked_grad_gather_`, with the arguments of
+    the functions of `sparse_opt.ops`, except those that are bound, and the same results.
     """
 
     tensors: list[Tensor]
@@ -154,11 +151,8 @@ def bind(
     """Bind the ops to tensors and their active elements, for calls that repeat, such as a training step's.
 
     A call of an op of this module checks and converts its lists, which takes about a millisecond for the tensors of a
-    3B model. A bound call does not: with the native backends and `sparse_opt._autograd` the lists are C++ objects; on
-    other backends the choice of the backend and the dispatch are saved.
-
-    The tensors, their sizes and the segments must not change, nor may the lists; the tensors' memory may. The calls are
-    not traced by `torch.compile`; use the functions of this module there.
+    3B model; a bound call does not. The tensors, their sizes and the segments must not change; the tensors' memory may.
+    The calls are not traced by `torch.compile`; use the functions of this module there.
 
     Args:
         tensors: n tensors, as `params` or `dense` of the ops.

@@ -75,15 +75,11 @@ def widened(offsets: Tensor, index_bases: Tensor, i: int, start: int, end: int) 
 
 
 def bases_of(index_bases: Tensor, segments: Sequence[int], starts: Sequence[int], nnz: int) -> Tensor:
-    """Return the bases for a call with some of the segments only.
+    """Return the bases for a call with some of the segments only: [nnz // 256 + len(segments)] int32.
 
     Args:
-        segments: their numbers, ascending.
-        starts: their starts.
+        segments, starts: their numbers, ascending, and their starts.
         nnz: the length of `indices`, which is passed whole.
-
-    Returns:
-        [nnz // 256 + len(segments)] int32; a view if there is one segment.
     """
     # The bases of segment i, now the k-th, begin at starts[k] // 256 + k and end where those of the next one begin.
     cuts = [0, *(start // FRAME for start in starts[1:]), nnz // FRAME]

@@ -188,13 +188,12 @@ def indexed_replace_(
 ) -> None:
     """Set dense[indices] to `after`, where it holds `before`; nothing is read from `dense`.
 
-    Only elements whose bits differ between the two are written, so that a call moves little more than the compact
-    buffers through memory if most are equal. Where `dense` does not hold `before`, other elements keep what they hold.
+    Only elements whose bits differ between the two are written.
 
     Args:
         dense: n tensors, bf16, fp16 or fp32.
-        before, after: [nnz] of the dtype of `dense`, or fp32, such as master weights, of which `dense` holds the
-            values rounded to its dtype.
+        before, after: [nnz] of the dtype of `dense`, or fp32, such as master weights, of which `dense` holds the values
+            rounded to its dtype.
         indices, starts, ends, run_length, index_bases: as in `indexed_adamw_`.
 
     Raises:
@@ -208,23 +207,17 @@ def delta_encode(  # type: ignore[empty-body]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the elements whose bits differ between `old` and `new`, and return their positions and new values.
 
-    Compares bits, not numbers: -0.0 differs from 0.0, and two NaNs are equal only if their payloads are.
+    Compares bits, not numbers: -0.0 differs from 0.0, and two NaNs are equal only if their payloads are. The call
+    synchronizes.
 
     Args:
         old, new: n tensors each, pairwise of one shape, all of one dtype with elements of 1, 2, 4 or 8 bytes.
 
     Returns:
         indices: [changed] positions in each flattened tensor, ascending; int32, or int64 if a tensor has more than
-            2**31 - 1 elements.
+            2**31 - 1 elements. They and the values may be views of larger buffers.
         values: [changed] of the tensors' dtype, the new bits.
-        counts: [n] int64 on the CPU, the number of changes in each tensor. The call synchronizes to return them. With
-            backend cuda, indices and values may still be being written on the current stream; other streams must wait
-            for it.
-
-    Temporary memory: one bit per element on a CPU and with backend triton. With cuda, 12 bytes for every 2048 elements
-    or more, and buffers for the expected number of changes: estimated from the last call on tensors of this size, or
-    from a sample if there was none or it found more than one change in nine elements; buffers for all elements where
-    those take at most 64 MiB. Indices and values may be views of buffers up to a third larger.
+        counts: [n] int64 on the CPU, the number of changes in each tensor.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.

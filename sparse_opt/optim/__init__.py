@@ -2,10 +2,6 @@
 
 docs/architecture.md follows a gradient from `backward()` to `step()`, with the file of each stage.
 
-Parameters are in one bucket (buckets.py), and their gradients in one buffer, if one op call can take them all: same
-parameter group, device, dtype and layout of the indices. binding.py builds both from a mask, and chooses
-between the native and the Python implementation.
-
 Under FSDP2 each rank stores a `Shard` (ranks/sharding.py) of each parameter, and autograd accumulates gradients into
 another, unsharded parameter. Gradients are those of the whole, unsharded parameters; the op, the state and the base
 weights are those of the shards' local tensors. Without FSDP2 all three are the parameter itself.

@@ -67,17 +67,14 @@ class BaseWeights(LocalSegments):
 
     def leave_(self) -> None:
         """Undo `enter_`, bit for bit."""
-        self._check_sizes()
+        if [p.numel() for p in self.params] != self.numels:
+            raise RuntimeError("a parameter has another size than when its mask was bound")
         assert self._exchanged is not None
         if self.current is None:
             self._ops.indexed_swap_(self._exchanged)
         else:
             self._ops.indexed_replace_(self._exchanged, self.current.values)
         self._exchanged = None
-
-    def _check_sizes(self) -> None:
-        if [p.numel() for p in self.params] != self.numels:
-            raise RuntimeError("a parameter has another size than when its mask was bound")
 
     def parts(self) -> Iterator[tuple[Shard, tuple[Tensor, Tensor]]]:
         """Yield (shard, (positions in its local tensor, values)) for each shard."""
@@ -108,11 +105,7 @@ def rebuild(
 ) -> list[BaseWeights]:
     """Build the base weights of the active elements and of those in `held`, shard -> (positions, values).
 
-    An element that is not in `held` has never changed, so its base value is the current weight. `held` may have
-    shards that are in no bucket, because all their elements have left the mask.
-
-    Raises:
-        ValueError: as `of_buckets`.
+    An element that is not in `held` has never changed, so its base value is the current weight. Raises as `of_buckets`.
     """
     _require_offloadable(buckets, offload)
     active = {shard: (b, i) for b in buckets for i, shard in enumerate(b.shards)}
@@ -146,22 +139,13 @@ def rebuild(
 class InBaseWeights(ContextDecorator):
     """The context manager of `SparseOptimizer.base_weights`, which has its contract.
 
-    The swapped parameters are constants inside, so that a graph built inside has no edge to them that could be used
-    outside. If a graph built outside runs backward inside, autograd would drop the gradients silently; a hook on every
-    such parameter, the collector's or one of this class, raises instead.
+    The swapped parameters are constants inside, so that a graph built inside has no edge to them. A graph built outside
+    that runs backward inside would drop its gradients silently; a hook on every such parameter raises instead.
 
-    Python calls a signal handler in the main thread, between two instructions of the code that runs there, and raises
-    the handler's exception (KeyboardInterrupt on Ctrl-C) at that point. That may be before the first line of an
-    `__exit__` (or after the last line of a generator's `with` block), where no `try` protects the code, so the handlers
-    themselves have to be deferred. From entry to exit each Python handler is wrapped in another one, which calls it
-
-    - immediately if the signal arrives in the body of the `with` statement, or after it;
-    - after everything is undone, if the signal arrives during `__exit__`;
-    - after everything is done, if it arrives during `__enter__`; an exception of the handler then undoes the entry.
-
-    Signals without a Python handler are not affected, nor are threads other than the main one, which run no handlers.
-    A caller that calls `__enter__` itself, as `contextlib.ExitStack` does, can be interrupted right after that call,
-    and a generator that contains the `with` statement outside of the generator, which is then not resumed.
+    Python calls a signal handler between two instructions of the main thread's code, also before the first one of an
+    `__exit__`, where no `try` protects the code. So from entry to exit each Python handler is wrapped in another one,
+    which calls it immediately if the signal arrives in the body, and otherwise after `__enter__` or `__exit__` has done
+    everything; its exception then undoes an entry.
 
     Args:
         prepare: returns the weights to swap; raises if the swap is not allowed.

@@ -29,7 +29,7 @@ class ModelLinks:
     Args:
         model: None if it is unknown; then only `torch.utils.swap_tensors` is noticed.
         named: the parameters of the optimizer's groups.
-        buckets: of the active parameters. `torch.utils.swap_tensors` itself refuses those that a native object holds.
+        buckets: of the active parameters.
     """
 
     def __init__(self, model: nn.Module | None, named: Mapping[str, Parameter], buckets: Sequence[Bucket]) -> None:
@@ -151,10 +151,8 @@ def build_buckets(
     """Build the buckets of all groups, in the groups' order, without state and gradients, for a mask of `pattern`.
 
     A bucket has the parameters that one op call can take: of one group, device, dtype and layout of the indices. The
-    run length follows from the mask's pattern; it is 1 for parameters whose rows, or shards, do not hold whole runs.
-    Indices take two bytes unless the active elements are scattered too widely.
-
-    All ranks build the same buckets, of different shards.
+    run length is 1 for parameters whose rows, or shards, do not hold whole runs. All ranks build the same buckets, of
+    different shards.
     """
     split: dict[tuple[Any, ...], tuple[list[str], list[Shard]]] = {}
     for number, group in enumerate(groups):
@@ -213,10 +211,7 @@ def _segments_of(params: Sequence[Tensor], positions: Sequence[Tensor], run_leng
 
 
 def bind(bucket: Bucket, op: str, backend: str | None, *, values: Tensor, tiles: Tiles | None, compact: bool) -> None:
-    """Set the bucket's gradient buffer and the native object that makes its steps.
-
-    This is the only place that chooses between the native and the Python implementation of both. With dense gradients
-    autograd delivers nothing, and one op call gathers all gradients if they are clipped.
+    """Set the bucket's gradient buffer and the native object that makes its steps: native ones where they can run.
 
     Args:
         op: the name of the step's op.

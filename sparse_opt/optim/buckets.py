@@ -23,9 +23,8 @@ from .segments import LocalSegments, Segments, compact
 class CompactWeights:
     """What some parameters hold at their active elements: a copy, or the rounded fp32 masters.
 
-    Writes by other code are noticed by the parameters' version counters, before the next use: then the copy is taken
-    again, and masters are written to the parameters, as the next step would do. Writes through `.data`, and those
-    in C++ or CUDA that leave the counters as they are, are not noticed.
+    Writes by other code that increment the version counters are noticed before the next use: then the copy is taken
+    again, and masters are written to the parameters, as the next step would do.
 
     Attributes:
         copy: [nnz] of the parameters' dtype; None if there are masters.

@@ -19,8 +19,7 @@ from .gradients.gradient_buffer import GradientBuffer
 def global_norm(buffers: Sequence[GradientBuffer], received: Sequence[list[bool]]) -> Tensor:
     """Return the 2-norm over all buffers of the gradients in `received`: one fp32 element on the first one's device.
 
-    Gathering and tile products have computed the sums of squares; this adds them up in fp64, as `GradientBuffer.clip`
-    does, so that the result does not depend on which of the two is called.
+    Sums of squares are added in fp64, as `GradientBuffer.clip` does, so that both give the same bits.
     """
     home = buffers[0].device
     pairs = zip(buffers, received, strict=True)
@@ -41,12 +40,8 @@ _CLIPPING = frozenset({"clip_grad_norm_", "_clip_grad_norm"})
 def warn_of_clipping_elsewhere(optimizer: str) -> None:
     """Warn if the code that calls `step` names a function that clips `param.grad`, where compact gradients are not.
 
-    The call itself leaves no trace: it finds no gradients, returns 0 and writes nothing. So this looks for the name in
-    the code of the functions on the stack. It misses a call in a function that has returned, and warns of one that an
-    `if` has left out. The optimizer calls it in the first step only.
-
-    Args:
-        optimizer: the name of the class, for the message.
+    The call itself leaves no trace, so this looks for the name in the code of the functions on the stack. It misses a
+    call in a function that has returned, and warns of one that an `if` has left out.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

@@ -29,20 +29,18 @@ class GraphedStep:
     """Calls a training step as a CUDA graph, so that the host launches one graph in place of thousands of kernels.
 
     Call it with the tensors of a batch: `loss = step(input_ids, labels)`. The first calls for inputs of some shapes run
-    `function` eagerly, as the warm-up that a capture needs; the next one captures it, and from then on the graph is
-    replayed. Every call is a step of training, and all give the same bits as eager calls.
+    `function` eagerly, the next one captures it, and from then on the graph is replayed. Every call is a step of
+    training, and all give the same bits as eager calls.
 
-    `function` gets buffers that each call overwrites with its inputs. It must take a whole step: forward and backward
-    passes, also several with accumulated gradients, `optimizer.step()` and `zero_grad()`, and the reference's forward
-    pass under `base_weights()`. It must not read values back from the GPU (`.item()`, printing), and values that change
-    between steps must be inputs or tensors that are written in place, such as the learning rate. A replay repeats the
-    GPU's work alone: Python code in `function`, such as hooks and counters, runs in the eager calls and the capture.
-    Between calls no other backward pass may reach the optimizer's parameters.
+    `function` gets buffers that each call overwrites with its inputs, and takes a whole step: forward and backward
+    passes, `optimizer.step()` and `zero_grad()`. It must not read values back from the GPU (`.item()`, printing);
+    values that change between steps must be inputs or tensors that are written in place, such as the learning rate. Its
+    Python code runs in the eager calls and the capture alone. Between calls no other backward pass may reach the
+    parameters.
 
-    Inputs of other shapes get their own warm-up and graph: pad batches to a few lengths. All graphs use one pool of
-    memory, and keep as much of it as the largest needs. After `set_mask`, `detach`, and a change
-    of an option, of `requires_grad` or of a parameter's address, all graphs are dropped, and the next calls warm up
-    again. Other tensors that `function` uses, and whether the model is in training mode, are constants of a graph.
+    All graphs use one pool of memory. After `set_mask`, `detach`, and a change of an option, of `requires_grad` or of a
+    parameter's address, all are dropped. Other tensors, and whether the model is in training mode, are constants of
+    them.
 
     Args:
         function: takes the inputs; returns tensors, or (nested) tuples, lists or dictionaries of them, or None.

@@ -133,10 +133,10 @@ class SparseOptimizer(torch.optim.Optimizer):
     # Parameter groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built, as in torch; later calls raise, because the mask fixes the groups.
+        """Add a group while the optimizer is built, as in torch.
 
         Raises:
-            RuntimeError: the optimizer is already built.
+            RuntimeError: the optimizer is already built: the mask has fixed the groups.
             ValueError: the group has no parameter names, or holds a parameter twice.
         """
         if self._groups_fixed:
@@ -186,10 +186,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Train the parameters of the same names in `model` from now on, with the same mask and options.
 
         For code that shards a model after it has built the optimizer, as accelerate does. State and base weights are
-        new, as those of an optimizer that is built for `model`; if it was built with process_group=False, the gradients
-        of sharded parameters are averaged over their mesh. Nothing changes if the optimizer trains the same parameters
-        already. Prefixes that activation checkpointing and `torch.compile` add to names are ignored. If it raises, the
-        optimizer is bound to neither model.
+        new; an optimizer with process_group=False averages the gradients of sharded parameters over their mesh.
+        Prefixes that activation checkpointing and `torch.compile` add to names are ignored. If it raises, the optimizer
+        is bound to neither.
 
         Raises:
             RuntimeError: the optimizer has made a step with other parameters, or is closed, or the model holds its base
@@ -270,10 +269,6 @@ class SparseOptimizer(torch.optim.Optimizer):
     def set_mask(self, mask: MaskSet) -> None:
         """Replace the mask. Elements in both masks keep their state; new elements start with zero moments.
 
-        Step counts are per parameter and are kept, so bias correction does not scale up the moments of new elements:
-        Adam's first updates of them are up to (1 - beta1) / sqrt(1 - beta2) times the learning rate, about 3.2 with the
-        usual betas. Elements that leave the mask keep their values, and `base_weights` still restores them.
-
         Raises:
             RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
@@ -330,11 +325,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.check_binding()
 
     def check_binding(self) -> None:
-        """Check that the model still has the active parameters, by the identity of parameters and modules.
-
-        `step`, `clip_grad_norm_`, `compact_grad`, `base_weights`, `active_weights`, `set_mask` and `WeightSender` call
-        it. An optimizer that was built from parameters, without `model`, does not know the modules that have them, and
-        notices `torch.utils.swap_tensors` alone.
+        """Check that the model still has the active parameters. Calls that use them check it themselves.
 
         Raises:
             RuntimeError: a parameter was replaced after the optimizer was built; names it.
@@ -358,10 +349,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self._routes += tile_layers.install(root, bucket, receiver, everywhere=self.tile_backward is True)
 
     def detach(self) -> None:
-        """Remove the optimizer's hooks from the model, unfreeze parameters, and restore every layer's own forward.
-
-        The optimizer keeps its state and its base weights. `attach` undoes this.
-        """
+        """Undo the optimizer's changes of the model, until `attach`: hooks, frozen parameters, layers' own forward."""
         self.collector.detach()
         tile_layers.restore(self._routes)
         for p in self._frozen:
@@ -377,7 +365,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._attach()
 
     def close(self) -> None:
-        """Remove the hooks, restore every layer's own forward, and unfreeze parameters; `step` raises afterwards."""
+        """Undo the optimizer's changes of the model for good; `step` raises afterwards."""
         if self.collector.inside_base:
             raise RuntimeError("close: the model holds its base weights; leave base_weights() first")
         self.detach()
@@ -385,10 +373,9 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
-        """Update the master weights of active weights that were changed outside of the optimizer.
+        """Update the master weights, and the copy of `compact_weights`, from weights that other code has changed.
 
-        Call it after such a change; otherwise the next step restores the old values. Master weights of unchanged
-        weights keep their fp32 precision. The copy of `compact_weights` is updated, too.
+        Without it the next step restores the old values. Master weights of unchanged weights keep their fp32 precision.
         """
         for bucket in self._buckets:
             if "master" in bucket.state:
@@ -405,11 +392,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     # Gradients
 
     def compact_grad(self, param: Parameter) -> Tensor | None:
-        """Return a view of the compact gradient that the next step will use: [nnz of param] in `grad_dtype`.
-
-        Under FSDP2 it is the gradient of the whole parameter.
-        Returns None if the parameter has none: before a backward pass, after `step` or `zero_grad`, and with
-        grads='dense'.
+        """Return a view of the gradient that the next step will use: [nnz of the whole param] in `grad_dtype`, or None.
 
         Raises:
             RuntimeError: a parameter was replaced after the optimizer was built.
@@ -425,21 +408,14 @@ class SparseOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that no step has used.
-
-        `model.zero_grad()` does not reach compact gradients. It may replace this call after `step`, which leaves none
-        behind, but not in place of a step: the gradients of a skipped batch would be added to those of the next one.
-        """
+        """Drop the gradients that no step has used; `model.zero_grad()` does not reach compact ones."""
         self.collector.forget()
         for bucket in self._buckets:
             bucket.release_dense_grads()
         super().zero_grad(set_to_none or self.grads == "compact")
 
     def reuse_gradients(self) -> None:
-        """Let the next step use the gradients of the last one again, as a benchmark of the step does.
-
-        With grads='dense' every step uses `param.grad` anyway. Gradients that arrive before the next step are added.
-        """
+        """Let the next step use the gradients of the last one again, as a benchmark of the step does."""
         self.collector.reuse()
 
     def _check_gradients(self) -> None:
@@ -483,15 +459,12 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the norm of the active gradients, as `torch.nn.utils.clip_grad_norm_` does.
-
-        The next `step` multiplies the gradients by the coefficient. The norm is computed in the pass that gathers the
-        gradients; with grads='dense' this method gathers them, and the step reads the gathered values. There is no
-        synchronization unless `error_if_nonfinite` is True.
+        """Clip the norm of the active gradients in the next step, as `torch.nn.utils.clip_grad_norm_` does.
 
         Returns:
-            The norm before clipping, one fp32 element on the device. Without gradients it is 0, and the next step does
-            not clip.
+            The norm before clipping, one fp32 element on the device; 0 without gradients. There is no synchronization
+            unless
+            `error_if_nonfinite` is True.
 
         Raises:
             ValueError: `max_norm` is no number, negative or NaN; or as in `step`.
@@ -513,16 +486,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the active elements once. Parameters without a gradient are skipped, as in torch.
 
-        The step consumes the compact gradients, even if a GradScaler skips the update. A second step without a
-        backward pass in between does nothing: no decay, no change of moments or step counts. With grads='dense', as in
-        torch, the same `param.grad` is applied again until `zero_grad`.
-
-        With a process group this is a collective. Every step then updates all active parameters, with a zero gradient
-        where no rank has one, because a rank cannot know which gradients the others have.
+        The step consumes the compact gradients, even if a GradScaler skips the update. With a process group it is a
+        collective, and updates all active parameters: a gradient that no rank has is zero.
 
         All parameter groups are checked before anything is written. After one of the errors below nothing has changed,
-        the gradients are still available, and the step can be repeated once the cause is removed. An op can still fail
-        while it runs (out of memory, a failed kernel launch); some parameters may then have been updated.
+        and the step can be repeated. An op can still fail while it runs (out of memory, a failed kernel launch); some
+        parameters may then have been updated.
 
         Raises:
             ValueError: an option of a group is missing or out of range; the size, dtype or device of a parameter is not
@@ -632,10 +601,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return self._bases
 
     def sync_weights(self) -> None:
-        """With `compact_weights`, take over what other code has written to the model's weights.
-
-        `step` and `base_weights` call it. It costs a pass only after a write that the version counters show.
-        """
+        """With `compact_weights`, take over what other code has written to the weights, by their version counters."""
         for bucket in self._buckets:
             if bucket.weights is not None:
                 bucket.weights.sync()
@@ -645,8 +611,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Returns:
             pairs of names of parameters and a tensor [nnz] of their dtype: their active elements, one parameter after
-            the other, each in the order of the flattened parameter. The tensor may be the optimizer's own: copy it
-            before the next step.
+            the other. The tensor may be the optimizer's own: copy it before the next step.
 
         Raises:
             RuntimeError: the model holds its base weights, or the optimizer is closed.
@@ -660,18 +625,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def base_weights(self) -> AbstractContextManager[None]:
         """Context manager inside which the model has W0, the weights it had when this optimizer was built.
 
-        On exit the trained weights are restored bit for bit, also after an exception at any point: a signal (Ctrl-C)
-        that arrives during entry or exit is handled after all weights have been exchanged. Use it directly in a `with`
-        statement, since `contextlib.ExitStack` and `contextlib.contextmanager` can be interrupted while they enter or
-        leave it. A signal handler that runs inside sees W0 in the model.
-
-        Inside, the parameters whose elements change are constants (`requires_grad=False`), so that no gradient of W0
-        reaches the optimizer, and a backward pass through a graph built outside raises. A graph built before entry can
-        run backward after exit.
-
-        Reentrant checkpointing (`torch.utils.checkpoint` with use_reentrant=True) is not checked. It rebuilds a layer's
-        graph during the backward pass, with the weights of that moment: run its backward pass where its forward pass
-        ran, either inside or outside.
+        On exit the trained weights are restored bit for bit, also after an exception or a signal at any point, if it is
+        used directly in a `with` statement. Inside, the active parameters are constants. docs/optimizer.md has the
+        rules.
 
         Raises:
             RuntimeError: on entry, if the model holds its base weights, the optimizer is closed, or it was built with
@@ -688,11 +644,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def delta(self, *, level: str = "tight") -> SparseDelta:
         """Return what training has changed since W0, as a `SparseDelta` to save and share.
 
-        Makes one tensor's base weights at a time. If the optimizer was built from parameters, without `model`, the
-        delta has these parameters alone.
-
-        Args:
-            level: see `SparseDelta.from_models`.
+        An optimizer that was built from parameters, without `model`, returns the delta of these alone.
 
         Raises:
             RuntimeError: as `base_weights`.
@@ -724,10 +676,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's layout; each active parameter's entry also has its indices and base weights.
-
-        The indices are those of every active element, for every pattern. They are computed by this call and are not in
-        `optimizer.state`.
+        """Return the state in torch's layout, with the indices and base weights of each active parameter.
 
         With sharded parameters, all ranks must call this. The tensors are copies, as DTensors over all ranks, for
         `torch.distributed.checkpoint`. `sparse_opt.distributed` loads checkpoints, and gathers a full state dict.
@@ -749,13 +698,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a saved state, bit for bit, into the existing buffers, and drop the gradients.
 
-        Hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook` run as in torch. With a
-        process group, all ranks must call this. With sharded parameters, the state may also be that of one device, from
-        which each rank takes its part.
+        With a process group, all ranks must call this. With sharded parameters, the state may also be that of one
+        device.
 
         Raises:
             ValueError: the state is malformed, or was saved with another mask, shape, dtype or set of parameters, on
-                any rank; the optimizer's state, options and gradients have not changed.
+                any rank; nothing has changed.
             RuntimeError: the ranks load different states; names the first tensor that differs. Nothing has changed.
         """
         self._require_usable("load_state_dict")
@@ -811,10 +759,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._publish_state()
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of the compact buffers by purpose: state, master, compact_weights, indices, grad, base.
-
-        With `offload_base_weights`, the base weights are in host memory, and are counted too.
-        """
+        """Return the bytes of the compact buffers: state, master, compact_weights, indices, grad, base."""
         return compact_state.nbytes(self._buckets, self._bases)
 
     # Several ranks
@@ -822,8 +767,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager inside which backward passes add to this rank's own gradients, and nothing is averaged.
 
-        The next backward pass outside of it, or the next step, averages all of them. Without a process group it has no
-        effect.
+        The next backward pass outside of it, or the next step, averages all of them.
         """
         reducer = self.collector.reducer
         return nullcontext() if reducer is None else reducer.no_sync()
@@ -831,8 +775,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def check_ranks(self) -> None:
         """Check that all ranks of the process group have the same weights, options and optimizer state, bit for bit.
 
-        This reads all of them once, synchronizes, and is a collective: all ranks must call it. It is for tests and
-        debugging; a step keeps the ranks equal by itself. Without a process group it does nothing.
+        For tests and debugging: it reads all of them, synchronizes, and is a collective.
 
         Raises:
             RuntimeError: some ranks differ from the first one; names the ranks and the first tensor that differs.

@@ -73,12 +73,6 @@ def test_curves_show_the_measured_values(log):
     assert curves(effective)[up.format(1)] == [of[up.format(1)].effective_rank for of in by_step.values()]
 
 
-def test_equal_figures_give_equal_bytes(log):
-    found = measure_sparsity(log)
-    first, second = (plots.as_svg(plots.density_figure(found, TOLERANCES)) for _ in range(2))
-    assert first == second
-
-
 @pytest.mark.parametrize("count", [2, 7])
 def test_comparison_shows_each_pair_twice(tmp_path, count):
     pairs = compare_masks(masks_of(count))

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt import DeltaLog, MaskSet
@@ -164,58 +163,6 @@ def test_no_log_is_one_line(sparse_opt, tmp_path, action):
 
 
 @pytest.fixture
-def own_log(files, tmp_path):
-    return shutil.copytree(files.delta_log, tmp_path / "own")
-
-
-def test_squash_forgets_the_steps_between(sparse_opt, files, own_log):
-    words = ("delta", "squash", "--delta_log_dir", own_log, "--from", 0, "--to", 3, "--json")
-    found = as_json(sparse_opt(*words))
-    assert found["removed"] == [1, 2]
-    assert found["step"]["step"] == 3
-    log = DeltaLog.open(own_log)
-    assert log.steps == (0, 3)
-    assert log.digest(3) == DeltaLog.open(files.delta_log).digest(3)
-    assert log.verify() == []
-
-
-def test_export_of_a_state_and_of_changes(sparse_opt, files, tmp_path):
-    log = ("--delta_log_dir", files.delta_log)
-    state, values = tmp_path / "state.safetensors", tmp_path / "values.safetensors"
-    found = as_json(sparse_opt("delta", "export", *log, "--step", 2, "--format", "state", "--output", state, "--json"))
-    assert found["digest"] == DeltaLog.open(files.delta_log).digest(2)
-    for name, tensor in load_file(state).items():
-        assert torch.equal(as_bits(tensor), as_bits(files.states[2][name]))
-    found = as_json(
-        sparse_opt("delta", "export", *log, "--step", 3, "--format", "values", "--output", values, "--json")
-    )
-    assert (found["since"], found["changed"]) == (2, changed_between(files.states[2], files.states[3]))
-    words = ("--step", 3, "--since", 0, "--format", "values", "--output", values)
-    changed = changed_between(files.states[0], files.states[3])
-    assert (
-        f"{changed:,} elements that changed from step 0 to step 3" in sparse_opt("delta", "export", *log, *words).done()
-    )
-    assert sum(t.numel() for key, t in load_file(values).items() if key.endswith(".indices")) == changed
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (("--step", 1, "--since", 0, "--format", "state", "--output", "a.safetensors"), 2, "format state has none"),
-        (("--step", 1, "--format", "state", "--output", "a.pt"), 2, "a.pt ends in .pt, expected .safetensors"),
-        (("--step", 0, "--format", "values", "--output", "a.safetensors"), 2, "it is the base, with no step before it"),
-        (("--step", 9, "--format", "values", "--output", "a.safetensors"), 1, "step 9 is not logged"),
-        (("--step", 1, "--since", 2, "--format", "values", "--output", "a.safetensors"), 1, "expected a step before 1"),
-    ],
-)
-def test_export_refuses_in_one_line(sparse_opt, files, tmp_path, monkeypatch, words, code, message):
-    monkeypatch.chdir(tmp_path)
-    line = sparse_opt("delta", "export", "--delta_log_dir", files.delta_log, *words).failed_in_one_line(code)
-    assert message in line
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
 def pt_log(files, tmp_path):
     """The run of `files` at steps 0, 1 and 2, as a tool with `named_parameters()` and fp32 writes it."""
     folder = tmp_path / "deltas"
@@ -270,6 +217,13 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
     for step in (0, 1, 2):
         for name, tensor in log.load(step).items():
             assert torch.equal(as_bits(tensor), as_bits(files.states[step][name]))
+
+
+def test_convert_keeps_the_chosen_steps(sparse_opt, files, tmp_path):
+    words = ("delta", "convert", "--from", files.delta_log, "--to", tmp_path / "new", "--steps", 3, "--json")
+    assert as_json(sparse_opt(*words))["steps"] == [0, 3]
+    new, old = DeltaLog.open(tmp_path / "new"), DeltaLog.open(files.delta_log)
+    assert (new.steps, new.digest(3), new.layout) == ((0, 3), old.digest(3), old.layout)
 
 
 def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_log, tmp_path):

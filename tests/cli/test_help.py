@@ -17,7 +17,7 @@ from sparse_opt.cli.train import TRL_ALGORITHMS
 ACTIONS = [
     *((command,) for command in COMMANDS),
     *(("mask", action) for action in ("find", "random", "info", "compare", "convert", "invert", "union", "intersect")),
-    *(("delta", action) for action in ("list", "info", "verify", "reconstruct", "squash", "export", "convert")),
+    *(("delta", action) for action in ("list", "info", "verify", "reconstruct", "convert")),
     *(("analyze", action) for action in ("sparsity", "coverage", "ranks", "shapes", "report")),
 ]
 

@@ -2,7 +2,7 @@
 
     LD_PRELOAD=faults.so python crash_driver.py
 
-reads lines of a folder, a scenario (create, append, queue or squash) and a fault (killed or full), and runs one after
+reads lines of a folder, a scenario (create, append or queue) and a fault (killed or full), and runs one after
 the other. FOLDER/start, where it is there, is the log that a scenario begins with. Prints "n acknowledged step ..." for
 what was acknowledged at the n-th fault, and "n done" where the scenario came to its end without meeting one.
 """
@@ -47,9 +47,6 @@ def work(scenario: str, directory: Path, n: int) -> None:
         mask = MaskSet.from_bool({"w": torch.arange(600) % 3 == 0})
         DeltaLog.create(directory, state_at(0), mask=mask)
         acknowledge(n, 0)
-    elif scenario == "squash":
-        DeltaLog.open(directory).squash(1, 5)
-        acknowledge(n, 5)
     else:
         log = DeltaLog.open(directory)
         handed = [log.append(step, state_at(step)) for step in ((8, 9) if scenario == "queue" else (8,))]
@@ -57,13 +54,10 @@ def work(scenario: str, directory: Path, n: int) -> None:
             acknowledge(n, one.wait().step)
 
 
-def work_on_a_full_disk(scenario: str, directory: Path, n: int) -> None:
+def work_on_a_full_disk(_: str, directory: Path, n: int) -> None:
     log = DeltaLog.open(directory)
     try:
-        if scenario == "squash":
-            log.squash(1, 5)
-        else:
-            log.append(8, state_at(8)).wait()
+        log.append(8, state_at(8)).wait()
     except DeltaLogError as error:
         refusal = str(error)
     else:

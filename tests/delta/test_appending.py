@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
-from sparse_opt.delta.log import claim
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -57,9 +56,7 @@ def test_create_refuses_a_directory_with_a_log(tmp_path: Path) -> None:
     for options, message in (
         ({"keyframe_every": 0}, "keyframe_every is 0"),
         ({"level": "small"}, "level is 'small', expected packed or tight"),
-        ({"against": "last"}, "against is 'last', expected previous or base"),
         ({"on_error": "ignore"}, "on_error is 'ignore', expected raise or warn"),
-        ({"base": {"v": torch.zeros(4)}}, "base: the model is not the logged one: w is missing"),
     ):
         with pytest.raises(DeltaLogError, match=message):
             DeltaLog.create(tmp_path / "c", state, **options)  # type: ignore[arg-type]
@@ -153,54 +150,6 @@ def test_leftovers_of_a_killed_writer(logged: Any, same_bits: Compare) -> None:
     same_bits(log.load(9), logged.states[1])
     found = {path.name for path in logged.directory.iterdir()}
     assert others < found and not ours & found
-
-
-def test_the_model_of_create_is_remembered(tmp_path: Path, same_bits: Compare) -> None:
-    model = nn.Linear(3, 2)
-    with DeltaLog.create(tmp_path / "log", model) as log:
-        with torch.no_grad():
-            model.weight[0, 1] = 7
-        assert log.append(1).wait().changed == 1
-        same_bits(log.load(1), model.state_dict())
-
-
-def test_a_base_that_is_not_the_current_state(tmp_path: Path, same_bits: Compare) -> None:
-    model, base = nn.Linear(3, 2), {"weight": torch.zeros(2, 3), "bias": torch.ones(2)}
-    with DeltaLog.create(tmp_path / "log", model, base=base) as log:
-        info = log.append(1).wait()
-        assert (info.kind, info.changed, info.parent_step) == ("keyframe", 8, None)
-        same_bits(log.load(0), base)
-        same_bits(log.load(1), model.state_dict())
-        assert log.layout.buffers == frozenset()
-
-
-def test_a_claimed_directory_is_locked(tmp_path: Path) -> None:
-    state, directory = {"w": torch.zeros(4)}, tmp_path / "a" / "log"
-    with claim(directory) as lock:
-        with pytest.raises(DeltaLogError, match=rf"another writer has this delta log open: process {os.getpid()} on "):
-            DeltaLog.create(directory, state)
-        with pytest.raises(DeltaLogError, match="another writer"), claim(directory):
-            pass
-        with pytest.raises(DeltaLogError, match="other: the lock is for .*log"):
-            DeltaLog.create(tmp_path / "other", state, lock=lock)
-        log = DeltaLog.create(directory, state, lock=lock)
-    log.append(1).wait()
-    with pytest.raises(DeltaLogError, match="another writer"), claim(directory):
-        pass
-    log.close()
-    with pytest.raises(DeltaLogError, match="holds a delta log already"), claim(directory):
-        pass
-    assert log.steps == (0, 1)
-
-
-def test_a_claim_without_a_log_leaves_the_disk_unchanged(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), claim(tmp_path / "a" / "b"):
-        _ = 1 / 0
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "note").touch()
-    with claim(tmp_path):
-        (tmp_path / "more").touch()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "note"]
 
 
 @pytest.mark.parametrize("sharded", ["FullyShardedDataParallel", "zero3"])

@@ -114,32 +114,10 @@ def test_killed_at_every_call_of_a_creation(
         log.close()
 
 
-@pytest.mark.parametrize("keyframe_every", [None, 4], ids=["patch", "keyframe"])
-def test_killed_at_every_call_of_a_squash(
-    run_driver: Callable[..., dict[int, tuple[int, ...]]],
-    tmp_path: Path,
-    same_bits: Compare,
-    keyframe_every: int | None,
-) -> None:
-    seen = set()
-    for n in run_driver("squash", "killed", keyframe_every):
-        log = DeltaLog.open(tmp_path / str(n))
-        seen.add(log.steps)
-        assert log.verify() == []
-        for step in log.steps:
-            same_bits(log.load(step), state_at(step))
-        log.squash(1, 5)
-        assert log.steps == (0, 1, 5, 7)
-        for step in log.steps:
-            same_bits(log.load(step), state_at(step))
-    assert seen == {START, (0, 1, 2, 5, 7), (0, 1, 5, 7)}
-
-
-@pytest.mark.parametrize("scenario", ["append", "squash"])
 def test_a_full_disk_at_every_call(
-    run_driver: Callable[..., dict[int, tuple[int, ...]]], tmp_path: Path, same_bits: Compare, scenario: str
+    run_driver: Callable[..., dict[int, tuple[int, ...]]], tmp_path: Path, same_bits: Compare
 ) -> None:
-    for n, acknowledged in run_driver(scenario, "full").items():
+    for n, acknowledged in run_driver("append", "full").items():
         log = DeltaLog.open(tmp_path / str(n))
         assert acknowledged == (10, 11)
         assert log.verify() == []

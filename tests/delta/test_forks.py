@@ -18,7 +18,6 @@ from torch import Tensor
 
 from sparse_opt import DeltaLog
 from sparse_opt import files as atomic_files
-from sparse_opt.delta.log import claim
 from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -68,13 +67,12 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("call", ["append", "flush", "squash"])
+@pytest.mark.parametrize("call", ["append", "flush"])
 def test_writing_is_refused(log: DeltaLog, state: dict[str, Tensor], same_bits: Compare, call: str) -> None:
     parent, before = os.getpid(), contents(log.directory)
     calls: dict[str, Callable[[], object]] = {
         "append": lambda: log.append(2),
         "flush": log.flush,
-        "squash": lambda: log.squash(0, 1),
     }
 
     def work() -> None:
@@ -177,50 +175,3 @@ assert log.steps == tuple(range(4)) and log.verify() == []
     command = [sys.executable, "-c", script, str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_claim_that_ends_in_a_child(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    with claim(tmp_path / "log") as lock:
-
-        def work() -> None:
-            lock.undo()
-
-        in_child(work)
-        assert (tmp_path / "log" / "writer.lock").exists()
-        with pytest.raises(DeltaLogError, match="another writer"):
-            DeltaLog.create(tmp_path / "log", state)
-
-
-def test_a_child_logs_to_a_directory_of_its_own(tmp_path: Path, log: DeltaLog, same_bits: Compare) -> None:
-    def work() -> None:
-        own = {"v": torch.zeros(10)}
-        with DeltaLog.create(tmp_path / "own", own) as mine:
-            own["v"] += 1
-            mine.append(1)
-            mine.flush()
-            same_bits(mine.load(1), own)
-
-    in_child(work)
-    assert DeltaLog.open(tmp_path / "own").verify() == []
-
-
-def test_a_child_continues_once_its_parent_has_closed(log: DeltaLog, state: dict[str, Tensor]) -> None:
-    closed = os.pipe()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            signal.alarm(SECONDS)
-            torch.set_num_threads(1)
-            os.read(closed[0], 1)
-            log.close()
-            state["w"][:9] += 1
-            log.append(2).wait()
-            log.close()
-            status = 0
-        finally:
-            os._exit(status)
-    log.close()
-    os.write(closed[1], b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert log.steps == (0, 1, 2) and log.verify() == []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet
-from sparse_opt.delta.lock import WriterLock, claim
+from sparse_opt.delta.lock import WriterLock
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.files import written_aside
 
@@ -176,60 +176,40 @@ def lose_lock(directory: Path) -> WriterLock:
     return WriterLock(directory)
 
 
-def test_squash_and_truncate_stop_too(logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncation_stops_too(logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is lost while the work goes on."""
     before = contents(logged.directory)
-    for work in (
-        lambda: DeltaLog.open(logged.directory).squash(0, 5),
-        lambda: DeltaLog.open(logged.directory).truncate(5),
-    ):
-        taken: list[WriterLock] = []
 
-        def lost(directory: Path, into: list[WriterLock] = taken) -> WriterLock:
-            lock = WriterLock(directory)
-            into.append(lose_lock(directory))
-            return lock
+    def lost(directory: Path) -> WriterLock:
+        lock = WriterLock(directory)
+        (directory / "writer.lock").unlink()
+        return lock
 
-        with monkeypatch.context() as patched:
-            patched.setattr("sparse_opt.delta.log.WriterLock", lost)
-            with pytest.raises(DeltaLogError, match=LOST.format(r"step_0000000\d\.\w+\.safetensors", r"\d")):
-                work()
-        assert contents(logged.directory) == before
-        taken[0].release()
-    assert DeltaLog.open(logged.directory).verify() == []
+    monkeypatch.setattr("sparse_opt.delta.log.WriterLock", lost)
+    with pytest.raises(DeltaLogError, match=LOST.format(r"step_0000000\d\.\w+\.safetensors", r"\d")):
+        DeltaLog.open(logged.directory).truncate(5)
+    assert contents(logged.directory) == before
 
 
-def test_a_creation_does_not_touch_the_mask_of_the_log_that_came_before(tmp_path: Path, same_bits: Compare) -> None:
+def test_a_creation_does_not_touch_the_mask_of_the_log_that_came_before(
+    tmp_path: Path, same_bits: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes the lock, and creates its log, right after this one has locked the directory."""
     directory = tmp_path / "log"
     one, other = (MaskSet.from_bool({"w": torch.arange(4000) % 9 == i}) for i in range(2))
-    with claim(directory) as lock:
-        (directory / "writer.lock").unlink()
-        log = DeltaLog.create(directory, state(0), mask=one)
-        changed = {"w": (torch.arange(4000) % 9 == 0).float()}
-        assert log.append(1, changed).wait().masked
-        with pytest.raises(DeltaLogError, match=LOST.format(r"step_00000000\.keyframe\.safetensors", 0)):
-            DeltaLog.create(directory, state(5), mask=other, lock=lock)
+    changed = {"w": (torch.arange(4000) % 9 == 0).float()}
+
+    def overtaken(where: Path) -> WriterLock:
+        lock = WriterLock(where)
+        monkeypatch.undo()
+        (where / "writer.lock").unlink()
+        with DeltaLog.create(where, state(0), mask=one) as log:
+            assert log.append(1, changed).wait().masked
+        return lock
+
+    monkeypatch.setattr("sparse_opt.delta.log.WriterLock", overtaken)
+    with pytest.raises(DeltaLogError, match="holds a delta log already"):
+        DeltaLog.create(directory, state(5), mask=other)
+    log = DeltaLog.open(directory)
     same_bits(log.load(1), changed)
     assert log.verify() == []
-
-
-def test_an_unused_claim_leaves_the_lock_of_the_next_writer(tmp_path: Path) -> None:
-    directory = tmp_path / "log"
-    with claim(directory):
-        second = lose_lock(directory)
-    with pytest.raises(DeltaLogError, match="another writer"):
-        DeltaLog.create(directory, state(0))
-    second.release()
-
-
-def test_exports_do_not_overwrite_a_step(logged: Any) -> None:
-    from sparse_opt.delta.export import export_state, export_values
-
-    log, before = DeltaLog.open(logged.directory), contents(logged.directory)
-    for name in (logged.file(2).name, "mask.safetensors", "new.safetensors"):
-        path = logged.directory / name
-        with pytest.raises(DeltaLogError, match=f"{path}: is in the folder of a delta log"):
-            export_state(log, 2, path)
-        with pytest.raises(DeltaLogError, match=f"{path}: is in the folder of a delta log"):
-            export_values(log, 1, 2, path)
-    assert contents(logged.directory) == before

@@ -119,22 +119,3 @@ def test_states_that_are_not_aligned(tmp_path: Path, states: Any, same_bits: Com
         target = {name: unaligned(tensor) for name, tensor in kept[2].items()}
         log.apply_(target, 1)
         same_bits(target, kept[1])
-
-
-def test_a_mask_rewritten_after_it_was_read(tmp_path: Path, same_bits: Compare) -> None:
-    mask = MaskSet.from_bool({"w": torch.arange(9000) % 5 == 0})
-    state = {"w": torch.zeros(9000)}
-    with DeltaLog.create(tmp_path / "log", state, mask=mask) as log:
-        for step in (1, 2):
-            state["w"][::5] += 1
-            assert log.append(step).wait().masked
-    log = DeltaLog.open(tmp_path / "log")
-    same_bits(log.load(1), {"w": (torch.arange(9000) % 5 == 0).float()})
-    path = tmp_path / "log" / "mask.safetensors"
-    content = path.read_bytes()
-    with path.open("r+b") as file:
-        file.seek(8 + int.from_bytes(content[:8], "little"))
-        file.write(b"\xff" * (len(content) - file.tell()))
-    same_bits(log.load(2), state)
-    with pytest.raises(DeltaLogError, match=r"mask\.safetensors"):
-        DeltaLog.open(tmp_path / "log").load(2)

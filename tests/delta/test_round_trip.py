@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparse_opt import DeltaLog
-from sparse_opt.errors import DeltaLogError
 
 Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
@@ -185,9 +184,3 @@ def test_a_keyframe_is_a_plain_safetensors_file(logged: Any) -> None:
         assert torch.equal(file.get_tensor("n"), logged.states[5]["n"])
         layout = json.loads(file.metadata()["layout"])
     assert layout["tensors"] == [["a.w", "bfloat16", [6, 5]], ["b", "float32", [7]], ["n", "int64", []]]
-
-
-def test_steps_not_logged(logged: Any) -> None:
-    log = DeltaLog.open(logged.directory)
-    with pytest.raises(DeltaLogError, match=f"{logged.directory}: step 3 is not logged; .* are, 0 to .*; the nearest"):
-        log.load(3)

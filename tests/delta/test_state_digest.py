@@ -222,35 +222,6 @@ def test_gpu_digests_are_taken_in_the_order_of_the_stream(gpu_source):
     assert found == digests_of(expected)
 
 
-@pytest.mark.gpu
-def test_gpu_digests_are_captured_in_a_graph(gpu_source):
-    state = gpu_source.list(350)
-    torch.ops.sparse_opt_native.chunk_digests(state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = torch.ops.sparse_opt_native.chunk_digests(state)
-    for _ in range(2):
-        for tensor in state:
-            tensor.copy_(gpu_source.tensor(tuple(tensor.shape), tensor.dtype))
-        graph.replay()
-        expected = [digest for tensor in state for digest in chunk_digests_of(tensor)]
-        assert [bytes(row) for row in captured.cpu().numpy()] == expected
-
-
-@pytest.mark.gpu
-def test_gpu_launches_do_not_grow_with_the_list(gpu_source):
-    counts = []
-    for count in (20, 320):
-        state = gpu_source.list(count)
-        torch.ops.sparse_opt_native.chunk_digests(state)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            torch.ops.sparse_opt_native.chunk_digests(state)
-            torch.cuda.synchronize()
-        counts.append(sum(event.count for event in profile.key_averages() if "chunk_digests_kernel" in event.key))
-    assert counts == [1, 1]
-
-
 @pytest.fixture
 def without_extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(state_digest, "_why_not_native", lambda device_type: "switched off by a test")

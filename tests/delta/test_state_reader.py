@@ -59,31 +59,6 @@ def test_a_state_dict_of_the_instance(tmp_path: Path, same_bits: Compare) -> Non
     assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
 
 
-def test_a_state_dict_method_of_a_submodule_instance(tmp_path: Path, same_bits: Compare) -> None:
-    module = model()
-    part, plain = module[0], module[0]._save_to_state_dict
-
-    def doubled(destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        plain(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = 2 * destination[f"{prefix}weight"].detach()
-
-    part._save_to_state_dict = doubled
-    assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
-
-
-class WithExtraState(nn.Linear):
-    def get_extra_state(self) -> Tensor:
-        return self.weight.detach().sum().reshape(1)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        pass
-
-
-def test_extra_state(tmp_path: Path, same_bits: Compare) -> None:
-    module = nn.Sequential(WithExtraState(3, 3))
-    assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
-
-
 def test_hooks(tmp_path: Path, same_bits: Compare) -> None:
     """One that is there from the start, and another one from step 2 on."""
     module = model()
@@ -101,29 +76,11 @@ def test_hooks(tmp_path: Path, same_bits: Compare) -> None:
     assert_logs_every_step(tmp_path / "log", module, same_bits, change)
 
 
-def test_pre_hooks(tmp_path: Path, same_bits: Compare) -> None:
-    module = model()
-    module[0].register_state_dict_pre_hook(lambda part, prefix, keep_vars: add_one(part))
-    module.register_buffer("steps", torch.zeros(()))
-    assert_logs_every_step(tmp_path / "log", module.eval(), lambda *states: None, lambda step: module.steps.add_(1))
-
-
 def test_submodules_exchanged_under_their_names(tmp_path: Path, same_bits: Compare) -> None:
     module = model()
 
     def exchange(step: int) -> None:
         module[0], module[2] = module[2], module[0]
-
-    assert_logs_every_step(tmp_path / "log", module, same_bits, exchange)
-
-
-def test_names_exchanged_between_submodules(tmp_path: Path, same_bits: Compare) -> None:
-    """The same modules in the same order."""
-    module = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
-
-    def exchange(step: int) -> None:
-        for name, part in [(name, module.pop(other)) for name, other in (("b", "a"), ("a", "b"))]:
-            module[name] = part
 
     assert_logs_every_step(tmp_path / "log", module, same_bits, exchange)
 
@@ -154,12 +111,6 @@ def test_other_memory(tmp_path: Path, same_bits: Compare) -> None:
             module[0].weight.data = module[0].weight.data.T
 
     assert_logs_every_step(tmp_path / "log", module, same_bits, change, n_steps=5)
-
-
-def test_the_compiled_module(tmp_path: Path, same_bits: Compare) -> None:
-    """Nothing is compiled before the first forward."""
-    compiled = torch.compile(model())
-    assert_logs_every_step(tmp_path / "log", compiled, same_bits, lambda step: add_one(compiled))  # type: ignore[arg-type]
 
 
 def lazily_conjugated(tensor: Tensor) -> Tensor:
@@ -211,24 +162,15 @@ def shared(module: nn.Sequential) -> None:
     module[2].bias = module[1].bias
 
 
-def without_bias(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
-    del state["0.bias"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: setattr(m[0], "weight", nn.Parameter(torch.randn(4, 5))), r"0.weight is float32 \[4, 5\]"),
-        (lambda m: setattr(m[0].weight, "data", torch.randn(9)), r"0.weight is float32 \[9\]"),
         (lambda m: m.double(), "0.weight is float64"),
         (lambda m: m.append(nn.Linear(1, 1)), "3.weight is not in the log"),
-        (lambda m: m[0].register_parameter("scale", nn.Parameter(torch.ones(1))), "0.scale is not in the log"),
         (lambda m: m[1].register_buffer("more", torch.ones(1)), "1.more is not in the log"),
-        (lambda m: m[1]._non_persistent_buffers_set.add("running_mean"), "1.running_mean is missing"),
         (shared, "2.bias is missing"),
         (lambda m: m.pop(2), "2.weight is missing"),
-        (lambda m: setattr(m[0], "bias", None), "0.bias is missing"),
-        (lambda m: m.register_state_dict_post_hook(without_bias), "0.bias is missing"),
     ],
 )
 def test_another_model_is_refused_after_the_first_step(tmp_path: Path, change, message) -> None:  # type: ignore[no-untyped-def]
@@ -256,7 +198,7 @@ def test_what_cannot_be_logged_any_more_is_refused_by_step_and_name(tmp_path: Pa
         log.append(1)
         module[0].weight.data = torch.zeros(3, 3)
         module[0].weight.untyped_storage().resize_(0)
-        with pytest.raises(DeltaLogError, match=r"step 2: state entry 0\.weight .* 36 bytes .* storage of 0 bytes"):
+        with pytest.raises(DeltaLogError, match=r"step 2: state entry 0\.weight has 9 .*memory was freed"):
             log.append(2)
         module[0].weight.data = torch.zeros(3, 3)
         log.append(3)

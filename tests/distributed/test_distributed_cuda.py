@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +49,6 @@ for step in range(1000):
 print("trained to the end")
 """
 TIMEOUT = 20.0  # of the process group
-ENDS_WITHIN = 180.0  # a process whose collectives have failed
 
 
 def start(folder: Path, backend: str, store: str, *launcher: str, **variables: str) -> subprocess.Popen[str]:
@@ -77,33 +73,6 @@ def end_of(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
         process.kill()
         process.wait()
     return process.returncode, output
-
-
-def check_that_torchrun_names_a_killed_rank(folder: Path, backend: str) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    code, output = end_of(start(folder, backend, "env://", *torchrun), 60.0)
-    assert code != 0 and "trained to the end" not in output
-    assert "rank      : 1 (local_rank: 1)" in output and "SIGKILL" in output, output
-
-
-def check_that_a_rank_names_a_killed_one(folder: Path, backend: str) -> None:
-    store = f"file://{folder}/store"
-    ranks = [start(folder, backend, store, RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
-    assert end_of(ranks[1], 60.0)[0] == -9
-    killed = time.monotonic()
-    lines: list[tuple[float, str]] = []
-    assert ranks[0].stdout is not None
-    timer = threading.Timer(ENDS_WITHIN, ranks[0].kill)
-    timer.start()
-    for line in ranks[0].stdout:
-        lines.append((time.monotonic() - killed, line))
-    timer.cancel()
-    output = "".join(f"{seconds:6.1f} s {line}" for seconds, line in lines)
-    code = ranks[0].wait()
-    # The message comes before the group's timeout. When the process ends after it is up to NCCL's watchdog.
-    named = [seconds for seconds, line in lines if "rank 1 did not respond" in line]
-    assert named and named[0] < TIMEOUT, output
-    assert code not in (0, -signal.SIGKILL) and "trained to the end" not in output, output
 
 
 def run_the_reference_between_forward_and_backward(rank: int) -> None:
@@ -146,8 +115,7 @@ def test_a_backward_pass_under_fsdp2_gathers_the_weights_after_the_reference() -
 
 
 def test_torchrun_names_a_killed_rank(tmp_path):
-    check_that_torchrun_names_a_killed_rank(tmp_path, "nccl")
-
-
-def test_a_rank_names_a_killed_one(tmp_path):
-    check_that_a_rank_names_a_killed_one(tmp_path, "nccl")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    code, output = end_of(start(tmp_path, "nccl", "env://", *torchrun), 60.0)
+    assert code != 0 and "trained to the end" not in output
+    assert "rank      : 1 (local_rank: 1)" in output and "SIGKILL" in output, output

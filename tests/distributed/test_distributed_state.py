@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.distributed import full_optimizer_state_dict, load_full_optimizer_state_dict, load_optimizer
+from sparse_opt.distributed import full_optimizer_state_dict, load_optimizer
 
 pytestmark = pytest.mark.dist
 
@@ -179,10 +179,6 @@ def tools(rank: int, folder: str) -> None:
     set_optimizer_state_dict(model, other, whole, options=StateDictOptions(full_state_dict=True))
     require_state(other, state, rank == 0)
 
-    model, other = sharded(mesh)
-    load_full_optimizer_state_dict(other, state if rank == 0 else {})
-    require_state(other, state, rank == 0)
-
     background = dist.new_group(backend="gloo")
     saved = {"optimizer": optimizer.state_dict()}
     saving = dcp.async_save(saved, checkpoint_id=f"{folder}/async", process_group=background)
@@ -233,7 +229,6 @@ def refused(rank: int, folder: str) -> None:
         lambda: other.load_state_dict(loaded["optimizer"]),
         lambda: other.load_state_dict(state),
         lambda: load_optimizer(other, f"{folder}/saved"),
-        lambda: load_full_optimizer_state_dict(other, state),
     ]
     for load in loads:  # only rank 1 has the elements that differ
         with pytest.raises(
@@ -271,7 +266,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, backend: str) -> None
 def replicated(rank: int, folder: str) -> None:
     state = trained(several_masks=True)[1].state_dict()
     optimizer = build(make().to(device()), process_group=dist.group.WORLD)
-    load_full_optimizer_state_dict(optimizer, state if rank == 0 else {})
+    optimizer.load_state_dict(state)
     optimizer.check_ranks()
     require_state(optimizer, state, rank == 0)
     if rank == 0:
@@ -310,25 +305,9 @@ def on_a_part_of_the_ranks(rank: int) -> None:
         return
     state = trained()[1].state_dict()
     _, optimizer = sharded(mesh)
-    load_full_optimizer_state_dict(optimizer, state if rank == 1 else {})
-    require_state(optimizer, state, rank == 1)
-
-    def with_exp_avg(value: object) -> dict[str, Any]:
-        return {**state, "state": {**state["state"], 0: {**state["state"][0], "exp_avg": value}}}
-
-    for broken, message in (
-        ({}, r"the state dict is \[\], expected 'param_groups', and 'state'"),
-        (None, "the state dict is NoneType, expected"),
-        ({**state, "state": {0: None}}, "'state' with a dict for each parameter"),
-        (with_exp_avg([1.0]), "'exp_avg' of parameter 0 in the state dict is a list, expected a Tensor"),
-        (optimizer.state_dict(), "in the state dict is a DTensor, expected a Tensor"),
-        ({"state": state["state"]}, "param_groups"),
-        (with_exp_avg(torch.zeros(1)), "exp_avg"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_full_optimizer_state_dict(optimizer, broken if rank == 1 else {})
+    optimizer.load_state_dict(state)
     require_state(optimizer, state, rank == 1)
 
 
-def test_full_states_without_rank_0_and_malformed_ones() -> None:
+def test_full_states_without_rank_0() -> None:
     launch(on_a_part_of_the_ranks, 3, collective_timeout=20.0)

@@ -38,12 +38,12 @@ def test_a_run_is_logged_by_one_line(lab, watch, weights, tmp_path, kind):
 def test_options_are_those_of_the_log(lab, tmp_path):
     trainer = lab("Trainer", max_steps=3)
     mask = MaskSet.random(trainer.model, density=1.0)
-    options = {"level": "tight", "against": "base", "keyframe_every": 3, "mask": mask, "metadata": {"seed": "3"}}
+    options = {"level": "tight", "keyframe_every": 3, "mask": mask, "metadata": {"seed": "3"}}
     trainer.add_callback(DeltaLogCallback(tmp_path / "log", **options))
     trainer.train()
     log = DeltaLog.open(tmp_path / "log")
     assert log.steps == (0, 1, 2, 3)
-    assert (log.settings.level, log.settings.against, log.settings.keyframe_every) == ("tight", "base", 3)
+    assert (log.settings.level, log.settings.keyframe_every) == ("tight", 3)
     assert log.mask_digest == mask.digest
     assert log.metadata["seed"] == "3"
     with pytest.raises(ConfigError, match="step schedule 'often'"):

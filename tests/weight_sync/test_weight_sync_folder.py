@@ -20,15 +20,14 @@ PATTERNS = ["element", "run16", "tile64"]
 
 
 @pytest.mark.parametrize("keyframe_every", [None, 3])
-@pytest.mark.parametrize("against", ["previous", "base"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_receivers_follow_restart_and_start_late(
-    tmp_path: Path, pattern: str, against: str, keyframe_every: int | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pattern: str, keyframe_every: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = make_weights("mixed")
     mask = MaskSet.random(weights, density=0.3, pattern=pattern)
     copy, base = clones(weights), clones(weights)
-    with DeltaLog.create(tmp_path, weights, mask=mask, against=against, keyframe_every=keyframe_every) as log:
+    with DeltaLog.create(tmp_path, weights, mask=mask, keyframe_every=keyframe_every) as log:
         receiver = FolderReceiver(WeightReceiver(copy), tmp_path)
         assert receiver.receive(0) == 0
         for step in range(10, 90, 10):
@@ -102,7 +101,7 @@ def test_steps_are_written_to_destinations(tmp_path: Path) -> None:
             assert torch.equal(bits(fused), bits(torch.cat([weights["q"][:, :4], weights["k"][:, :4]]).clone()))
 
 
-def test_a_run_that_is_continued_from_an_earlier_step_and_a_squashed_log(tmp_path: Path) -> None:
+def test_a_run_that_is_continued_from_an_earlier_step(tmp_path: Path) -> None:
     weights = make_weights("bf16")
     mask = MaskSet.random(weights, density=0.3)
     copy = clones(weights)
@@ -120,7 +119,6 @@ def test_a_run_that_is_continued_from_an_earlier_step_and_a_squashed_log(tmp_pat
     change(weights, mask, 0.1, seed=7)  # another step 6
     log.append(6, weights).wait()
     assert receiver.receive(0) == 6 and same_bits(weights, copy)
-    log.squash(2, 6)
     change(weights, mask, 0.1, seed=8)
     log.append(8, weights).wait()
     assert receiver.receive(0) == 8 and same_bits(weights, copy)

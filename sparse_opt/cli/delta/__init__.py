@@ -19,10 +19,8 @@ _ACTIONS = {
     "list": "show",
     "info": "show",
     "verify": "maintenance",
-    "squash": "maintenance",
     "convert": "maintenance",
     "reconstruct": "rebuild",
-    "export": "rebuild",
     "diff": "share",
     "apply": "share",
     "show": "share",
@@ -43,8 +41,8 @@ A delta is the change between two checkpoints, as a folder: docs/sharing.md.
   sparse-opt delta diff BASE TUNED -o my-delta
   sparse-opt delta apply my-delta BASE -o tuned
 """
-_LIST_EPILOG = """'changed' counts the elements whose bits differ from the previous step (in a log encoded against its
-base: from the base); 'B/change' is the bytes of the step per changed element.
+_LIST_EPILOG = """'changed' counts the elements whose bits differ from the previous step; 'B/change' is the bytes of
+the step per changed element.
 
 examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
@@ -63,34 +61,21 @@ error names the file and the steps that cannot be rebuilt.
 examples:
   sparse-opt delta verify --delta_log_dir delta_logs_M
 """
-_SQUASH_EPILOG = """Deletes the steps strictly between --from and --to, and encodes --to against --from. All other steps
-keep their bits, and the log stays readable throughout, also after a crash.
-
-examples:
-  sparse-opt delta squash --delta_log_dir delta_logs_M --from 100 --to 200
-"""
 _CONVERT_EPILOG = """A folder of base_state.pt and deltas_step_*.pt is read as base + difference, added in fp32 and
 stored in the dtype of the base, usually fp32. For a bf16 model, --dtype bfloat16 stores the same values in half the
-bytes; a value that is not exact in bf16 is an error. A delta log is rewritten at another level, with the same bits.
+bytes; a value that is not exact in bf16 is an error. A delta log is rewritten at another level, or with some of its
+steps, with the same bits.
 
 examples:
   sparse-opt delta convert --from deltas --to delta_logs_M --dtype bfloat16 --model_name M
   sparse-opt delta convert --from delta_logs_M --to archive_M --level tight
+  sparse-opt delta convert --from delta_logs_M --to some_M --steps 100 200 300
 """
 _RECONSTRUCT_EPILOG = """--model_name provides the architecture and the tokenizer; every weight comes from the log, bit
 for bit.
 
 examples:
   sparse-opt delta reconstruct --model_name M --delta_log_dir delta_logs_M --step 50 --output_dir step_50
-"""
-_EXPORT_EPILOG = """formats:
-  state   the whole dense state as one .safetensors file, which any loader of checkpoints reads
-  values  the changes since --since (the previous step) in one .safetensors file: NAME.indices (flat positions, int32)
-          and NAME.values (new values): the keys of grail's sparse updates, which vLLM's CheckpointWeightPatch accepts
-
-examples:
-  sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --format values --output step_50.safetensors
-  sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --since 0 --format values --output all.safetensors
 """
 _DIFF_EPILOG = """BASE and TUNED are checkpoints in safetensors files: folders, or names on the hub, with @revision.
 Names, shapes and dtypes must agree. Holds one tensor of both in memory.
@@ -154,26 +139,17 @@ def _parser() -> CommandParser:
     rebuild.add_argument("--step", type=int, required=True, metavar="N", help="logged step")
     rebuild.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="new or empty folder")
 
-    squash = actions.add_parser("squash", help="delete the steps between two steps", epilog=_SQUASH_EPILOG)
-    _add_log(squash)
-    squash.add_argument("--from", dest="first", type=int, required=True, metavar="A", help="logged step to keep")
-    squash.add_argument("--to", dest="last", type=int, required=True, metavar="B", help="later logged step to keep")
-
-    export = actions.add_parser("export", help="write a step in formats of other tools", epilog=_EXPORT_EPILOG)
-    _add_log(export)
-    export.add_argument("--step", type=int, required=True, metavar="N", help="logged step")
-    export.add_argument("--format", choices=("state", "values"), required=True, help="output format, see below")
-    export.add_argument(
-        "--since", type=int, metavar="N", help="for values: changes since this logged step (the previous)"
-    )
-    export.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file")
-
     convert = actions.add_parser(
-        "convert", help="write .pt files, or a log of another level, as a new log", epilog=_CONVERT_EPILOG
+        "convert",
+        help="write .pt files, or a log at another level, as a new log",
+        epilog=_CONVERT_EPILOG,
     )
     convert.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="log to read")
     convert.add_argument("--to", dest="output_dir", type=Path, required=True, metavar="DIR", help="new or empty folder")
     convert.add_argument("--level", choices=LEVELS, help="compression of patches (that of a delta log, else packed)")
+    convert.add_argument(
+        "--steps", type=int, nargs="+", metavar="N", help="logged steps to keep, besides the base (all)"
+    )
     convert.add_argument(
         "--keyframe_every",
         type=int,

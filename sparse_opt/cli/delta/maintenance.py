@@ -1,4 +1,4 @@
-"""`sparse-opt delta verify|squash|convert`: check a log, delete steps of it, or write it as a new log."""
+"""`sparse-opt delta verify|convert`: check a log, or write it as a new log."""
 
 from __future__ import annotations
 
@@ -37,32 +37,9 @@ def run_verify(args: Namespace) -> None:
         raise DeltaLogError(f"{args.delta_log_dir}: broken: {files}; lost steps: {listed}")
 
 
-def run_squash(args: Namespace) -> None:
-    """Delete the steps strictly between two steps."""
-    from ...delta.log import DeltaLog
-
-    removed: list[int] = []
-    with DeltaLog.open(args.delta_log_dir) as log:
-        between = sum(args.first < step < args.last for step in log.steps)
-        with progress_bar(total=between, what="squash", unit="step") as bar:
-
-            def gone(step: int) -> None:
-                removed.append(step)
-                bar.update()
-
-            info = log.squash(args.first, args.last, on_step=gone)
-    if args.json:
-        print_json({"removed": sorted(removed), "step": asdict(info)})
-    else:
-        print(
-            f"{args.delta_log_dir}: {len(removed)} steps removed; step {info.step} is a {info.kind} of "
-            f"{format_bytes(info.bytes)}"
-        )
-
-
 def run_convert(args: Namespace) -> None:
-    """Write a log of `.pt` files as a delta log, or a delta log at another level."""
-    from ...delta.export import convert
+    """Write a log of `.pt` files as a delta log, or a delta log at another level or with fewer steps."""
+    from ...delta.convert import convert
     from ...delta.files import is_pt_log, list_steps
     from ...delta.lock import LOCK_NAME
     from ...delta.log import DeltaLog
@@ -79,14 +56,16 @@ def run_convert(args: Namespace) -> None:
         "metadata": {} if args.model_name is None else {"model": args.model_name},
     }
     if from_pt:
+        if args.steps is not None:
+            raise ConfigError(f"option 'steps': {source} is a folder of .pt files, expected a delta log")
         _convert_pt(args, options)
     else:
         for option in ("against", "dtype"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"option '{option}': {source} is a delta log, expected a folder of .pt files")
         log = DeltaLog.open(source)
-        with progress_bar(total=len(log.steps), what="convert", unit="step") as bar:
-            convert(log, args.output_dir, on_step=lambda step: bar.update(), **options)
+        with progress_bar(total=len(args.steps or log.steps), what="convert", unit="step") as bar:
+            convert(log, args.output_dir, steps=args.steps, on_step=lambda step: bar.update(), **options)
     written = DeltaLog.open(args.output_dir)
     infos = written.info()
     size = sum(info.bytes for info in infos)

@@ -1,8 +1,5 @@
 """Patch codec: encodes the changed bits between two lists of tensors compactly and exactly, on the tensors' device.
 
-    patch = encode(old, new, "packed")
-    apply_(old, patch)                      # old now has the bits of new
-
 docs/formats.md specifies every level byte by byte, and `reference` implements them in numpy. All backends write the
 same bytes.
 """
@@ -52,12 +49,9 @@ def encode(
         old, new: equally many contiguous tensors, at least one each, on one device, of one dtype of 1, 2, 4 or 8 bytes;
             new[i] has as many elements as old[i].
         level: `packed` or `tight`.
-        advance: also copy the bits of `new` to `old`, which costs little more than the stores. After an error the
-            contents of `old` are undefined.
-        meanwhile: called while the host waits for the sample on a GPU, to launch other work there; on the CPU, called
-            first.
-        backend: `native` (C++ and CUDA) or `reference` (numpy). None uses `native` if it is available; otherwise it
-            warns once and uses `reference`.
+        advance: also copy the bits of `new` to `old`. After an error the contents of `old` are undefined.
+        meanwhile: called while the host waits for the sample on a GPU; on the CPU, called first.
+        backend: `native` (C++ and CUDA) or `reference` (numpy). None uses `native`, or warns once and uses `reference`.
 
     Raises:
         ValueError: an unknown level, or tensors that do not match (names the first one).

@@ -28,10 +28,9 @@ class GradientCollector:
     With `compact` it registers hooks on the parameters, which pass each gradient to its buffer; otherwise gradients
     stay in `.grad`. While a gradient only has to be added, buffers may receive it directly, without the hook.
 
-    Backward passes in several threads, or on several devices, may deliver gradients concurrently. One lock makes two
-    sequences atomic: to test whether a gradient is accepted, drop the gradients that a step has used, and add it; and
-    to change a condition of that test and notify the buffers. The lock is taken before a buffer's own, never while one
-    is held, and waiting for either of them releases the interpreter's lock.
+    Several threads may deliver gradients concurrently. One lock makes two sequences atomic: to test whether a gradient
+    is accepted, drop the gradients that a step has used, and add it; and to change a condition of that test and notify
+    the buffers. It is taken before a buffer's own, never while one is held.
     """
 
     def __init__(self, optimizer: weakref.ref[torch.optim.Optimizer], *, compact: bool, amp_scaling: bool) -> None:
@@ -128,8 +127,7 @@ class GradientCollector:
     def _notify_buffers(self) -> None:
         """Let buffers receive gradients directly only while a receiver would do nothing but add them.
 
-        Call it with the lock held after each change of that condition, so that the last notification is the current
-        state.
+        Call it with the lock held after each change of that condition.
         """
         refusing = self._inside_base or self.stepped or self._clip_coef is not None
         if self.reducer is not None and self.reducer.reduced:
@@ -228,10 +226,7 @@ class GradientCollector:
             self._notify_buffers()
 
     def reuse(self) -> None:
-        """Undo `mark_stepped`, for gradients that are still in the buffers.
-
-        Buffers do not receive gradients directly until the next step or `forget`; the hooks do.
-        """
+        """Undo `mark_stepped`, for gradients that are still in the buffers."""
         with self.lock:
             self.stepped = False
             if self.reducer is not None:

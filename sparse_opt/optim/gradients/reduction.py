@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ... import backends
 from ..ranks.agreement import Agreement, Progress, n_elements
-from ..ranks.group import LostRankReporter, all_reduce_mean, wait
+from ..ranks.group import all_reduce_mean, wait
 from .gradient_buffer import GradientBuffer
 from .python_collection import PythonBackwardNotifier
 
@@ -63,14 +63,11 @@ def backward_notifier(
     """Call `ready(g)` when a backward pass has accumulated the gradients of all parameters of group g, and `ended()`.
 
     The latter is called at the end of each pass that has reached any parameter. As in DistributedDataParallel, the
-    hooks are on the nodes that accumulate the gradients: they run once in a pass, also for undefined gradients, and
-    after the parameter's post-accumulate-grad hooks.
+    hooks are on the nodes that accumulate gradients: they run once in a pass, after post-accumulate-grad hooks, also
+    for undefined gradients. `remove()` of the result removes them.
 
     Args:
         group_of: the number of each parameter's group.
-
-    Returns:
-        An object whose `remove()` removes the hooks.
     """
     native, _ = backends.autograd_module()
     return (PythonBackwardNotifier if native is None else native.BackwardNotifier)(params, group_of, ready, ended)
@@ -97,22 +94,17 @@ def _require_outermost_pass() -> None:
 class GradientReducer:
     """Replaces the compact gradients of all ranks by their mean, once per backward pass outside `no_sync()`.
 
-    Every rank launches one all-reduce per piece, always in the order of the pieces: with `overlap` a piece as soon as
-    its gradients and those of all pieces before it are complete, the others at the end of the pass. A gradient that a
-    rank does not have counts as zero. If a step finds nothing reduced, because every pass was inside `no_sync()` or
-    this rank had none, it reduces then. All ranks receive the same bits, so what is computed from the gradients is the
-    same too.
-
-    A pass after a reduction adds to the mean, and its own reduction averages the sum. The mean of values that are equal
-    on all ranks is that value, so this is the mean of all passes.
+    Every rank launches one all-reduce per piece, always in the order of the pieces: with `overlap` as soon as its
+    gradients and those of all pieces before it are complete, else at the end of the pass. A gradient that a rank does
+    not have counts as zero. If a step finds nothing reduced, it reduces then. All ranks receive the same bits. A pass
+    after a reduction adds to the mean, and its own reduction averages the sum: the mean of all passes.
 
     Args:
         lock: of the collector; held while the buffers change.
         position: of each parameter in the model; the same on all ranks.
         progress: returns what this rank must have in common with the others; see `Agreement`.
-        overlap: launch a reduction as soon as its gradients are complete, while the backward pass goes on. False for
-            sharded parameters: `fully_shard` gathers them in the same process group, and if a rank has no gradient of
-            some, whose reduction then comes last, the ranks would call the collectives in different orders.
+        overlap: False for sharded parameters: `fully_shard` gathers them in the same process group, and if a rank has
+            no gradient of some, the ranks would call the collectives in different orders.
         on_launch: called before the first reduction of a pass, with the lock held.
         on_reduced: called when a backward pass has launched its last reduction, with the lock held.
     """
@@ -149,7 +141,6 @@ class GradientReducer:
         devices = {buffer.device for buffer in buffers if buffer.device.type == "cuda"}
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
         self._number = 0  # of the last reduction
-        self._reporter: LostRankReporter | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,9 +163,6 @@ class GradientReducer:
         if self._notifier is not None:
             self._notifier.remove()
             self._notifier = None
-        if self._reporter is not None:
-            self._reporter.close()
-            self._reporter = None
         self.wait()
 
     # Called by the notifier, on a thread of the backward pass
@@ -203,10 +191,6 @@ class GradientReducer:
     def _launch_all(self) -> None:
         while self._launched < len(self._pieces):
             self._launch_next()
-        if self._streams and self._notifier is not None:
-            if self._reporter is None:
-                self._reporter = LostRankReporter(self.group, next(iter(self._streams)))
-            self._reporter.add(self._number, self._works[-1])
         self._launched = 0
         self._ready.clear()
         self.reduced = True

@@ -1,1 +1,1 @@
-"""Optimizers on several ranks: the process group, checks across ranks, lost ranks, and shards of FSDP2."""
+"""Optimizers on several ranks: the process group, checks across ranks, and shards of FSDP2."""

@@ -1,10 +1,8 @@
 """Checks that all ranks of a process group agree: on parameters, mask and options, on bits, and on the steps they made.
 
 The first two are compared when an optimizer is built or loaded. Steps are compared by a few numbers that are averaged
-with every reduction of the gradients: the memory that an all-reduce averages ends with a row of elements for each rank.
-A rank writes its numbers into its own row and zeros into the others, so that the result has the numbers of all ranks,
-divided by how many ranks there are. The numbers are sent as integers below 64: divided, they are still different in
-bf16, whose roundings are 2**-9 of a number.
+with every reduction: each rank writes its numbers into its own row behind the gradients, and zeros into the others.
+They are sent as integers below 64, which are still different in bf16 when they are divided by the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """The ranks of a process group: collectives whose errors name ranks, and checks that all ranks hold the same.
 
-A rank that does not take part in a collective is otherwise only a timeout on the other ranks. If reduction n is
-overdue, every rank that has launched it sets a key in the group's store; ranks without a key after some seconds are
-dead, or have not reached it. Nothing is written while reductions succeed.
+A rank that does not take part in a collective is otherwise only a timeout on the other ranks. If a reduction fails,
+every rank that has launched it sets a key in the group's store; ranks without a key after some seconds are dead, or
+have not reached it. Nothing is written while reductions succeed.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,9 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
-# How long the other ranks have to report, in seconds, and as a part of the group's timeout if that is shorter.
-REPORT_SECONDS = 5.0
-REPORT_PART = 0.25
+REPORT_SECONDS = 5.0  # that the other ranks have to report
 
 
 def group_of(
@@ -38,8 +32,8 @@ def group_of(
             both of its dimensions.
 
     Raises:
-        ValueError: several processes run, the parameters are not sharded, and the argument is None; or there is a group
-            that the optimizer cannot use.
+        ValueError: several processes run, the parameters are not sharded, and the argument is None; or the group cannot
+            be used.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if mesh is not None:
@@ -186,53 +180,3 @@ def missing_ranks(group: dist.ProcessGroup, key: str, seconds: float) -> str:
     if not missing:
         return "all ranks report it"
     return f"rank {', '.join(map(str, sorted(missing)))} did not respond within {seconds:g} s"
-
-
-class LostRankReporter:
-    """Prints the missing ranks of a reduction on a GPU, shortly before NCCL ends the process at the group's timeout.
-
-    A wait for NCCL is in the GPU's stream: the host does not notice that a reduction hangs until it synchronizes, and
-    then it cannot raise. A thread checks the reductions in flight once a second, and ends with this object.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._works: deque[tuple[float, int, dist.Work]] = deque()  # (when it was launched, number, work)
-        timeout: float = group._get_backend(device).options._timeout.total_seconds()  # no public function returns it
-        self._seconds = min(REPORT_SECONDS, timeout * REPORT_PART)
-        self._patience = timeout - 2 * self._seconds
-        self._ended = threading.Event()
-        weakref.finalize(self, self._ended.set)
-        arguments = (weakref.ref(self), self._ended, group, min(1.0, timeout / 20))
-        threading.Thread(target=_watch, args=arguments, daemon=True, name="sparse_opt-lost-ranks").start()
-
-    def add(self, number: int, work: dist.Work) -> None:
-        """Watch the last work of reduction `number`."""
-        self._works.append((time.monotonic(), number, work))
-
-    def overdue(self) -> int | None:
-        """Return the number of a reduction that has not finished for too long, or None."""
-        while self._works and self._works[0][2].is_completed():
-            self._works.popleft()
-        if self._works and time.monotonic() - self._works[0][0] > self._patience:
-            return self._works[0][1]
-        return None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-
-
-def _watch(
-    reporter: weakref.ref[LostRankReporter], ended: threading.Event, group: dist.ProcessGroup, interval: float
-) -> None:
-    while not ended.wait(interval):
-        this = reporter()
-        if this is None:
-            return
-        number, seconds = this.overdue(), this._seconds
-        del this  # the thread must not keep it alive
-        if number is not None:
-            clause = missing_ranks(group, f"waiting/{number}", seconds)
-            text = f"rank {dist.get_rank()}: reduction {number} of the compact gradients has not finished: {clause}"
-            print(f"sparse_opt: {text}", file=sys.stderr, flush=True)
-            return

@@ -1,9 +1,7 @@
 """Compact tensors of sharded parameters in a state_dict: DTensors that `torch.distributed.checkpoint` can reshard.
 
-Each compact tensor of a parameter (a moment, base weights, positions) is saved as one 1-D tensor over the active
-elements of the whole parameter, in ascending order. Each rank holds the elements of its rows: a contiguous part of any
-length, also none. The format does not depend on the number of ranks. This module is imported only if parameters are
-sharded.
+Each is saved as one 1-D tensor over the active elements of the whole parameter, in ascending order, whatever the number
+of ranks; each rank holds those of its rows, any number. This module is imported only if parameters are sharded.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ def local_part(saved: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
     """Return this rank's part of the saved state of a sharded parameter.
 
     The saved tensors may be those of `as_dtensors`; or over all active elements, as one device saves them; or DTensors
-    that torch's `set_optimizer_state_dict` makes from a full state dict. These are gathered, so all ranks must call
-    this. What does not fit the parameter is returned as it is.
+    that torch's `set_optimizer_state_dict` makes from a full state dict, which are gathered: all ranks must call this.
+    What does not fit the parameter is returned as it is.
     """
     parts, whole = dict(saved), {}
     for name, value in sorted(saved.items()):

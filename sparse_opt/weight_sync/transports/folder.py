@@ -60,7 +60,6 @@ class FolderReceiver:
     def __init__(self, weights: WeightReceiver, directory: str | Path, *, device: torch.device | str = "cpu") -> None:
         self.weights, self._device = weights, torch.device(device)
         self._files = LogFiles(Path(directory))
-        self._base: MaskElements | None = None
         self._at: MaskElements | None = None  # the last step that was applied
         self._needs_state = False
 
@@ -97,30 +96,22 @@ class FolderReceiver:
             return None
         at = self._at
         if at is not None and not (at.step in listed and at.is_at(self._files.header(listed[at.step]))):
-            at = None  # the step was removed, by a squash or a truncation
+            at = None  # the step was removed, by a truncation
         if at is None:
             self._needs_state = True
             chain = self._files.chain(max(listed))
-            return self._keyframe(chain[0]).advanced(chain[1:])
+            return MaskElements.read(self._files, chain[0]).advanced(chain[1:])
         later = [step for step in listed if step > at.step]
         for step in later:
             chain = self._files.chain(step, after=at.header)
             if chain[0].file.kind == KEYFRAME:
-                keyframe = self._keyframe(chain[0])
+                keyframe = MaskElements.read(self._files, chain[0])
                 if len(chain) == 1:
-                    keyframe.require_only_mask_changed(self._base or at)
+                    keyframe.require_only_mask_changed(at)
                 at = keyframe.advanced(chain[1:])
             else:
                 at = at.advanced(chain)
         return at if later or self._needs_state else None
-
-    def _keyframe(self, header: StepHeader) -> MaskElements:
-        if self._base is not None and self._base.is_at(header):
-            return self._base
-        elements = MaskElements.read(self._files, header)
-        if header.previous_step is None and header.settings is not None and header.settings.against == "base":
-            self._base = elements  # every patch of the log applies to it
-        return elements
 
     def _apply(self, new: MaskElements) -> int:
         """Bring the weights to a step."""

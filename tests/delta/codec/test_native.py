@@ -51,14 +51,6 @@ def test_bytes_of_the_reference(place, level, dtype):
         check(place, old, new, level)
 
 
-@pytest.mark.parametrize("numel", [1, 2, 255, 257, 8192])
-def test_one_tensor(place, numel):
-    source = np.random.default_rng(numel)
-    old = any_words(source, numel, torch.bfloat16)
-    for density, step in CHANGES:
-        check(place, [old], [changed_words(source, old, density, step)], "packed")
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_changes_at_the_ends_of_runs_and_tiles(place, level):
     source = np.random.default_rng(6)
@@ -149,13 +141,6 @@ def test_samples_of_the_reference(place, dtype):
         assert torch.equal(mine, reference)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_no_words_at_all(place, level):
-    empty = [torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.bfloat16)]
-    patch = check(place, empty, empty, level)
-    assert len(patch.records) == 0 and len(patch.sizes) == 0
-
-
 def test_the_records_do_not_depend_on_the_number_of_threads():
     source = np.random.default_rng(9)
     old = [any_words(source, numel, torch.bfloat16) for numel in (3 * 2**20, 700_000, 5)]
@@ -171,23 +156,6 @@ def test_the_records_do_not_depend_on_the_number_of_threads():
     for threads in (2, 3):
         for found, expected in zip(patches[threads], patches[1], strict=True):
             assert_same_bytes(found, expected)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_patch_of_one_tensor_of_many(place, level):
-    source = np.random.default_rng(10)
-    old = [any_words(source, numel, torch.float16).to(place) for numel in (300, 9000, 0, 77)]
-    new = [changed_words(source, tensor.cpu(), 0.1, 2).to(place) for tensor in old]
-    patch = encode(old, new, level, backend="native")
-    parts = {name: part.cpu() for name, part in patch.parts().items()}
-    records = parts.pop("records")
-    for i, tensor in enumerate(old):
-        dense = tensor.clone()
-        alone = Patch.of_tensor_in(
-            parts, len(records), lambda a, b: records[a:b], level, torch.float16, patch.numels, i
-        )
-        apply_([dense], alone, backend="native")
-        assert torch.equal(bits(dense), bits(new[i]))
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
