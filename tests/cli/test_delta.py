@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt import DeltaLog, MaskSet
@@ -72,21 +71,6 @@ def test_info_of_a_log(sparse_opt, files):
     text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log).done()
     assert found["run_id"] in text
     assert "model: tiny" in text
-
-
-def test_info_of_a_step(sparse_opt, files):
-    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 2, "--json"))
-    assert found["digest"] == DeltaLog.open(files.delta_log).digest(2)
-    assert (found["step"], found["since"]) == (2, 1)
-    assert found["changed"] == changed_between(files.states[1], files.states[2]) == sum(found["tensors"].values())
-    assert found["dtypes"]["bfloat16"]["changed"] == found["changed"]
-    text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 2, "--largest", 1).done()
-    most = max(found["tensors"], key=lambda name: found["tensors"][name])
-    assert most in text
-    assert text.count("model.layers") <= 1
-    assert "no step before it" in sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 0).done()
-    words = ("delta", "info", "--delta_log_dir", files.delta_log, "--step", 9)
-    assert "step 9 is not logged" in sparse_opt(*words).failed_in_one_line(1)
     words = ("delta", "info", "--delta_log_dir", files.delta_log, "--largest", -1)
     assert "option 'largest' is -1: expected 0 or more" in sparse_opt(*words).failed_in_one_line(2)
 
@@ -179,42 +163,6 @@ def test_squash_forgets_the_steps_between(sparse_opt, files, own_log):
     assert log.verify() == []
 
 
-def test_export_of_a_state_and_of_changes(sparse_opt, files, tmp_path):
-    log = ("--delta_log_dir", files.delta_log)
-    state, values = tmp_path / "state.safetensors", tmp_path / "values.safetensors"
-    found = as_json(sparse_opt("delta", "export", *log, "--step", 2, "--format", "state", "--output", state, "--json"))
-    assert found["digest"] == DeltaLog.open(files.delta_log).digest(2)
-    for name, tensor in load_file(state).items():
-        assert torch.equal(as_bits(tensor), as_bits(files.states[2][name]))
-    found = as_json(
-        sparse_opt("delta", "export", *log, "--step", 3, "--format", "values", "--output", values, "--json")
-    )
-    assert (found["since"], found["changed"]) == (2, changed_between(files.states[2], files.states[3]))
-    words = ("--step", 3, "--since", 0, "--format", "values", "--output", values)
-    changed = changed_between(files.states[0], files.states[3])
-    assert (
-        f"{changed:,} elements that changed from step 0 to step 3" in sparse_opt("delta", "export", *log, *words).done()
-    )
-    assert sum(t.numel() for key, t in load_file(values).items() if key.endswith(".indices")) == changed
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (("--step", 1, "--since", 0, "--format", "state", "--output", "a.safetensors"), 2, "format state has none"),
-        (("--step", 1, "--format", "state", "--output", "a.pt"), 2, "a.pt ends in .pt, expected .safetensors"),
-        (("--step", 0, "--format", "values", "--output", "a.safetensors"), 2, "it is the base, with no step before it"),
-        (("--step", 9, "--format", "values", "--output", "a.safetensors"), 1, "step 9 is not logged"),
-        (("--step", 1, "--since", 2, "--format", "values", "--output", "a.safetensors"), 1, "expected a step before 1"),
-    ],
-)
-def test_export_refuses_in_one_line(sparse_opt, files, tmp_path, monkeypatch, words, code, message):
-    monkeypatch.chdir(tmp_path)
-    line = sparse_opt("delta", "export", "--delta_log_dir", files.delta_log, *words).failed_in_one_line(code)
-    assert message in line
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def pt_log(files, tmp_path):
     """The run of `files` at steps 0, 1 and 2, as a tool with `named_parameters()` and fp32 writes it."""
@@ -234,7 +182,7 @@ def pt_log(files, tmp_path):
 def test_the_error_for_pt_files_names_the_command_that_converts_them(sparse_opt, pt_log, action):
     line = sparse_opt("delta", action, "--delta_log_dir", pt_log).failed_in_one_line(1)
     assert f"expected a delta log: convert it: sparse-opt delta convert --from {pt_log} --to NEW_DIR" in line
-    line = sparse_opt("mask", "find", "--delta_log_dir", pt_log, "--list_steps").failed_in_one_line(1)
+    line = sparse_opt("mask", "find", "--delta_log_dir", pt_log).failed_in_one_line(1)
     assert "sparse-opt delta convert" in line
 
 

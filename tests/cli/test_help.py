@@ -17,8 +17,8 @@ from sparse_opt.cli.train import TRL_ALGORITHMS
 ACTIONS = [
     *((command,) for command in COMMANDS),
     *(("mask", action) for action in ("find", "random", "info", "compare", "convert", "invert", "union", "intersect")),
-    *(("delta", action) for action in ("list", "info", "verify", "reconstruct", "squash", "export", "convert")),
-    *(("analyze", action) for action in ("sparsity", "coverage", "ranks", "shapes", "report")),
+    *(("delta", action) for action in ("list", "info", "verify", "reconstruct", "squash", "convert")),
+    *(("analyze", action) for action in ("sparsity", "coverage", "ranks", "report")),
 ]
 
 

@@ -22,7 +22,6 @@ _ACTIONS = {
     "squash": "maintenance",
     "convert": "maintenance",
     "reconstruct": "rebuild",
-    "export": "rebuild",
     "diff": "share",
     "apply": "share",
     "show": "share",
@@ -50,12 +49,10 @@ examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
   sparse-opt delta list --delta_log_dir delta_logs_M --json | jq .totals
 """
-_INFO_EPILOG = """Without --step: the settings of the log, and its tensors. With --step: the changes of that step,
-compared with the previous step tensor by tensor.
+_INFO_EPILOG = """What a step has changed: 'sparse-opt delta list', and by tensor 'sparse-opt analyze sparsity'.
 
 examples:
-  sparse-opt delta info --delta_log_dir delta_logs_M
-  sparse-opt delta info --delta_log_dir delta_logs_M --step 50 --largest 20
+  sparse-opt delta info --delta_log_dir delta_logs_M --largest 20
 """
 _VERIFY_EPILOG = """Rebuilds every step and compares every digest. If a file is damaged, the exit code is 1, and the
 error names the file and the steps that cannot be rebuilt.
@@ -82,15 +79,6 @@ for bit.
 
 examples:
   sparse-opt delta reconstruct --model_name M --delta_log_dir delta_logs_M --step 50 --output_dir step_50
-"""
-_EXPORT_EPILOG = """formats:
-  state   the whole dense state as one .safetensors file, which any loader of checkpoints reads
-  values  the changes since --since (the previous step) in one .safetensors file: NAME.indices (flat positions, int32)
-          and NAME.values (new values): the keys of grail's sparse updates, which vLLM's CheckpointWeightPatch accepts
-
-examples:
-  sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --format values --output step_50.safetensors
-  sparse-opt delta export --delta_log_dir delta_logs_M --step 50 --since 0 --format values --output all.safetensors
 """
 _DIFF_EPILOG = """BASE and TUNED are checkpoints in safetensors files: folders, or names on the hub, with @revision.
 Names, shapes and dtypes must agree. Holds one tensor of both in memory.
@@ -140,9 +128,8 @@ def _parser() -> CommandParser:
     listing = actions.add_parser("list", help="list every step: kind, changed elements, size", epilog=_LIST_EPILOG)
     _add_log(listing)
 
-    info = actions.add_parser("info", help="show a log's tensors, or the changes of a step", epilog=_INFO_EPILOG)
+    info = actions.add_parser("info", help="show a log's settings and tensors", epilog=_INFO_EPILOG)
     _add_log(info)
-    info.add_argument("--step", type=int, metavar="N", help="logged step")
     info.add_argument("--largest", type=int, default=10, metavar="K", help="tensors to list (%(default)s)")
 
     verify = actions.add_parser("verify", help="rebuild every step and compare its digest", epilog=_VERIFY_EPILOG)
@@ -158,15 +145,6 @@ def _parser() -> CommandParser:
     _add_log(squash)
     squash.add_argument("--from", dest="first", type=int, required=True, metavar="A", help="logged step to keep")
     squash.add_argument("--to", dest="last", type=int, required=True, metavar="B", help="later logged step to keep")
-
-    export = actions.add_parser("export", help="write a step in formats of other tools", epilog=_EXPORT_EPILOG)
-    _add_log(export)
-    export.add_argument("--step", type=int, required=True, metavar="N", help="logged step")
-    export.add_argument("--format", choices=("state", "values"), required=True, help="output format, see below")
-    export.add_argument(
-        "--since", type=int, metavar="N", help="for values: changes since this logged step (the previous)"
-    )
-    export.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file")
 
     convert = actions.add_parser(
         "convert", help="write .pt files, or a log of another level, as a new log", epilog=_CONVERT_EPILOG
