@@ -110,13 +110,18 @@ class TrlCommandParser(CommandParser, TrlParser):
 
     has_sections = False
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._variables: set[str] = set()  # of the environment, that files have set
+
     def settings(self, file: Path) -> dict[str, Any]:
         content = super().settings(file)
         variables = content.pop("env", None) or {}
         if not isinstance(variables, dict):
             raise ConfigError(f"config file {file}: 'env' is {variables!r}, expected variables by name")
-        for name, value in variables.items():
-            os.environ[name] = str(value)
+        for name in variables.keys() - self._variables:  # later files are read first
+            os.environ[name] = str(variables[name])
+        self._variables |= variables.keys()
         found: dict[str, Any] = {}
         for key, value in content.items():
             is_section = self.has_sections and isinstance(value, dict) and f"--{key}" not in self._option_string_actions
