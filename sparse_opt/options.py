@@ -2,7 +2,7 @@
 
 Files (`--config run.yaml`) are read first, at any position; then flags and words in the order of the command line.
 Later ones win. A file's values are those of flags: a list is several values, `true` sets a switch, `null` is the
-default None.
+default None. The parser of `sparse-opt train`, whose options are the fields of TRL's dataclasses, derives from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ class CommandParser(argparse.ArgumentParser):
     Differences in what `add_argument` declares: `--a-flag` is `--a_flag`, a switch also takes a value (`--json false`)
     and has a negative (`--no_json`), an option of several values splits them at commas unless they are paths, `none` is
     None where that is the default, and numbers are finite.
+
+    Attributes:
+        given: names of the options in files and words, after `parse_words`.
     """
+
+    given: frozenset[str] = frozenset()
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -58,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         files, given, positionals = self._read(words)
         for file in reversed(files):  # what a later place sets, and what that excludes, is left out
             of_file: _Flags = []
-            for key, value in _settings(file).items():
+            for key, value in self.settings(file).items():
                 action = self._named(key, f"config file {file}")
                 if not action.option_strings:
                     positionals = positionals or [str(item) for item in (value if isinstance(value, list) else [value])]
@@ -66,6 +71,7 @@ class CommandParser(argparse.ArgumentParser):
                     self._set(of_file, action, value, f"config file {file}")
             self._check(of_file, f"config file {file}")
             given = of_file + given
+        self.given = frozenset(dest for dest, _ in given)
         found = self.parse_intermixed_args([*_words(given), *(["--", *positionals] if positionals else [])])
         for name, value in vars(found).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -102,16 +108,20 @@ class CommandParser(argparse.ArgumentParser):
                     continue
             action = self._find(key)
             negated = self._find(key[5:]) if key.startswith(("--no_", "--no-")) and not equals else None
-            if action is None and negated is not None and negated.nargs == 0:
+            if action is None and negated is not None and _is_switch(negated):
                 self._set(flags, negated, False, word)
                 continue
             action = action or self._named(key.removeprefix("--"), f"'{word}'")
             value: Any = text
-            if not equals and action.nargs == 0:
-                value = words.pop(0) if words and words[0].lower() in TRUE | FALSE | NONE else True
+            if not equals and _is_switch(action):
+                takes_any = self._follows(words) and not self._get_positional_actions()
+                is_value = takes_any or (words and words[0].lower() in TRUE | FALSE | NONE)
+                value = words.pop(0) if is_value else True
+            elif not equals and action.nargs == "?":
+                value = words.pop(0) if self._follows(words) else action.const
             elif not equals and action.nargs in ("+", "*"):
                 value = []
-                while words and not words[0].startswith("--") and not self._is_setting(words[0]):
+                while self._follows(words):
                     value.append(words.pop(0))
             elif not equals:
                 if not words or words[0].startswith("--"):
@@ -140,9 +150,12 @@ class CommandParser(argparse.ArgumentParser):
             flags[:] = [(dest, words) for dest, words in flags if dest != action.dest]
         if is_none and (action.default is None or action.nargs == 0):
             flags.append((action.dest, []))
-        elif action.nargs == 0:
+        elif _is_switch(action):
             if text not in TRUE | FALSE:
                 self.error(f"option '{flag}' (from {source}) is {value!r}, expected true or false")
+            if action.nargs != 0:
+                flags.append((action.dest, [f"{flag}={text in TRUE}"]))
+                return
             negative = [action.option_strings[-1]] if isinstance(action, argparse.BooleanOptionalAction) else []
             flags.append((action.dest, [flag] if text in TRUE else negative))
         elif action.nargs in ("+", "*"):
@@ -157,10 +170,10 @@ class CommandParser(argparse.ArgumentParser):
             flags.append((action.dest, [f"{flag}={value}"]))
 
     def _items(self, action: argparse.Action, value: Any, flag: str) -> list[str]:
-        """The values of an option of several: a list's, or those of words with commas; numbers may be `[1, 0.01]`."""
+        """The values of an option of several: a list's, or those of words with commas, as in `a,b` or `[1, 0.01]`."""
         items = [str(item) for item in value] if isinstance(value, list) else [str(value)]
         text = " ".join(items)
-        if action.type in (int, float) and text[:1] == "[" and text[-1:] == "]":
+        if text[:1] == "[" and text[-1:] == "]" and (action.type in (int, float) or "," in text):  # else a pattern
             items = [text[1:-1]]
         if action.type is not Path:  # names of files may have commas
             items = [part.strip() for item in items for part in item.split(",") if part.strip()]
@@ -181,6 +194,15 @@ class CommandParser(argparse.ArgumentParser):
             for action in required:
                 action.required = True
 
+    def settings(self, file: Path) -> dict[str, Any]:
+        """The options in a YAML file, by name."""
+        content = read_yaml(file, "config file")
+        if not isinstance(content, dict | None):
+            raise ConfigError(f"config file {file} holds a {type(content).__name__}; expected 'key: value' lines")
+        if "config" in (content or {}):
+            raise ConfigError(f"config file {file} has the key 'config', which is an option of the command line only")
+        return {str(key): value for key, value in (content or {}).items()}
+
     def _excluded(self, action: argparse.Action) -> set[str]:
         groups = [group._group_actions for group in self._mutually_exclusive_groups]
         return {other.dest for group in groups if action in group for other in group}
@@ -191,15 +213,16 @@ class CommandParser(argparse.ArgumentParser):
         positionals = {action.dest: action for action in self._get_positional_actions()}
         return None if name == "help" else self._option_string_actions.get(f"--{name}") or positionals.get(name)
 
-    def _is_setting(self, word: str) -> bool:
-        key, equals, _ = word.partition("=")
-        return bool(equals) and self._find(key) is not None
+    def _follows(self, words: list[str]) -> bool:
+        """Whether the next word can be the value of an option: it is none itself."""
+        key, equals, _ = words[0].partition("=") if words else ("--", "", "")
+        return not key.startswith("--") and not (equals and self._find(key) is not None)
 
     def _named(self, key: str, source: str) -> argparse.Action:
         action = self._find(key)
         if action is None:
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--") and flag != "--help"]
-            names = [flag[2:] for flag in flags if flag[:5] != "--no-"]
+            flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--") and flag != "--help"]
+            names = [name for name in flags if "-" not in name]
             found = similar(key.replace("-", "_"), names)
             hint = "" if found is None else f"; the nearest is '{found}'"
             self.error(f"unknown option '{key}' (from {source}){hint}")
@@ -210,45 +233,38 @@ def _words(flags: _Flags) -> list[str]:
     return [word for _, words in flags for word in words]
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    content = read_yaml(file, "config file")
-    if not isinstance(content, dict | None):
-        raise ConfigError(f"config file {file} holds a {type(content).__name__}; expected 'key: value' lines")
-    if "config" in (content or {}):
-        raise ConfigError(f"config file {file} has the key 'config', which is an option of the command line only")
-    return {str(key): value for key, value in (content or {}).items()}
+def _is_switch(action: argparse.Action) -> bool:
+    """Whether an option is true or false: of argparse, or of transformers' parser, where it has a value."""
+    return action.nargs == 0 or getattr(action.type, "__name__", "") == "string_to_bool"
 
 
 def read_yaml(file: Path, what: str) -> Any:
     """Return the content of a YAML file. Raises a ConfigError that names `what` and the file if it is invalid YAML."""
     import yaml  # not before a file is read, so that --help does without it
 
+    class UniqueKeys(yaml.SafeLoader):
+        """PyYAML takes the last of two equal keys."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name != "<<" and name in lines:
+                    raise ConfigError(
+                        f"{what} {file}: '{name}' is in line {lines[name]} and again in line {line}: give it once"
+                    )
+                lines[name] = line
+            return super().construct_mapping(node, deep)
+
     try:
-        text = file.read_text(encoding="utf-8")
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), f"{what} {file}")
-        return yaml.safe_load(text)
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except OSError as error:
         raise ConfigError(f"cannot read {what} {file}: {error.strerror or error}") from error
+    except ConfigError:
+        raise
     # PyYAML does not catch the errors of int() and date() on a value, and recurses once per level of the file.
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{what} {file} is not valid YAML: {' '.join(str(error).split())}") from error
-
-
-def _refuse_repeated_keys(root: Any, where: str) -> None:
-    """Raise a ConfigError if the YAML file has a key of the first or second level twice; PyYAML takes the last."""
-    nodes = [root] if root is not None else []
-    for level in range(2):
-        nodes = [node for node in nodes if isinstance(getattr(node, "value", None), list)]
-        for node in nodes:
-            lines: dict[str, int] = {}
-            for key, _ in (item for item in node.value if isinstance(item, tuple)):
-                line = key.start_mark.line + 1
-                if isinstance(key.value, str) and key.value != "<<" and lines.setdefault(key.value, line) != line:
-                    raise ConfigError(
-                        f"{where}: '{key.value}' is in line {lines[key.value]} and again in line {line}: give it once"
-                    )
-        if level == 0:
-            nodes = [item[1] for node in nodes for item in node.value if isinstance(item, tuple)]
 
 
 def similar(word: str, words: Iterable[str]) -> str | None:

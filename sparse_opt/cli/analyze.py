@@ -1,4 +1,4 @@
-"""`sparse-opt analyze sparsity|coverage|ranks|shapes|report`: what training changed in a model."""
+"""`sparse-opt analyze sparsity|coverage|ranks|report`: what training changed in a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ _EPILOG = """examples:
   sparse-opt analyze sparsity --base_model Qwen/Qwen2.5-0.5B --model_name Qwen/Qwen2.5-0.5B-Instruct
   sparse-opt analyze coverage --delta_log_dir delta_logs_M --output plots/
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --device cuda --output plots/
-  sparse-opt analyze shapes meta-llama/Llama-3.2-3B
   sparse-opt analyze report --delta_log_dir delta_logs_M --output report.html
 """
 _SPARSITY_EPILOG = """Density is the share of elements that changed since the first logged step; sparsity is 100 % minus
@@ -67,14 +66,6 @@ examples:
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --steps 100 --method gram --exclude '*embed*' --output plots/
   sparse-opt analyze ranks --base_model base/ --model_name tuned/ --method gram
 """
-_SHAPES_EPILOG = """Only the model's configuration is read, no weights. Tied weights are listed once.
-
---output DIR writes shapes.csv and shapes.json.
-
-examples:
-  sparse-opt analyze shapes meta-llama/Llama-3.2-3B
-  sparse-opt analyze shapes checkpoints/step_100 --json
-"""
 _REPORT_EPILOG = """One HTML file without external resources: the tables and plots of sparsity, coverage (of a log),
 ranks and shapes.
 
@@ -94,7 +85,7 @@ METHODS = ("exact", "gram")
 
 def run(argv: Sequence[str]) -> int:
     """Measure, print a table or JSON, and write the requested files."""
-    actions = {"sparsity": _sparsity, "coverage": _coverage, "ranks": _ranks, "shapes": _shapes, "report": _report}
+    actions = {"sparsity": _sparsity, "coverage": _coverage, "ranks": _ranks, "report": _report}
     args = _parser().parse_words(argv)
     _require_output(args)
     actions[args.action](args)
@@ -103,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="sparse-opt analyze", description="Measure what training changed.", epilog=_EPILOG)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{sparsity,coverage,ranks,shapes,report}")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{sparsity,coverage,ranks,report}")
 
     sparsity = actions.add_parser("sparsity", help="share of changed elements by step", epilog=_SPARSITY_EPILOG)
     _add_source(sparsity)
@@ -135,12 +126,6 @@ def _parser() -> CommandParser:
     ranks.add_argument("--tau", type=float, default=TAU, metavar="T", help="threshold of a moved element (%(default)s)")
     _add_method(ranks)
     _add_output(ranks)
-
-    shapes = actions.add_parser("shapes", help="names, shapes and sizes of a model's weights", epilog=_SHAPES_EPILOG)
-    shapes.add_argument("model_name", metavar="MODEL", help="hub name or local folder")
-    shapes.add_argument("--output", type=Path, metavar="DIR", help="folder for CSV and JSON files")
-    shapes.set_defaults(no_plots=True)
-    add_json_flag(shapes)
 
     report = actions.add_parser("report", help="all analyses as one HTML page", epilog=_REPORT_EPILOG)
     _add_source(report)
@@ -267,17 +252,6 @@ def _ranks(args: Namespace) -> None:
     _give(args, data, shown, rows, pictures, log)
 
 
-def _shapes(args: Namespace) -> None:
-    from ..analysis import records
-    from ..progress import hide_progress_bars
-    from .mask.from_model import parameter_shapes
-
-    hide_progress_bars()
-    rows = records.shape_records(parameter_shapes(args.model_name))
-    data = {"model": args.model_name, "numel": sum(row["numel"] for row in rows), "weights": rows}
-    _give(args, data, records.shape_tables(rows)[::-1], rows, {})
-
-
 def _report(args: Namespace) -> None:
     from ..analysis.output_files import write_text
     from ..analysis.report import build_report
@@ -343,16 +317,15 @@ def _give(
     shown: Sequence[Table],
     rows: Sequence[dict[str, Any]],
     pictures: Mapping[str, Callable[[], Figure]],
-    log: StateLog | None = None,
+    log: StateLog,
 ) -> None:
     """Write the requested files, and print the tables or the JSON, with the further names of tied tensors."""
     from ..analysis.output_files import save_png, write_text
     from ..analysis.records import Table, write_csv
     from ..masks.parameters import tied_text
 
-    tied = {} if log is None else dict(log.layout.aliases)
-    if log is not None:
-        data = {"source": str(log.directory), "base_step": log.steps[0], **data} | ({"tied": tied} if tied else {})
+    tied = dict(log.layout.aliases)
+    data = {"source": str(log.directory), "base_step": log.steps[0], **data} | ({"tied": tied} if tied else {})
     written: list[Path] = []
     if args.output is not None:
         written = [args.output / f"{args.action}.csv", args.output / f"{args.action}.json"]

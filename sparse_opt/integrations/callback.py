@@ -71,6 +71,7 @@ class DeltaLogCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.close()
         self._running = True
+        model = self._trained(model)
         with self._base_weights():
             weights = _gathered(model)
             name = getattr(getattr(model, "config", None), "name_or_path", "")
@@ -102,8 +103,12 @@ class DeltaLogCallback(TrainerCallback):
             log.close()
 
     def _write(self, step: int, model: nn.Module) -> None:
-        weights = _gathered(model)
+        weights = _gathered(self._trained(model))
         on_process_0(lambda: self._append(step, weights))
+
+    def _trained(self, model: Any) -> Any:
+        """The model to log, of the one that the Trainer passes to its callbacks."""
+        return model
 
     # On process 0
 

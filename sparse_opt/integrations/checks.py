@@ -180,7 +180,7 @@ def of_vllm(args: Any, options: SparseArguments) -> None:
         raise ConfigError(f"vllm_weight_sync is 'sparse', and {found}; or set vllm_weight_sync='full'")
     if args.vllm_mode == "server" and options.vllm_options is not None:
         raise ConfigError("vllm_options has no effect with vllm_mode='server': start the server with these options")
-    # TRL checks this only with use_vllm=True, and `server_updates.without_vllm` calls its constructor with False.
+    # TRL checks this only with use_vllm=True, and `trl.generation.without_vllm` calls its constructor with False.
     modes = ("token_truncate", "token_mask")
     corrects = args.loss_type == "vespo" and args.vllm_importance_sampling_correction
     if corrects and args.vllm_importance_sampling_mode not in modes:

@@ -30,7 +30,6 @@ from . import checks, rates
 from .arguments import Mask, SparseArguments, read_mask
 from .callback import DeltaLogCallback, Weights, on_process_0
 from .checkpoints import VerifiedCheckpointCallback, complete
-from .colocated_updates import ColocatedUpdates
 from .run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -39,8 +38,70 @@ else:
     _Trainer = object  # `sparse_trainer` puts the user's trainer behind this class
 
 
-class EndingTrainer(_Trainer):
-    """Mixin for a Trainer class: to resume after the last step trains no further one, and misses no tied weights."""
+class RunTrainer(_Trainer):
+    """Mixin for a Trainer class whose runs lock their folder, and whose checkpoints have manifests.
+
+    Besides, to resume after the last step trains no further one, and misses no tied weights.
+    """
+
+    _run = ""  # the name of the run that holds the folder
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's method with the folder locked; afterwards close the delta logs.
+
+        Raises:
+            ConfigError: another run is saving checkpoints to `output_dir`.
+            DataError: the checkpoint is damaged or incomplete; or the newest one is of an earlier run in `output_dir`.
+        """
+        newest = resume_from_checkpoint is True
+        checkpoint = resume_from_checkpoint or None
+        if newest and os.path.isdir(self.args.output_dir):
+            checkpoint = get_last_checkpoint(self.args.output_dir) or True
+        folder, saves = RunFolder(self.args.output_dir), self.args.save_strategy != "no"
+
+        path = None if checkpoint is True else checkpoint
+
+        def begin() -> None:
+            self._run = folder.begin(path, newest=newest, saves=saves)
+
+        try:
+            if checkpoint is not True:  # else the Trainer raises: there is none
+                on_process_0(begin, DataError)
+            return super().train(checkpoint, *args, **kwargs)
+        finally:
+            try:
+                for log in self._delta_logs():
+                    log.close()
+            finally:
+                folder.end()
+
+    def _delta_logs(self) -> list[DeltaLogCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, DeltaLogCallback)]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Call the Trainer's method, then flush the delta logs, write the manifest, and remove old checkpoints."""
+        args = self.args
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        folder = self._get_output_dir(trial=trial)
+        checkpoint = Path(folder, f"checkpoint-{self.state.global_step}")
+        saved_args = checkpoint / TRAINING_ARGS_NAME
+        if limit is not None and args.should_save and saved_args.exists():
+            torch.save(args, saved_args)  # with the limit
+        for log in self._delta_logs():
+            log.on_save(args, self.state, self.control)
+        complete(checkpoint, self._run)
+        if args.should_save:
+            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _load_best_model(self) -> None:
+        """Call the Trainer's method for an intact checkpoint."""
+        best = self.state.best_model_checkpoint
+        on_process_0(lambda: VerifiedCheckpointCallback.require_intact(best), DataError)
+        super()._load_best_model()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Call the Trainer's method, except after the last step, when it would train one more."""
@@ -56,7 +117,7 @@ class EndingTrainer(_Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=names))
 
 
-class SparseTrainer(EndingTrainer):
+class SparseTrainer(RunTrainer):
     """Mixin for a Trainer class, placed before it in the MRO by `sparse_trainer`, which documents the arguments."""
 
     vllm_generation: Any  # of GRPO with use_vllm
@@ -84,8 +145,9 @@ class SparseTrainer(EndingTrainer):
         rates.warn_of_rate(self.args, self.sparse_mask)
         if self.sparse_arguments.vllm_weight_sync == "sparse":
             self._send_changes_to_vllm()
-        self._sparse_callback = SparseCallback(self)
-        self.add_callback(self._sparse_callback)
+        self.add_callback(SparseCallback(self))
+        if self.sparse_arguments.delta_log_dir is not None:
+            self.add_callback(SparseDeltaLogCallback(self))
 
     @contextmanager
     def _without_reference(self, bound: inspect.BoundArguments) -> Iterator[None]:
@@ -97,21 +159,21 @@ class SparseTrainer(EndingTrainer):
         options = self.sparse_arguments
         if options.vllm_weight_sync != "sparse" or (args.vllm_mode != "server" and options.vllm_options is None):
             return nullcontext()
-        from . import server_updates
+        from .trl.generation import without_vllm
 
-        return server_updates.without_vllm(args)
+        return without_vllm(args)
 
     def _send_changes_to_vllm(self) -> None:
-        if self.args.vllm_mode == "server":
-            from . import server_updates
+        from .trl import generation
 
-            server_updates.connect(self, self.sparse_mask)
+        if self.args.vllm_mode == "server":
+            generation.connect(self, self.sparse_mask)
             return
         if self.sparse_arguments.vllm_options is not None:
-            from . import colocated_generation
-
-            colocated_generation.start(self, self.sparse_arguments.vllm_options)
-        self.vllm_generation.sync_weights = ColocatedUpdates(self.vllm_generation, self.model, self.sparse_mask)
+            generation.start(self, self.sparse_arguments.vllm_options)
+        self.vllm_generation.sync_weights = generation.ColocatedUpdates(
+            self.vllm_generation, self.model, self.sparse_mask
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Call the Trainer's method, and let the optimizer average compact gradients between processes.
@@ -129,28 +191,16 @@ class SparseTrainer(EndingTrainer):
         if self._replicates:
             accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's method; afterwards, also after an exception, remove the hooks and unfreeze parameters.
-
-        Raises:
-            ConfigError: another run is saving checkpoints to `output_dir`.
-            DataError: the checkpoint is damaged or incomplete; or the newest one is of an earlier run in `output_dir`.
-        """
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's method; afterwards, also after an exception, remove the hooks and unfreeze parameters."""
         checks.of_callbacks(self.callback_handler.callbacks)
-        newest = resume_from_checkpoint is True
-        checkpoint = resume_from_checkpoint or None
-        if newest and os.path.isdir(self.args.output_dir):
-            checkpoint = get_last_checkpoint(self.args.output_dir) or True
         try:
-            if checkpoint is not True:  # else the Trainer raises: there is none
-                on_process_0(lambda: self._sparse_callback.begin(checkpoint, newest), DataError)
             if self.sparse_optimizer is not None:
                 self.sparse_optimizer.attach()
-            return super().train(checkpoint, *args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
             if self.sparse_optimizer is not None:
                 self.sparse_optimizer.detach()
-            self._sparse_callback.close()
 
     # The optimizer
 
@@ -253,23 +303,6 @@ class SparseTrainer(EndingTrainer):
         else:
             SparseDelta.from_pretrained(resume_from_checkpoint).apply_(self.model if model is None else model)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Call the Trainer's method, but remove old checkpoints when the new one has its manifest, not before."""
-        args = self.args
-        limit, args.save_total_limit = args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            args.save_total_limit = limit
-        folder = self._get_output_dir(trial=trial)
-        checkpoint = Path(folder, f"checkpoint-{self.state.global_step}")
-        saved_args = checkpoint / TRAINING_ARGS_NAME
-        if limit is not None and args.should_save and saved_args.exists():
-            torch.save(args, saved_args)  # with the limit
-        self._sparse_callback.complete(checkpoint)
-        if args.should_save:
-            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint, use_mtime=True)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Call the Trainer's method, and raise if the checkpoint has no optimizer or scheduler state.
 
@@ -288,9 +321,7 @@ class SparseTrainer(EndingTrainer):
         """Called before a run resumes after `state.global_step`; `batches` is its data loader."""
 
     def _load_best_model(self) -> None:
-        """Call the Trainer's method for an intact checkpoint, then update the fp32 master weights from its weights."""
-        best = self.state.best_model_checkpoint
-        on_process_0(lambda: VerifiedCheckpointCallback.require_intact(best), DataError)
+        """Call the Trainer's method, then update the fp32 master weights from the loaded weights."""
         super()._load_best_model()
         assert self.sparse_optimizer is not None
         self.sparse_optimizer.refresh_master_weights()
@@ -301,8 +332,7 @@ class SparseDeltaLogCallback(DeltaLogCallback):
 
     def __init__(self, trainer: SparseTrainer) -> None:
         options = trainer.sparse_arguments
-        if options.delta_log_dir is None:
-            raise ConfigError("delta_log_dir is None, expected a folder for the log")
+        assert options.delta_log_dir is not None
         super().__init__(
             options.delta_log_dir,
             options.delta_log_steps,
@@ -313,6 +343,9 @@ class SparseDeltaLogCallback(DeltaLogCallback):
             metadata={"method": type(trainer).__name__},
         )
         self._trainer = trainer
+
+    def _trained(self, model: Any) -> Any:
+        return self._trainer.model  # with `model_init` the Trainer passes the one that it was built with
 
     def _base_weights(self) -> AbstractContextManager[None]:
         return self._trainer.base_weights()
@@ -325,24 +358,10 @@ class SparseDeltaLogCallback(DeltaLogCallback):
 
 
 class SparseCallback(TrainerCallback):
-    """Drops the gradients of an interrupted training loop, writes the delta log, and guards the folder of the run."""
+    """Drops the gradients of an interrupted training loop, and lets the trainer resume what the Trainer does not."""
 
     def __init__(self, trainer: SparseTrainer) -> None:
         self._trainer = trainer
-        logs = trainer.sparse_arguments.delta_log_dir is not None
-        self._log = SparseDeltaLogCallback(trainer) if logs else None
-        self._folder, self._run = RunFolder(trainer.args.output_dir), ""
-
-    def begin(self, checkpoint: str | None, newest: bool) -> None:
-        """On process 0, verify the checkpoint, and lock the folder of a run that saves some."""
-        saves = self._trainer.args.save_strategy != "no"
-        self._run = self._folder.begin(checkpoint, newest=newest, saves=saves)
-
-    def complete(self, checkpoint: Path) -> None:
-        """Write the steps of the delta log that precede a checkpoint, then its manifest."""
-        if self._log is not None:
-            self._log.on_save(self._trainer.args, self._trainer.state, self._trainer.control)
-        complete(checkpoint, self._run)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
@@ -350,25 +369,3 @@ class SparseCallback(TrainerCallback):
         trainer.sparse_optimizer.zero_grad()  # the Trainer clears only `.grad`, which does not hold compact gradients
         if state.global_step > 0:
             trainer._resume(state, kwargs["train_dataloader"])
-        if self._log is not None:
-            self._log.on_train_begin(args, state, control, **{**kwargs, "model": trainer.model})
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None:
-            self._log.on_step_end(args, state, control, **{**kwargs, "model": self._trainer.model})
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None:
-            self._log.on_epoch_end(args, state, control, **{**kwargs, "model": self._trainer.model})
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._log is not None:
-            self._log.on_train_end(args, state, control)
-
-    def close(self) -> None:
-        """Close the delta log, so that others can append to it, and release the folder."""
-        try:
-            if self._log is not None:
-                self._log.close()
-        finally:
-            self._folder.end()

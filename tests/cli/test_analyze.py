@@ -52,13 +52,12 @@ def test_files_are_written(sparse_opt, files, tmp_path):
         assert f"wrote {out / name}.csv" in text
         shown = sparse_opt("analyze", name, *source(files), "--json").done()
         assert json.loads((out / f"{name}.json").read_text()) == json.loads(shown)
-    sparse_opt("analyze", "shapes", files.model, "--output", out).done()
     sparse_opt("analyze", "ranks", *source(files), "--all_steps", "--output", out).done()
     pictures = ["coverage", "density_by_step", "ranks_by_layer", "ranks_by_step", "sparsity_by_layer"]
     assert sorted(path.stem for path in out.glob("*.png")) == pictures
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.glob("*.png"))
     tables = {path.stem: list(csv.DictReader(path.open())) for path in out.glob("*.csv")}
-    assert tables.keys() == {*NAMES, "shapes"} == {path.stem for path in out.glob("*.json")}
+    assert tables.keys() == {*NAMES} == {path.stem for path in out.glob("*.json")}
     assert len(tables["sparsity"]) == 3 * (len(files.states[0]) - 1)
     name = "model.layers.0.mlp.up_proj.weight"
     row = by("matrix", (row for row in tables["ranks"] if row["step"] == "3"))[name]
@@ -112,19 +111,6 @@ def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):
         assert of_folder.pop("source") != of_log.pop("source") and of_folder == of_log
 
 
-def test_shapes_come_from_the_configuration_alone(sparse_opt, files, tmp_path):
-    (tmp_path / "config.json").write_text((files.model / "config.json").read_text())
-    found = json.loads(sparse_opt("analyze", "shapes", tmp_path, "--json").done())
-    weights = by("weight", found["weights"])
-    state = {name: list(t.shape) for name, t in files.states[0].items() if name != "lm_head.weight"}
-    assert {name: weight["shape"] for name, weight in weights.items()} == state
-    assert found["numel"] == sum(t.numel() for name, t in files.states[0].items() if name != "lm_head.weight")
-    up, norm = weights["model.layers.0.mlp.up_proj.weight"], weights["model.norm.weight"]
-    assert (up["layer"], up["component"], up["in_features"], up["out_features"]) == (0, "MLP up", 16, 32)
-    assert (norm["layer"], norm["component"], norm["in_features"]) == (None, "norms", None)
-    assert "weights by component" in sparse_opt("analyze", "shapes", tmp_path).done()
-
-
 def test_report_is_one_page(sparse_opt, files, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-opt[plot]'")
     words = ("analyze", "report", *source(files), "--method", "gram", "--output")
@@ -173,8 +159,6 @@ def test_sources_that_are_not_there_are_named_in_one_line(sparse_opt, files, tmp
     call = ("analyze", "sparsity", "--base_model", files.model, "--model_name")
     assert "holds no model.safetensors" in sparse_opt(*call, tmp_path / "empty").failed_in_one_line(1)
     assert "is [" in sparse_opt(*call, files.wider_model).failed_in_one_line(1)
-    line = sparse_opt("analyze", "shapes", tmp_path / "empty").failed_in_one_line(1)
-    assert "cannot load the configuration of" in line
     call = ("analyze", "coverage", *source(files), "--output", tmp_path / "file")
     assert "expected a folder" in sparse_opt(*call).failed_in_one_line(2)
 

@@ -71,21 +71,6 @@ def test_info_of_a_log(sparse_opt, files):
     text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log).done()
     assert found["run_id"] in text
     assert "model: tiny" in text
-
-
-def test_info_of_a_step(sparse_opt, files):
-    found = as_json(sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 2, "--json"))
-    assert found["digest"] == DeltaLog.open(files.delta_log).digest(2)
-    assert (found["step"], found["since"]) == (2, 1)
-    assert found["changed"] == changed_between(files.states[1], files.states[2]) == sum(found["tensors"].values())
-    assert found["dtypes"]["bfloat16"]["changed"] == found["changed"]
-    text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 2, "--largest", 1).done()
-    most = max(found["tensors"], key=lambda name: found["tensors"][name])
-    assert most in text
-    assert text.count("model.layers") <= 1
-    assert "no step before it" in sparse_opt("delta", "info", "--delta_log_dir", files.delta_log, "--step", 0).done()
-    words = ("delta", "info", "--delta_log_dir", files.delta_log, "--step", 9)
-    assert "step 9 is not logged" in sparse_opt(*words).failed_in_one_line(1)
     words = ("delta", "info", "--delta_log_dir", files.delta_log, "--largest", -1)
     assert "option 'largest' is -1: expected 0 or more" in sparse_opt(*words).failed_in_one_line(2)
 
@@ -181,7 +166,7 @@ def pt_log(files, tmp_path):
 def test_the_error_for_pt_files_names_the_command_that_converts_them(sparse_opt, pt_log, action):
     line = sparse_opt("delta", action, "--delta_log_dir", pt_log).failed_in_one_line(1)
     assert f"expected a delta log: convert it: sparse-opt delta convert --from {pt_log} --to NEW_DIR" in line
-    line = sparse_opt("mask", "find", "--delta_log_dir", pt_log, "--list_steps").failed_in_one_line(1)
+    line = sparse_opt("mask", "find", "--delta_log_dir", pt_log).failed_in_one_line(1)
     assert "sparse-opt delta convert" in line
 
 

@@ -18,7 +18,7 @@ ACTIONS = [
     *((command,) for command in COMMANDS),
     *(("mask", action) for action in ("find", "random", "info", "compare", "convert", "invert", "union", "intersect")),
     *(("delta", action) for action in ("list", "info", "verify", "reconstruct", "convert")),
-    *(("analyze", action) for action in ("sparsity", "coverage", "ranks", "shapes", "report")),
+    *(("analyze", action) for action in ("sparsity", "coverage", "ranks", "report")),
 ]
 
 

@@ -19,12 +19,12 @@ def test_find_warns_in_one_line_when_less_moved_than_was_asked_for(sparse_opt, f
 
 
 def test_random_is_the_library_s_mask_of_the_model(sparse_opt, files, tmp_path):
-    words = ("--model_name", files.model, "--density", 0.25, "--pattern", "run16", "--seed", 3, "--output", tmp_path)
-    found = json.loads(sparse_opt("mask", "random", *words, "--json").done())
+    words = ("--model_name", files.model, "--density", 0.25, "--pattern", "run16", "--seed", 3, "--pool", "global")
+    found = json.loads(sparse_opt("mask", "random", *words, "--output", tmp_path, "--json").done())
     assert found["file"] == str(tmp_path / "sparsity_75.0pct_random_seed3.safetensors")
     mask = MaskSet.load(found["file"])
     shapes = {name: tensor.shape for name, tensor in files.states[0].items() if name != "lm_head.weight"}
-    assert mask == MaskSet.random(shapes, density=0.25, pattern="run16", seed=3)
+    assert mask == MaskSet.random(shapes, density=0.25, pattern="run16", seed=3, pool="global")
     assert mask.pattern == "run16"
     assert mask.metadata["model"] == str(files.model)
 

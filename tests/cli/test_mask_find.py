@@ -13,7 +13,7 @@ from sparse_opt.mask_finding.find import find_from_log
 from sparse_opt.mask_finding.log_scores import LOG_METHODS
 from sparse_opt.mask_finding.model_scores import CALIBRATION_METHODS
 
-UNTRAINED = ("random", "weight_magnitude", *CALIBRATION_METHODS)
+UNTRAINED = ("weight_magnitude", *CALIBRATION_METHODS)
 
 
 @pytest.fixture
@@ -42,21 +42,12 @@ def test_every_method_writes_a_mask_that_a_run_takes(find, files, tmp_path, meth
         "momentum": "momentum_w3_step3",
         "fisher": "fisher_step3",
         "oracle": "oracle_step3",
-        "random": "random_seed0",
     }
     assert found["file"] == str(tmp_path / "masks" / f"sparsity_80.0pct_{names.get(method, method)}.safetensors")
     mask = MaskSet.load(found["file"], files.states[0])
     assert (mask.nnz, mask.digest, mask.metadata["method"]) == (found["nnz"], found["digest"], method)
     assert mask.density == pytest.approx(0.2, abs=0.002)
     assert mask.metadata["sparsity"] == "80.0"
-
-
-def test_the_steps_of_a_log(sparse_opt, files):
-    words = ("mask", "find", "--delta_log_dir", files.delta_log, "--list_steps")
-    steps = list(DeltaLog.open(files.delta_log).steps)
-    assert sparse_opt(*words).done() == " ".join(map(str, steps)) + "\n"
-    assert json.loads(sparse_opt(*words, "--json").done()) == {"steps": steps}
-    assert "'list_steps' needs --delta_log_dir" in sparse_opt("mask", "find", "--list_steps").failed_in_one_line(2)
 
 
 def test_masks_have_a_folder_by_default(sparse_opt, files, tmp_path, monkeypatch):
@@ -101,30 +92,6 @@ def test_a_pattern_says_what_it_captures(find):
     text = find("magnitude", *words).done()
     assert f"run16 captures {100 * capture['share']:.3f} % of the score" in text
     assert "_run16_" in text
-
-
-def test_jaccard_with_the_oracle_mask(find, files):
-    found = json.loads(find("magnitude", "--target_step", 1, "--compute_jaccard", "--json").done())
-    log = DeltaLog.open(files.delta_log)
-    masks = [find_from_log(log, sparsity=90, target_step=step).mask for step in (1, 3)]
-    assert found["jaccard_oracle"] == masks[0].jaccard(masks[1])
-    assert found["jaccard_oracle_by_chance"] < found["jaccard_oracle"] < 1
-    assert (
-        f"Jaccard with the oracle mask {found['jaccard_oracle']:.4f}, "
-        in find("magnitude", "--target_step", 1, "--compute_jaccard").done()
-    )
-    for method in ("magnitude", "oracle"):
-        assert json.loads(find(method, "--compute_jaccard", "--json").done())["jaccard_oracle"] == 1.0
-
-
-@pytest.mark.parametrize("method", ["random", "wanda"])
-def test_jaccard_of_an_untrained_model_s_mask(find, files, method):
-    """Over the tensors of that mask alone: wanda's are the linear layers'."""
-    words = ("--delta_log_dir", files.delta_log, "--compute_jaccard", "--sparsity_percent", 50, "--json")
-    found = json.loads(find(method, *words).done())
-    mask = MaskSet.load(found["file"])
-    oracle = find_from_log(DeltaLog.open(files.delta_log), method="oracle", sparsity=50, include=list(mask.names)).mask
-    assert found["jaccard_oracle"] == mask.jaccard(oracle)
 
 
 def test_debug_lists_every_tensor(find, files):
@@ -175,8 +142,7 @@ def test_calibration_is_recorded(find, files):
             "--sparsity_percent: not allowed with argument --top_percent",
         ),
         ("magnitude", ("--momentum_window", 4), 2, "'momentum_window' is not valid with method 'magnitude'"),
-        ("random", ("--delta_log_dir", "log"), 2, "'delta_log_dir' is not valid with method 'random' without"),
-        ("snip", ("--compute_jaccard",), 2, "'compute_jaccard' needs --delta_log_dir"),
+        ("snip", ("--delta_log_dir", "log"), 2, "'delta_log_dir' is not valid with method 'snip'"),
         ("wanda", ("--include", "*norm*"), 1, "is the weight of a linear layer, as wanda expects"),
         ("magnitude", ("--pattern", "tile128"), 1, "in whole units of tile128, but sparsity 90.0 leaves"),
         ("magnitude", ("--device", "gpu"), 2, "'device' is 'gpu'"),
@@ -192,7 +158,7 @@ def test_refuses_in_one_line_and_writes_nothing(find, tmp_path, method, words, c
     ("words", "said"),
     [
         (("--method", "fisher"), "method 'fisher' needs --delta_log_dir"),
-        (("--method", "random"), "method 'random' needs --model_name"),
+        (("--method", "weight_magnitude"), "method 'weight_magnitude' needs --model_name"),
         (("--method", "wanda", "--model_name", "M"), "method 'wanda' needs --dataset"),
         (("--method", "fischer"), "invalid choice: 'fischer' (choose from 'magnitude', 'momentum'"),
     ],
@@ -201,12 +167,9 @@ def test_what_a_method_needs(sparse_opt, tmp_path, words, said):
     assert said in sparse_opt("mask", "find", *words, "--output", tmp_path).failed_in_one_line(2)
 
 
-def test_a_log_of_another_model_is_refused(sparse_opt, find, files, tmp_path):
+def test_a_log_of_another_model_is_refused(find, files, tmp_path):
     line = find("magnitude", "--model_name", files.wider_model).failed_in_one_line(1)
     assert f"not a log of {files.wider_model}: model.embed_tokens.weight is [" in line
-    words = ("--method", "random", "--model_name", files.wider_model, "--delta_log_dir", files.delta_log)
-    call = ("mask", "find", *words, "--compute_jaccard", "--output", tmp_path / "masks")
-    assert f"not a log of {files.wider_model}: " in sparse_opt(*call).failed_in_one_line(1)
     assert list(tmp_path.iterdir()) == []
 
 

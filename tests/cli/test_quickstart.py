@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.cli.main import main
 from sparse_opt.cli.quickstart import data as quickstart_data
 from sparse_opt.errors import SparseOptError
@@ -67,27 +66,6 @@ def test_memory_and_bytes_are_those_of_the_trained_weights(results):
         assert run["loss_first"] == pytest.approx(0.6931472, abs=1e-6)
         assert run["update_ms"] > 0
     assert sparse["learning_rate"] == pytest.approx(dense["learning_rate"] * 2 * (nnz / n) ** -0.75)
-
-
-def test_checkpoints_mask_and_logs_are_what_the_commands_read(finished):
-    mask = MaskSet.load(finished / "mask.safetensors")
-    assert mask.pattern == "tile64"
-    start = weights(finished / "start")
-    for run in ("dense", "sparse"):
-        end = weights(finished / run)
-        log = DeltaLog.open(finished / f"{run}_log")
-        rebuilt = log.load(log.steps[-1])
-        assert log.steps[-1] == 3 and not log.verify()
-        for name, tensor in end.items():
-            assert torch.equal(tensor, rebuilt[name])
-            changed = (tensor != start[name]).flatten()
-            if run == "dense":
-                assert changed.double().mean() > 0.5
-            elif name in mask:
-                changed[mask[name].long()] = False
-                assert not changed.any()
-    n_changed = sum(int((end[name] != start[name]).sum()) for name in end)
-    assert 0 < n_changed <= mask.nnz
 
 
 def test_accuracy_is_that_of_the_checkpoint(finished, results):
@@ -200,7 +178,7 @@ def test_the_check_of_the_weights_names_a_tensor_that_differs(finished, tmp_path
     from sparse_opt.cli.quickstart.experiment import check_weights
 
     folder = shutil.copytree(finished, tmp_path / "copy")
-    check_weights(folder, folder / "start")
+    check_weights(folder, folder / "start")  # of the run itself
     tensors = weights(folder / changed)
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, folder / changed / "model.safetensors", metadata={"format": "pt"})

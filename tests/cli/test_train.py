@@ -120,7 +120,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
         (("--mask", "a", "--mask_density", 0.1), "exclude each other"),
         (("--mask_density", 2), "--mask_density is 2.0"),
         (("--resume_from_checkpoint", "true"), "has no checkpoint"),
-        (("--master_weights", "maybe"), "option '--master_weights' is 'maybe', expected true or false"),
+        (("--master_weights", "maybe"), "is 'maybe', expected true or false"),
         (("--dataset_name", "nowhere.jsonl", "--mask_density", 0.1), "dataset nowhere.jsonl: no such file or folder"),
         (("--mask", "nowhere.safetensors"), "--mask nowhere.safetensors: no such file"),
         (("--model_name_or_path", "nowhere/at_all"), "--model_name_or_path nowhere/at_all: "),
@@ -203,12 +203,14 @@ def test_a_new_run_replaces_what_an_earlier_one_wrote_about_its_steps(train, tmp
     assert not statistics.exists() and not list(margins.rglob("*.*"))
 
 
-def test_a_run_that_is_refused_changes_nothing_in_the_folder_of_another(train, tmp_path):
-    train("dpo", "--mask_density", 0.2, "--save_steps", 1).done()
+@pytest.mark.parametrize("mask", [(), ("--mask_density", 0.2)], ids=["dense", "sparse"])
+def test_a_run_that_is_refused_changes_nothing_in_the_folder_of_another(train, tmp_path, mask):
+    train("dpo", *mask, "--save_steps", 1, "--save_total_limit", 1).done()
+    assert [path.parent.name for path in tmp_path.glob("out/checkpoint-*/sparse_opt_manifest.json")] == ["checkpoint-2"]
     before = (tmp_path / "out" / "options.yaml").read_bytes()
     lock = FileLock(tmp_path / "out" / "_run.lock")
     try:
-        refused = train("dpo", "--mask_density", 0.2, "--save_steps", 1, "--seed", 7)
+        refused = train("dpo", *mask, "--save_steps", 1, "--seed", 7)
     finally:
         lock.release()
     assert refused.code == 2 and "another run is saving checkpoints to" in refused.err

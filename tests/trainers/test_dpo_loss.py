@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -9,15 +7,6 @@ import torch
 from sparse_opt.trainers.dpo import dpo_loss
 
 LOGPROBS = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 10 - 40
-
-
-@pytest.mark.parametrize("beta", [0.01, 0.1, 1.0])
-def test_closed_form(beta):
-    losses, chosen_rewards, rejected_rewards = dpo_loss(*LOGPROBS, beta)
-    for i, (pc, pr, rc, rr) in enumerate(LOGPROBS.T.tolist()):
-        assert chosen_rewards[i].item() == pytest.approx(beta * (pc - rc), rel=1e-12)
-        assert rejected_rewards[i].item() == pytest.approx(beta * (pr - rr), rel=1e-12)
-        assert losses[i].item() == pytest.approx(math.log1p(math.exp(-beta * ((pc - rc) - (pr - rr)))), rel=1e-12)
 
 
 def papers_loss(loss_type, h, beta, e=0.0):
@@ -32,7 +21,7 @@ def papers_loss(loss_type, h, beta, e=0.0):
     return (h - 1 / (2 * beta)) ** 2
 
 
-CASES = [("sigmoid", 0.0), ("sigmoid", 0.1), ("sigmoid", 0.4), ("robust", 0.1), ("robust", 0.4), ("hinge", 0.0),
+CASES = [("sigmoid", 0.0), ("sigmoid", 0.1), ("sigmoid", 0.4), ("robust", 0.0), ("robust", 0.4), ("hinge", 0.0),
          ("ipo", 0.0)]  # fmt: skip
 
 
@@ -40,8 +29,10 @@ CASES = [("sigmoid", 0.0), ("sigmoid", 0.1), ("sigmoid", 0.4), ("robust", 0.1), 
 @pytest.mark.parametrize(("loss_type", "e"), CASES)
 def test_losses_and_gradients_are_the_papers(loss_type, e, beta):
     policy_chosen, policy_rejected = LOGPROBS[0].clone().requires_grad_(), LOGPROBS[1].clone().requires_grad_()
-    losses, *_ = dpo_loss(policy_chosen, policy_rejected, LOGPROBS[2], LOGPROBS[3], beta, loss_type, e)
+    losses, *rewards = dpo_loss(policy_chosen, policy_rejected, LOGPROBS[2], LOGPROBS[3], beta, loss_type, e)
     losses.sum().backward()
+    for reward, policy, reference in zip(rewards, LOGPROBS[:2], LOGPROBS[2:], strict=True):
+        torch.testing.assert_close(reward, beta * (policy - reference), rtol=1e-12, atol=0)
     h = (LOGPROBS[0] - LOGPROBS[2] - LOGPROBS[1] + LOGPROBS[3]).numpy()
     np.testing.assert_allclose(losses.detach().numpy(), papers_loss(loss_type, h, beta, e), rtol=1e-12, atol=1e-12)
     step = 1e-5
@@ -50,13 +41,6 @@ def test_losses_and_gradients_are_the_papers(loss_type, e, beta):
     rounding = 4 * 2**-53 * losses.detach().abs().max().item() / step
     np.testing.assert_allclose(policy_chosen.grad.numpy(), slope, rtol=0, atol=1e-10 + rounding)
     np.testing.assert_allclose(policy_rejected.grad.numpy(), -slope, rtol=0, atol=1e-10 + rounding)
-
-
-@pytest.mark.parametrize("loss_type", ["sigmoid", "robust"])
-def test_no_label_smoothing_is_dpo(loss_type):
-    plain, *_ = dpo_loss(*LOGPROBS, 0.1)
-    smoothed, *_ = dpo_loss(*LOGPROBS, 0.1, loss_type, 0.0)
-    assert torch.equal(plain, smoothed)
 
 
 @pytest.mark.parametrize("e", [0.1, 0.3, 0.45])

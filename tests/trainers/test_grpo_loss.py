@@ -57,14 +57,10 @@ def test_rewards_that_make_no_groups(n_rewards, n_generations):
         group_advantages(torch.zeros(n_rewards), n_generations)
 
 
-# The loss by hand
+# Calls that are wrong
 
-# Two completions of 3 and 1 tokens: ratios 1.5, 1, 0.5 with advantage 2, and 0.5 with advantage -1.
-RATIOS = torch.tensor([[1.5, 1.0, 0.5], [0.5, 1.0, 1.0]])
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 ADVANTAGES = torch.tensor([2.0, -1.0])
-# min(1.5 * 2, 1.2 * 2), 1 * 2, min(0.5 * 2, 0.8 * 2); min(0.5 * -1, 0.8 * -1)
-PER_TOKEN = [[-2.4, -2.0, -1.0], [0.8]]
 
 
 @pytest.mark.parametrize(

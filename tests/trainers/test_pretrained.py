@@ -67,19 +67,11 @@ def test_a_whole_model_is_loaded_bit_for_bit(folder):
             lambda f: edit_weights(f, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
             "model.norm.weight is [3] in its files, [32] in a causal language model of its config.json",
         ),
-        (lambda f: edit_config(f, num_hidden_layers=1), "has 9 tensors that a causal language model of its config"),
         (lambda f: edit_config(f, num_attention_heads=0), "ZeroDivisionError: "),
-        (lambda f: edit_config(f, model_type="none"), "model type `none`"),
         (lambda f: (f / "config.json").unlink(), "the folder has no config.json"),
-        (lambda f: write(f, "config.json", b"3"), "cannot load a causal language model from"),
         (lambda f: write(f, "config.json", b"[" * 100_000), "maximum recursion depth exceeded"),
         (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
-        (lambda f: write(f, "model.safetensors", b"\xff" * 64), "header too large"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "UnpicklingError: "),
-        (
-            lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors.index.json").write_text("{}")),
-            "KeyError: 'weight_map'",
-        ),
     ],
 )
 def test_a_damaged_model_is_refused(folder, harm, message):

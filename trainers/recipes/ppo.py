@@ -252,6 +252,12 @@ class Policy:
             ref_logprobs = [self.forward(self.trained.reference, batch, rows)[0] for rows in parts]
         return torch.cat(logprobs), torch.cat(values), torch.cat(ref_logprobs)
 
+    def clip(self, max_norm: float | None) -> None:
+        """Clip the norm of the policy's gradient and that of the value head's; None clips neither."""
+        if max_norm is not None:
+            self.trained.clip(max_norm)
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), max_norm)
+
     def update(self, batch: TokenBatch, before: Sequence[Tensor]) -> dict[str, float]:
         """Train on the completions; returns means over the optimizer steps, under TRL's names.
 
@@ -268,9 +274,7 @@ class Policy:
                 for_values, value_clipped = value_loss(values, old_values, returns, mask, options.cliprange_value)
                 loss = for_policy + options.vf_coef * for_values
                 loss.backward()
-                if options.max_grad_norm is not None:
-                    self.trained.clip(options.max_grad_norm)
-                    torch.nn.utils.clip_grad_norm_(self.head.parameters(), options.max_grad_norm)
+                self.clip(options.max_grad_norm)
                 for optimizer in (self.trained.optimizer, self.head_optimizer):
                     optimizer.step()
                     optimizer.zero_grad()

@@ -40,7 +40,7 @@ from trl.trainer.utils import hash_module
 from sparse_opt.errors import ConfigError, DataError, SparseOptError
 from sparse_opt.files import write_text
 from sparse_opt.integrations.run_folder import RunFolder
-from sparse_opt.integrations.trl.command_line import Recipe, make_parser, parse, read_options
+from sparse_opt.integrations.trl.command_line import Recipe, make_parser, parse
 from sparse_opt.integrations.trl.data import MissingDataset, load_rows, rows_digest
 from sparse_opt.integrations.trl.mask_arguments import option
 from sparse_opt.integrations.trl.rewards import load_rewards, number_in
@@ -250,8 +250,8 @@ test.__test__ = False  # type: ignore[attr-defined]  # pytest would collect a fu
 def _parse(stage: str, arguments: type, argv: Sequence[str], **defaults: Any) -> Any:
     parser = make_parser(f"rft {stage}", (arguments,), str(arguments.__doc__))
     parser.set_defaults(**defaults)
-    values, given = read_options(parser, argv)
-    _set_profile(values, given, SAMPLING)
+    values = vars(parser.parse_words(argv))
+    _set_profile(values, set(parser.given), SAMPLING)
     (options,) = parser.parse_dict(values)
     return options
 

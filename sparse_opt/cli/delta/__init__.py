@@ -48,12 +48,10 @@ examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
   sparse-opt delta list --delta_log_dir delta_logs_M --json | jq .totals
 """
-_INFO_EPILOG = """Without --step: the settings of the log, and its tensors. With --step: the changes of that step,
-compared with the previous step tensor by tensor.
+_INFO_EPILOG = """What a step has changed: 'sparse-opt delta list', and by tensor 'sparse-opt analyze sparsity'.
 
 examples:
-  sparse-opt delta info --delta_log_dir delta_logs_M
-  sparse-opt delta info --delta_log_dir delta_logs_M --step 50 --largest 20
+  sparse-opt delta info --delta_log_dir delta_logs_M --largest 20
 """
 _VERIFY_EPILOG = """Rebuilds every step and compares every digest. If a file is damaged, the exit code is 1, and the
 error names the file and the steps that cannot be rebuilt.
@@ -125,9 +123,8 @@ def _parser() -> CommandParser:
     listing = actions.add_parser("list", help="list every step: kind, changed elements, size", epilog=_LIST_EPILOG)
     _add_log(listing)
 
-    info = actions.add_parser("info", help="show a log's tensors, or the changes of a step", epilog=_INFO_EPILOG)
+    info = actions.add_parser("info", help="show a log's settings and tensors", epilog=_INFO_EPILOG)
     _add_log(info)
-    info.add_argument("--step", type=int, metavar="N", help="logged step")
     info.add_argument("--largest", type=int, default=10, metavar="K", help="tensors to list (%(default)s)")
 
     verify = actions.add_parser("verify", help="rebuild every step and compare its digest", epilog=_VERIFY_EPILOG)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
-from ...progress import progress_bar
 from ...tables import format_bytes, table
 from ..output import format_percent, print_json
 
 if TYPE_CHECKING:
-    from ...delta.log import DeltaLog
     from ...delta.state import StateLayout
     from ...delta.writer import StepInfo
 
@@ -39,19 +36,13 @@ def run_list(args: Namespace) -> None:
 
 
 def run_info(args: Namespace) -> None:
-    """Print information on the whole log, or on one step."""
+    """Print the settings of a log, and its tensors."""
     if args.largest < 0:
         raise ConfigError(f"option 'largest' is {args.largest}: expected 0 or more")
     from ...delta.log import DeltaLog
+    from ...masks.parameters import tied_text
 
     log = DeltaLog.open(args.delta_log_dir)
-    if args.step is None:
-        _info_of_log(log, args)
-    else:
-        _info_of_step(log, args)
-
-
-def _info_of_log(log: DeltaLog, args: Namespace) -> None:
     layout, steps = log.layout, log.steps
     largest = sorted(layout.tensors, key=lambda spec: (-spec.numel, spec.name))[: args.largest]
     dtypes = _dtypes(layout)
@@ -77,7 +68,7 @@ def _info_of_log(log: DeltaLog, args: Namespace) -> None:
     lines.append(f"steps: {len(steps)}, {steps[0]} to {steps[-1]}")
     lines += [f"{key}: {value}" for key, value in settings.items() if value is not None]
     lines.append(f"state: {len(layout.tensors)} tensors, {format_bytes(content['state_bytes'])}")
-    lines += _tied(layout)
+    lines += tied_text(layout.aliases)
     lines += [f"{key}: {value}" for key, value in log.metadata.items()]
     rows = [(d, f"{e['tensors']:,}", f"{e['elements']:,}", format_bytes(e["bytes"])) for d, e in dtypes.items()]
     lines += ["", table(("dtype", "tensors", "elements", "bytes"), rows)]
@@ -85,68 +76,6 @@ def _info_of_log(log: DeltaLog, args: Namespace) -> None:
         shown = [(s.name, s.dtype, " x ".join(map(str, s.shape)), f"{s.numel:,}") for s in largest]
         lines += ["", table(("largest tensors", "dtype", "shape", "elements"), shown, n_words=3)]
     print("\n".join(lines))
-
-
-def _info_of_step(log: DeltaLog, args: Namespace) -> None:
-    steps = log.steps
-    digest = log.digest(args.step)
-    place = steps.index(args.step)
-    before = steps[place - 1] if place else None
-    counts = {} if before is None else _changes(log, before, args.step)
-    content: dict[str, Any] = {"step": args.step, "digest": digest, "since": before}
-    if before is not None:
-        changed = sum(counts.values())
-        content |= {"changed": changed, "share": changed / log.layout.numel if log.layout.numel else 0.0}
-        content["dtypes"] = _changes_by_dtype(log.layout, counts)
-        content["tensors"] = counts
-    if args.json:
-        print_json(content)
-        return
-    print(f"step {args.step}: state digest {digest}")
-    if before is None:
-        print("the base: there is no step before it")
-        return
-    share = format_percent(content["share"])
-    print(f"changed since step {before}: {content['changed']:,} of {log.layout.numel:,}, {share}")
-    by_dtype = [
-        (d, f"{e['elements']:,}", f"{e['changed']:,}", format_percent(e["share"])) for d, e in content["dtypes"].items()
-    ]
-    print("\n" + table(("dtype", "elements", "changed", "share"), by_dtype))
-    numels = {spec.name: spec.numel for spec in log.layout.tensors}
-    most = sorted(counts, key=lambda name: (-counts[name], name))[: args.largest]
-    rows = [(n, f"{numels[n]:,}", f"{counts[n]:,}", format_percent(counts[n] / max(1, numels[n]))) for n in most]
-    if rows:
-        print("\n" + table(("most changed tensors", "elements", "changed", "share"), rows))
-    if log.layout.aliases:
-        print("\n" + "\n".join(_tied(log.layout)))
-
-
-def _changes(log: DeltaLog, before: int, step: int) -> dict[str, int]:
-    """Name -> elements whose bits differ between two steps."""
-    from ...tensors import as_bits
-
-    counts = {}
-    for name in progress_bar(log.layout.names, what="compare", unit="tensor"):
-        old, new = (tensor.clone() for _, tensor in log.tensor_states(name, [before, step]))
-        counts[name] = int((as_bits(old) != as_bits(new)).sum())
-    return counts
-
-
-def _changes_by_dtype(layout: StateLayout, counts: dict[str, int]) -> dict[str, dict[str, Any]]:
-    elements, changed = Counter[str](), Counter[str]()
-    for spec in layout.tensors:
-        elements[spec.dtype] += spec.numel
-        changed[spec.dtype] += counts[spec.name]
-    return {
-        dtype: {"elements": n, "changed": changed[dtype], "share": changed[dtype] / n if n else 0.0}
-        for dtype, n in elements.items()
-    }
-
-
-def _tied(layout: StateLayout) -> list[str]:
-    from ...masks.parameters import tied_text
-
-    return tied_text(layout.aliases)
 
 
 def _dtypes(layout: StateLayout) -> dict[str, dict[str, int]]:

@@ -110,6 +110,12 @@ def _parser() -> CommandParser:
     random.add_argument("--density", type=float, required=True, metavar="D", help="share of active elements, 0 to 1")
     random.add_argument("--pattern", choices=PATTERNS, default="element", help="unit to draw (%(default)s)")
     random.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
+    random.add_argument(
+        "--pool",
+        choices=("tensor", "global"),
+        default="tensor",
+        help="whether each tensor gets its own share, or units are drawn from all tensors together (%(default)s)",
+    )
     add_tensor_choice(random)
     add_output(random)
 
@@ -155,7 +161,9 @@ def _random(args: Namespace) -> None:
     sparsity = round(100 * (1 - args.density), 8)
     path = output_file(args.output, f"sparsity_{sparsity}pct_random_seed{args.seed}.safetensors")
     hide_progress_bars()
-    mask = MaskSet.random(chosen_shapes(args), density=args.density, pattern=args.pattern, seed=args.seed)
+    mask = MaskSet.random(
+        chosen_shapes(args), density=args.density, pattern=args.pattern, seed=args.seed, pool=args.pool
+    )
     mask.metadata["model"] = args.model_name
     save_mask(mask, path, as_json=args.json)
 

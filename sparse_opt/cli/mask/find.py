@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,13 @@ from .output import PATTERNS, headline, output_file, summary
 if TYPE_CHECKING:
     import torch
 
-    from ...analysis import Overlap
     from ...delta.state_log import StateLog
     from ...mask_finding.select import FoundMask
 
 # Copies of the names in mask_finding, which cannot be imported without torch.
 LOG_METHODS = ("magnitude", "momentum", "fisher", "oracle")
 CALIBRATION_METHODS = ("snip", "fisher_gradient", "wanda")
-MODEL_METHODS = ("random", "weight_magnitude", *CALIBRATION_METHODS)
+MODEL_METHODS = ("weight_magnitude", *CALIBRATION_METHODS)
 
 _EPILOG = """methods on a delta log (--delta_log_dir); W_0 is the first logged state, W_t that of the target step:
   magnitude   abs(W_t - W_0)
@@ -34,7 +32,6 @@ _EPILOG = """methods on a delta log (--delta_log_dir); W_0 is the first logged s
   oracle      magnitude at the last logged step
 
 methods on a model before training (--model_name):
-  random            the same share of every tensor, drawn with --seed
   weight_magnitude  abs(w)
 methods on a model and a dataset (--dataset), one sequence at a time, with g the gradient of the mean loss of its
 completion (of preference pairs, the chosen one):
@@ -46,19 +43,16 @@ A run or tile pattern keeps whole aligned units by the sum of their scores, for 
 share of the element-wise mask's score that it captures is printed. It is an error if a method needs more logged steps
 than there are. All devices find the same mask in a delta log.
 
---compute_jaccard prints the Jaccard index of the mask and the oracle mask of the log, found with the same options, and
-the expected index of random masks with the same density of every tensor.
+A mask at random: 'sparse-opt mask random'. How much a mask has in common with another: 'sparse-opt mask compare'.
 
 --output is a file that ends in .safetensors, or a folder, where the file is named after sparsity, method and step:
 sparsity_97.5pct_fisher_step50.safetensors, or top_10.0pct_momentum_w25_step25.safetensors with --top_percent.
 
 examples:
-  sparse-opt mask find --method random --model_name M --sparsity_percent 97.5 --pattern tile64 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5
-  sparse-opt mask find --delta_log_dir delta_logs_M --list_steps
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5 --target_step 50 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --method momentum --momentum_window 25 --target_step 25 \\
-      --top_percent 10 --compute_jaccard --output masks/
+      --top_percent 10 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --method fisher --pattern run32 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --mlp_only --pool tensor --output mlp.safetensors
   sparse-opt mask find --delta_log_dir delta_logs_M --exclude '*embed*' '*norm*' --debug --output masks/
@@ -74,9 +68,7 @@ _BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
     "n_samples": (CALIBRATION_METHODS, 128),
     "max_length": (CALIBRATION_METHODS, 1024),
     "dtype": (("weight_magnitude", *CALIBRATION_METHODS), "fp32"),
-    "seed": (("random", *CALIBRATION_METHODS), 0),
-    "min_tensor_keep": (tuple(m for m in (*LOG_METHODS, *MODEL_METHODS) if m != "random"), 0.0025),
-    "pool": (tuple(m for m in (*LOG_METHODS, *MODEL_METHODS) if m != "random"), "global"),
+    "seed": (CALIBRATION_METHODS, 0),
 }
 
 
@@ -94,11 +86,14 @@ def add_parser(actions: Any) -> None:
     size.add_argument("--top_percent", type=float, metavar="P", help="instead: percent of active elements")
     find.add_argument("--target_step", type=int, metavar="N", help="logged step to score (the last)")
     find.add_argument("--momentum_window", type=int, metavar="W", help="changes to average (25, or all if fewer)")
-    find.add_argument("--min_tensor_keep", type=float, metavar="SHARE", help="minimum share of every tensor (0.0025)")
+    find.add_argument(
+        "--min_tensor_keep", type=float, default=0.0025, metavar="SHARE", help="minimum share of every tensor (0.0025)"
+    )
     find.add_argument(
         "--pool",
         choices=("global", "tensor"),
-        help="whether elements compete over all tensors or each tensor gets its own share (global)",
+        default="global",
+        help="whether elements compete over all tensors or each tensor gets its own share (%(default)s)",
     )
     find.add_argument("--pattern", choices=PATTERNS, default="element", help="unit that is kept whole (%(default)s)")
     add_tensor_choice(find)
@@ -107,11 +102,9 @@ def add_parser(actions: Any) -> None:
     find.add_argument("--n_samples", type=int, metavar="K", help="calibration sequences, drawn with --seed (128)")
     find.add_argument("--max_length", type=int, metavar="T", help="longest calibration sequence in tokens (1024)")
     find.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the initial model (fp32)")
-    find.add_argument("--seed", type=int, help="seed of random masks and of the calibration sequences (0)")
+    find.add_argument("--seed", type=int, help="seed of the calibration sequences (0)")
     find.add_argument("--device", default="auto", help="device that computes scores: auto, cpu, cuda (%(default)s)")
-    find.add_argument("--compute_jaccard", action="store_true", help="compare with the log's oracle mask")
     find.add_argument("--debug", action="store_true", help="show threshold, counts and scores of every tensor")
-    find.add_argument("--list_steps", action="store_true", help="print the steps of the log, and find no mask")
     find.add_argument(
         "--output",
         type=Path,
@@ -122,47 +115,25 @@ def add_parser(actions: Any) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Find the mask, write it, and print a summary; or print the log's steps."""
-    if args.list_steps:
-        _print_steps(args)
-        return
+    """Find the mask, write it, and print a summary."""
     sparsity = _sparsity(args)
     _settle_options(args)
     from ...delta.log import DeltaLog
     from ...tensors import resolve_device
 
     device = resolve_device(args.device)
-    log = None if args.delta_log_dir is None else DeltaLog.open(args.delta_log_dir)
     if args.method in LOG_METHODS:
-        assert log is not None  # _settle_options
-        label, step, find = _in_log(args, log, sparsity, device)
+        label, step, find = _in_log(args, DeltaLog.open(args.delta_log_dir), sparsity, device)
     else:
-        label, step, find = _in_model(args, log, sparsity, device)
+        label, step, find = _in_model(args, sparsity, device)
     output = args.output or Path("masks") / (args.delta_log_dir or Path(args.model_name)).resolve().name
     path = output_file(output, _file_name(args, sparsity, label, step))
     found = find()
-    overlap = None
-    if args.compute_jaccard:
-        assert log is not None
-        overlap = _overlap_with_oracle(args, log, found, sparsity, device)
-        found.mask.metadata["jaccard_oracle"] = f"{overlap.jaccard:.6f}"
     found.mask.save(path)
     if args.json:
-        print_json({"file": path, **summary(found.mask), **_details(args, found, overlap)})
+        print_json({"file": path, **summary(found.mask), **_details(args, found)})
     else:
-        print("\n".join([str(path), headline(found.mask), *_lines(args, found, overlap)]))
-
-
-def _print_steps(args: Namespace) -> None:
-    from ...delta.log import DeltaLog
-
-    if args.delta_log_dir is None:
-        raise ConfigError("option 'list_steps' needs --delta_log_dir")
-    steps = DeltaLog.open(args.delta_log_dir).steps
-    if args.json:
-        print_json({"steps": list(steps)})
-    else:
-        print(" ".join(map(str, steps)))
+        print("\n".join([str(path), headline(found.mask), *_lines(args, found)]))
 
 
 def _sparsity(args: Namespace) -> float:
@@ -189,18 +160,14 @@ def _settle_options(args: Namespace) -> None:
             raise ConfigError(f"option '{name}' is {value}: expected {least} or more")
     if not 0.0 <= args.min_tensor_keep <= 1.0:
         raise ConfigError(f"option 'min_tensor_keep' is {args.min_tensor_keep}: expected 0 to 1")
-    if method == "random" and args.debug:
-        raise ConfigError("option 'debug' is not valid with method 'random', which computes no scores")
     if method in LOG_METHODS and args.delta_log_dir is None:
         raise ConfigError(f"method '{method}' needs --delta_log_dir, the delta log of a dense run")
     if method in MODEL_METHODS and args.model_name is None:
         raise ConfigError(f"method '{method}' needs --model_name")
     if method in CALIBRATION_METHODS and args.dataset is None:
         raise ConfigError(f"method '{method}' needs --dataset, the calibration data")
-    if method in MODEL_METHODS and args.delta_log_dir is not None and not args.compute_jaccard:
-        raise ConfigError(f"option 'delta_log_dir' is not valid with method '{method}' without --compute_jaccard")
-    if args.compute_jaccard and args.delta_log_dir is None:
-        raise ConfigError("option 'compute_jaccard' needs --delta_log_dir, the log whose oracle mask to compare with")
+    if method in MODEL_METHODS and args.delta_log_dir is not None:
+        raise ConfigError(f"option 'delta_log_dir' is not valid with method '{method}', which finds no mask in a log")
 
 
 _Plan = tuple[str, int | None, "Callable[[], FoundMask]"]
@@ -215,11 +182,12 @@ def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.devic
     plan = plan_scores(log, args.method, target_step=args.target_step, momentum_window=args.momentum_window)
     if args.model_name is not None:
         shapes = parameter_shapes(args.model_name)
-        parameters = [spec.name for spec in log.layout.tensors if spec.name not in log.layout.buffers]
-        _require_log_of(log, {name: shapes[name] for name in parameters if name in shapes}, args.model_name)
-        missing = [name for name in parameters if name not in shapes]
-        if missing:
-            raise MaskError(f"{log.directory}: not a log of {args.model_name}, which has no parameter {missing[0]}")
+        for spec in log.layout.tensors:
+            if spec.name not in log.layout.buffers and (found := shapes.get(spec.name)) != spec.shape:
+                raise MaskError(
+                    f"{log.directory}: not a log of {args.model_name}: {spec.name} is {list(spec.shape)} in the log, "
+                    f"{'absent' if found is None else list(found)} in the model"
+                )
 
     def find() -> FoundMask:
         found = find_from_log(
@@ -251,29 +219,10 @@ def _shared(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _in_model(args: Namespace, log: StateLog | None, sparsity: float, device: torch.device) -> _Plan:
+def _in_model(args: Namespace, sparsity: float, device: torch.device) -> _Plan:
     from . import from_model
 
-    label = f"random_seed{args.seed}" if args.method == "random" else args.method
-
-    def require(shapes: Mapping[str, tuple[int, ...]]) -> None:
-        if log is not None:
-            _require_log_of(log, shapes, args.model_name)
-
-    return label, None, lambda: from_model.find(args, sparsity, device, require, _shared(args))
-
-
-def _require_log_of(log: StateLog, shapes: Mapping[str, tuple[int, ...]], model: str) -> None:
-    """Raise MaskError unless the log has all tensors of the model, with equal shapes."""
-    logged = {spec.name: spec.shape for spec in log.layout.tensors}
-    for name, shape in shapes.items():
-        if name not in logged:
-            raise MaskError(f"{log.directory}: not a log of {model}: it has no tensor {name}")
-        if logged[name] != shape:
-            raise MaskError(
-                f"{log.directory}: not a log of {model}: {name} is {list(logged[name])} in the log, "
-                f"{list(shape)} in the model"
-            )
+    return args.method, None, lambda: from_model.find(args, sparsity, device, _shared(args))
 
 
 def _file_name(args: Namespace, sparsity: float, label: str, step: int | None) -> str:
@@ -284,40 +233,16 @@ def _file_name(args: Namespace, sparsity: float, label: str, step: int | None) -
     return mask_file_name(sparsity, label, step, pattern=args.pattern)
 
 
-def _overlap_with_oracle(
-    args: Namespace, log: StateLog, found: FoundMask, sparsity: float, device: torch.device
-) -> Overlap:
-    from ...analysis import compare_masks
-    from ...mask_finding.find import find_from_log
-
-    metadata = found.mask.metadata
-    oracle = found.mask
-    if metadata["method"] not in ("magnitude", "oracle") or metadata["step"] != str(log.steps[-1]):
-        oracle = find_from_log(
-            log,
-            method="oracle",
-            sparsity=sparsity,
-            include=[glob.escape(name) for name in found.mask.names],
-            device=device,
-            **(_shared(args) | {"tensor_stats": False}),
-        ).mask
-    (comparison,) = compare_masks({"the mask": found.mask, "the oracle mask": oracle})
-    return comparison.total
-
-
-def _details(args: Namespace, found: FoundMask, overlap: Overlap | None) -> dict[str, Any]:
+def _details(args: Namespace, found: FoundMask) -> dict[str, Any]:
     details: dict[str, Any] = {"threshold": found.threshold}
     if found.capture is not None:
         details["captured_score"] = asdict(found.capture) | {"share": found.capture.share}
-    if overlap is not None:
-        details["jaccard_oracle"] = overlap.jaccard
-        details["jaccard_oracle_by_chance"] = overlap.jaccard_chance
     if args.debug:
         details["tensors"] = {name: asdict(stats) for name, stats in found.tensors.items()}
     return details
 
 
-def _lines(args: Namespace, found: FoundMask, overlap: Overlap | None) -> list[str]:
+def _lines(args: Namespace, found: FoundMask) -> list[str]:
     lines = []
     if found.capture is not None:
         capture = found.capture
@@ -325,8 +250,6 @@ def _lines(args: Namespace, found: FoundMask, overlap: Overlap | None) -> list[s
             f"{args.pattern} captures {format_percent(capture.share)} of the score of the element-wise mask of the "
             f"same options ({capture.nnz:,} elements; element-wise {capture.element_nnz:,})"
         )
-    if overlap is not None:
-        lines.append(f"Jaccard with the oracle mask {overlap.jaccard:.4f}, {overlap.jaccard_chance:.4f} by chance")
     if args.debug:
         if found.threshold is not None:
             lines.append(f"threshold over all tensors {found.threshold:.6g}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 
 from sparse_opt.trainers.pretrained import load_causal_lm, load_config_from, load_tokenizer_from, reading
 
-from ... import __version__
 from ...errors import ConfigError
-from ...mask_finding.find import choice_metadata, find_from_model
+from ...mask_finding.find import find_from_model
 from ...mask_finding.select import FoundMask
-from ...masks.mask_set import MaskSet
 from ...masks.parameters import select_names
 from ...progress import hide_progress_bars
 from ...tensors import floating_parameters_of
@@ -51,35 +48,15 @@ def chosen_shapes(args: Namespace) -> dict[str, tuple[int, ...]]:
     return {name: shapes[name] for name in names}
 
 
-def find(
-    args: Namespace,
-    sparsity: float,
-    device: torch.device,
-    require: Callable[[Mapping[str, tuple[int, ...]]], None],
-    options: dict[str, Any],
-) -> FoundMask:
+def find(args: Namespace, sparsity: float, device: torch.device, options: dict[str, Any]) -> FoundMask:
     """Find a mask from the initial model.
 
     Args:
         args: the options of `mask find`.
-        require: called with the shapes of the chosen tensors before the model is loaded; raises if the caller cannot
-            use them.
         options: options of `mask_finding.select.find_mask`.
     """
     hide_progress_bars()
-    choice = {"include": args.include, "exclude": args.exclude, "mlp_only": args.mlp_only}
-    shapes = chosen_shapes(args)
-    require(shapes)
-    if args.method == "random":
-        mask = MaskSet.random(shapes, density=round((100 - sparsity) / 100, 12), pattern=args.pattern, seed=args.seed)
-        mask.metadata |= {
-            "method": "random",
-            "sparsity": str(float(sparsity)),
-            "model": args.model_name,
-            "made_by": f"sparse-opt {__version__}",
-            **choice_metadata(**choice),
-        }
-        return FoundMask(mask, threshold=None, capture=None, tensors={})
+    chosen_shapes(args)  # before the weights are read
     model = load_causal_lm(args.model_name, _DTYPES[args.dtype]).to(device)
     metadata = {"model": args.model_name, "dtype": args.dtype}
     sequences: list[Any] = []
@@ -94,7 +71,15 @@ def find(
             "device": str(next(model.parameters()).device),
         }
     return find_from_model(
-        model, method=args.method, sparsity=sparsity, sequences=sequences, metadata=metadata, **choice, **options
+        model,
+        method=args.method,
+        sparsity=sparsity,
+        sequences=sequences,
+        metadata=metadata,
+        include=args.include,
+        exclude=args.exclude,
+        mlp_only=args.mlp_only,
+        **options,
     )
 
 

@@ -1,7 +1,7 @@
 """The options of `sparse-opt train sft | dpo | grpo`: TRL's arguments, and those of a mask.
 
-YAML files (`--config run.yaml`, as TRL's) are read first, then flags and `key=value` words in the order of the command
-line; later ones win. An unknown option names the nearest one, before a model or data is loaded.
+They are read as those of the other commands (`sparse_opt.options`); a file may also have environment variables under
+`env`, as TRL's. An unknown option names the nearest one, before a model or data is loaded.
 """
 
 from __future__ import annotations
@@ -11,26 +11,23 @@ import contextlib
 import copy
 import inspect
 import json
-import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import yaml
 from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from ...errors import ConfigError
-from ...options import FALSE, TRUE, read_yaml, similar
+from ...options import CommandParser
 from ..rates import EXPONENT
 from .mask_arguments import MaskArguments, option
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
-_WORD = re.compile(r"[A-Za-z]\w*=")
 # Options whose values are not written to options.yaml, and keys of others' values.
 _SECRET = ("hub_token", "token", "use_auth_token", "api_key")
 # TRL's and transformers' options that `--help` lists; `--help_all` lists all.
@@ -104,11 +101,56 @@ class Options:
         return yaml.safe_dump(plain, sort_keys=False)
 
 
-class _Parser(TrlParser):
+class TrlCommandParser(CommandParser, TrlParser):
+    """A `CommandParser` whose options are the fields of dataclasses, of which `parse_dict` makes objects.
+
+    Attributes:
+        has_sections: whether files have sections, keys that group options.
+    """
+
     has_sections = False
 
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see '{self.prog} --help')")
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._variables: set[str] = set()  # of the environment, that files have set
+
+    def settings(self, file: Path) -> dict[str, Any]:
+        content = super().settings(file)
+        variables = content.pop("env", None) or {}
+        if not isinstance(variables, dict):
+            raise ConfigError(f"config file {file}: 'env' is {variables!r}, expected variables by name")
+        for name in variables.keys() - self._variables:  # later files are read first
+            os.environ[name] = str(variables[name])
+        self._variables |= variables.keys()
+        found: dict[str, Any] = {}
+        for key, value in content.items():
+            is_section = self.has_sections and isinstance(value, dict) and f"--{key}" not in self._option_string_actions
+            for name, inner in (value if is_section else {key: value}).items():
+                if name in found:
+                    raise ConfigError(
+                        f"config file {file}: '{name}' is given twice, the second time in '{key}': give it once"
+                    )
+                found[name] = inner
+        return found
+
+    def _set(self, flags: Any, action: argparse.Action, value: Any, source: str) -> None:
+        """Set an option to a value; one that has no words, such as a dictionary, becomes the default, as in TRL."""
+        is_object = isinstance(value, dict) or (isinstance(value, list) and not (value and action.nargs == "+"))
+        is_flag_of_text = isinstance(value, bool) and action.type is str and not action.choices  # `fsdp: true`
+        if not (is_object or is_flag_of_text or value is None):
+            super()._set(flags, action, value, source)
+            return
+        if is_object and not self._takes_objects(action.dest):
+            expected = "a number" if action.type in (int, float) else "one value"
+            raise ConfigError(f"{source}: '{action.dest}' is a {type(value).__name__}, expected {expected}")
+        self.set_defaults(**{action.dest: value})
+        flags[:] = [*((dest, words) for dest, words in flags if dest != action.dest), (action.dest, [])]
+
+    def _takes_objects(self, name: str) -> bool:
+        """Whether an option may be a list or have keys, by its annotation; the parser changes the types of fields."""
+        annotations = [inspect.get_annotations(base) for made in self.dataclass_types for base in made.__mro__]
+        annotation = str(next((found[name] for found in annotations if name in found), "")).lower()
+        return "dict" in annotation or "list" in annotation
 
 
 @dataclass(frozen=True)
@@ -121,7 +163,7 @@ class Recipe:
         defaults: TRL's options that have another default.
         description, epilog: what `--help` says.
         aliases: other names of options -> the options, in files and words.
-        has_sections: whether files have sections, keys that group options.
+        has_sections: see `TrlCommandParser`.
         translate: from the values of the command line and the names of those that were given to the values that the
             dataclasses are made of. `options.yaml` has the former, which it may change. None uses them as they are.
     """
@@ -136,7 +178,7 @@ class Recipe:
     translate: Callable[[dict[str, Any], set[str]], dict[str, Any]] | None = None
 
 
-def parser(algorithm: str, recipe: Recipe | None = None) -> _Parser:
+def parser(algorithm: str, recipe: Recipe | None = None) -> TrlCommandParser:
     """The parser of `sparse-opt train ALGORITHM`, or of a recipe on that algorithm."""
     script = GRPOScriptArguments if algorithm == "grpo" else ScriptArguments
     classes: Any = (MaskArguments, script, CONFIGS[algorithm], ModelConfig)
@@ -158,16 +200,15 @@ def parser(algorithm: str, recipe: Recipe | None = None) -> _Parser:
     return made
 
 
-def make_parser(name: str, classes: Any, description: str, epilog: str = "") -> _Parser:
+def make_parser(name: str, classes: Any, description: str, epilog: str = "") -> TrlCommandParser:
     """The parser of `sparse-opt train NAME` with the fields of these dataclasses as options."""
-    return _Parser(
-        classes,
+    return TrlCommandParser(
+        dataclass_types=classes,
         prog=f"sparse-opt train {name}",
         usage=f"sparse-opt train {name} [--config FILE] [--key value ...] [key=value ...]",
         description=description,
         epilog=epilog,
         formatter_class=_HelpFormatter,
-        allow_abbrev=False,
     )
 
 
@@ -182,7 +223,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return super()._format_action_invocation(shown)
 
 
-def _print_help(of: _Parser, recipe: Recipe | None, *, everything: bool) -> None:
+def _print_help(of: TrlCommandParser, recipe: Recipe | None, *, everything: bool) -> None:
     shown = {"help", *_COMMON, *(option.name for option in fields(MaskArguments))}
     if recipe is not None:
         shown |= {*recipe.defaults, *recipe.aliases.values(), *(option.name for option in fields(recipe.options))}
@@ -206,7 +247,7 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     if "-h" in argv or "--help" in argv or "--help_all" in argv:
         _print_help(of, recipe, everything="--help_all" in argv)
         raise SystemExit(0)
-    values, given = read_options(of, argv)
+    values, given = vars(of.parse_words(argv)), set(of.given)
     try:
         used = values if recipe is None or recipe.translate is None else recipe.translate(values, given)
         *own, mask, script, training, model = of.parse_dict(dict(used))
@@ -227,131 +268,3 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
         raise ConfigError("grpo needs --reward_funcs (such as exact_match) or --reward_model_name_or_path")
     name = algorithm if recipe is None else recipe.name
     return Options(script, training, model, mask, name, own[0] if own else None, values, frozenset(given))
-
-
-def read_options(of: _Parser, argv: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-    """The values of all options of a parser, and the names of those that files and words give; see `parse`."""
-    if "-h" in argv or "--help" in argv:
-        of.print_help()
-        raise SystemExit(0)
-    words, given = _words(of, argv)
-    namespace, rest = of.parse_known_args(words)
-    if rest:
-        if _WORD.match(rest[0]):
-            _find(of, f"--{rest[0].partition('=')[0]}", f"'{rest[0]}'")
-        of.error(f"cannot read '{rest[0]}': expected --key value, --key=value or key=value")
-    values = vars(namespace)
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"--{name} is {value}, expected a finite number")
-    return values, given
-
-
-def _words(of: _Parser, argv: Sequence[str]) -> tuple[list[str], set[str]]:
-    """The options of files and words as flags, files first; and the names of those that are given."""
-    from_files: list[str] = []
-    flags: list[str] = []
-    given: set[str] = set()
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.partition("=")
-        if not word.startswith("--") and _WORD.match(word):
-            if key != "config" and f"--{key}" not in of._option_string_actions and flags:
-                flags.append(word)  # a value, in a list of values
-                continue
-            key = f"--{key}"
-        if key == "--config":
-            if not equals and not words:
-                raise ConfigError("option '--config': expected a file")
-            from_files += _flags_of(of, Path(value if equals else words.pop(0)), given)
-        elif key.startswith("--"):
-            action = _find(of, key, f"'{word}'")
-            given.add(action.dest)
-            flags.append(f"{key}={value}" if equals else key)
-            if getattr(action.type, "__name__", "") == "string_to_bool":
-                if not equals:
-                    follows = words and not words[0].startswith("--") and not _WORD.match(words[0])
-                    value = words.pop(0) if follows else "true"
-                if value.lower() not in TRUE | FALSE:
-                    of.error(f"option '{key}' is '{value}', expected true or false")
-                flags[-1] = f"{key}={value.lower() in TRUE}"
-            elif not equals and action.nargs is None:
-                if not words or words[0].startswith("--"):
-                    of.error(f"option '{key}': expected a value")
-                flags[-1] += f"={words.pop(0)}"  # one value, whatever it looks like
-            elif equals and action.nargs == "+":
-                is_list = value.startswith("[") and value.endswith("]")  # as in Hydra: key=[1,0.01]
-                flags[-1:] = [key, *([item.strip() for item in value[1:-1].split(",")] if is_list else [value])]
-        else:
-            flags.append(word)
-    return from_files + flags, given
-
-
-def _flags_of(of: _Parser, file: Path, given: set[str]) -> list[str]:
-    """The options of a YAML file as flags; values without a flag become the parser's defaults, as in TRL."""
-    content = read_yaml(file, "config file") or {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"config file {file} holds a {type(content).__name__}; expected 'key: value' lines")
-    variables = content.pop("env", None) or {}
-    if not isinstance(variables, dict):
-        raise ConfigError(f"config file {file}: 'env' is {variables!r}, expected variables by name")
-    for name, value in variables.items():
-        os.environ[name] = str(value)
-    flags: list[str] = []
-    for key, value in _without_sections(of, content, file).items():
-        action = _find(of, f"--{key}", f"config file {file}")
-        given.add(action.dest)
-        if isinstance(value, bool) and action.type is str and not action.choices:
-            of.set_defaults(**{action.dest: value})  # `fsdp: true`
-            continue
-        if isinstance(value, bool):
-            words = {True: "yes", False: "no"} if "no" in (action.choices or ()) else {True: "true", False: "false"}
-            value = words[value]  # YAML reads `save_strategy: no` as false
-        if isinstance(value, list) and value and action.nargs == "+":
-            flags += [f"--{action.dest}", *map(str, value)]
-        elif value is None or isinstance(value, list | dict):
-            if value is not None and not _takes_objects(of, action.dest):
-                expected = "a number" if action.type in (int, float) else "one value"
-                raise ConfigError(f"config file {file}: '{key}' is a {type(value).__name__}, expected {expected}")
-            of.set_defaults(**{action.dest: value})
-        elif action.nargs == "+":
-            flags += [f"--{action.dest}", str(value)]
-        else:
-            flags.append(f"--{action.dest}={value}")
-    try:
-        of.parse_known_args(flags)
-    except ConfigError as error:
-        raise ConfigError(f"config file {file}: {error}") from error
-    return flags
-
-
-def _without_sections(of: _Parser, content: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The options of a file whose parser has sections, wherever they are in it."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        is_section = of.has_sections and isinstance(value, dict) and f"--{key}" not in of._option_string_actions
-        for name, inner in (value if is_section else {key: value}).items():
-            if name in found:
-                raise ConfigError(
-                    f"config file {file}: '{name}' is given twice, the second time in '{key}': give it once"
-                )
-            found[name] = inner
-    return found
-
-
-def _takes_objects(of: _Parser, name: str) -> bool:
-    """Whether an option may be a list or have keys, by its annotation; the parser changes the types of the fields."""
-    annotations = [inspect.get_annotations(base) for of_class in of.dataclass_types for base in of_class.__mro__]
-    annotation = str(next((found[name] for found in annotations if name in found), "")).lower()
-    return "dict" in annotation or "list" in annotation
-
-
-def _find(of: _Parser, key: str, source: str) -> argparse.Action:
-    action = of._option_string_actions.get(key)
-    if action is None:
-        names = [name[2:] for name in of._option_string_actions if "-" not in name[2:]]
-        found = similar(key[2:].replace("-", "_"), names)
-        hint = "" if found is None else f"; the nearest is '{found}'"
-        of.error(f"unknown option '{key[2:]}' (from {source}){hint}")
-    return action

@@ -25,8 +25,6 @@ from .records import as_trl_rows, shortened
 
 Algorithm = Literal["sft", "dpo", "grpo"]
 
-N_LEVELS = 32  # of lists and objects in a column of JSON; Arrow and `datasets` fail at about 50
-N_ARROW_LEVELS = 8  # of those that have an Arrow type: `datasets` takes time exponential in the levels
 N_DIGESTED = 1000  # rows of a stream that are in its digest
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "text")  # what TRL trains, if it is not messages
@@ -153,37 +151,23 @@ def _read(files: Sequence[Path], from_array: Any) -> Dataset:
     return _load("csv", data_files=names, split="train", features=text, keep_default_na=False)
 
 
-class _Float(float):
-    """A number of a JSON file that also has its spelling."""
-
-    spelling: str
-
-    def __new__(cls, spelling: str) -> _Float:
-        number = super().__new__(cls, spelling)
-        number.spelling = spelling
-        return number
-
-
 def _json_rows(file: Path, from_array: Any) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, or of a JSON array.
 
-    Arrow's parser would make datetimes of dates and floats of large integers, and crashes on text that is nested too
-    deeply.
+    Arrow's parser would make datetimes of dates and floats of large integers.
     """
     where = f"{file}"
     try:
         text = file.read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
-            rows = json.loads(text, parse_float=_Float)
+            rows = json.loads(text)
         else:
             rows = []
             for number, line in enumerate(text.split("\n"), 1):
                 where = f"{file}, line {number}"
                 if line.strip():
-                    rows.append(json.loads(line, parse_float=_Float))
-    except RecursionError as error:
-        raise DataError(f"{where}: lists and objects are nested more than {N_LEVELS} deep") from error
-    except ValueError as error:
+                    rows.append(json.loads(line))
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where}: {one_line(error)}; expected one JSON object a line, or an array of objects"
         ) from error
@@ -195,74 +179,44 @@ def _json_rows(file: Path, from_array: Any) -> Iterator[dict[str, Any]]:
                 raise DataError(f"{file}, row {number}: found {shortened(row)}, {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number}: found {shortened(row)}, expected a JSON object")
-        if _is_deeper(row, N_LEVELS + 1):
-            raise DataError(f"{file}, row {number}: lists and objects are nested more than {N_LEVELS} deep")
         yield row
 
 
-def _is_deeper(value: Any, n_levels: int) -> bool:
-    """Whether lists and objects are nested in more than this number of levels."""
-    level = [value]
-    for _ in range(n_levels):
-        nested = [value for value in level if isinstance(value, (list, dict))]
-        level = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
-    return any(isinstance(value, (list, dict)) for value in level)
-
-
 def _dataset(rows: list[dict[str, Any]], files: str) -> Dataset:
-    """The rows as a Dataset in which each value is the file's."""
+    """The rows as a Dataset in which each value is the file's.
+
+    A column whose scalars are not of one type, such as 7 and 2.5, is text. So are numbers in a column that TRL trains.
+    """
     columns, features = {}, {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        try:
-            columns[name], features[name] = _column(name, [row.get(name) for row in rows])
-        except DataError as error:
-            raise DataError(f"{files}, column {name!r}: {error}") from error
+        values = [row.get(name) for row in rows]
+        types = {type(value) for value in values if value is not None}
+        if types & {list, dict}:
+            features[name] = _nested_feature(values, f"{files}, column {name!r}")
+        elif len(types) == 1 and (types == {str} or name not in TEXT_COLUMNS) and _fits_arrow(values):
+            features[name] = Value({bool: "bool", int: "int64", float: "float64", str: "string"}[types.pop()])
+        else:
+            values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+            features[name] = Value("string")
+        for number, value in enumerate(values, 1):
+            if isinstance(value, str) and not is_text(value):
+                raise DataError(f"{files}, column {name!r}: row {number} has a lone surrogate, expected Unicode text")
+        columns[name] = values
     return Dataset.from_dict(columns, features=Features(features))
 
 
-def _column(name: str, values: list[Any]) -> tuple[list[Any], Any]:
-    """The values and the feature of a column.
-
-    A column whose scalars are not of one type, or would be spelled otherwise, is text as spelled in the file. So are
-    numbers in a column that TRL trains.
-    """
-    given = [(number, value) for number, value in enumerate(values, 1) if value is not None]
-    nested = [number for number, value in given if isinstance(value, (list, dict))]
-    if nested and len(nested) < len(given):
-        other = next(number for number, value in given if not isinstance(value, (list, dict)))
-        raise DataError(
-            f"has a list or an object in row {nested[0]}, and text or a number in row {other}: write all rows alike"
-        )
-    if nested:
-        return values, _nested_feature(values)
-    types = {type(value) for _, value in given}
-    if types == {bool} and name not in TEXT_COLUMNS:
-        return values, Value("bool")
-    if types == {int} and name not in TEXT_COLUMNS and all(-(2**63) <= value < 2**63 for _, value in given):
-        return values, Value("int64")
-    if types == {_Float} and name not in TEXT_COLUMNS and all(repr(value) == value.spelling for _, value in given):
-        return values, Value("float64")
-    texts = [value if value is None else _spelled(value) for value in values]
-    for number, text in enumerate(texts, 1):
-        if text is not None and not is_text(text):
-            raise DataError(f"row {number} has a lone surrogate, expected Unicode text")
-    return texts, Value("string")
+def _fits_arrow(values: list[Any]) -> bool:
+    return all(not isinstance(value, int) or -(2**63) <= value < 2**63 for value in values)
 
 
-def _spelled(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return value.spelling if isinstance(value, _Float) else json.dumps(value)
-
-
-def _nested_feature(values: list[Any]) -> Any:
+def _nested_feature(values: list[Any], where: str) -> Any:
     """The Arrow type of lists or objects if it keeps them, else `Json`.
 
     Arrow gives all objects of a column the same keys, with null for what a row does not have, and all numbers one type.
     """
     exact = [json.dumps(value) for value in values]
     try:
-        array = pa.nulls(0) if any(_is_deeper(value, N_ARROW_LEVELS) for value in values) else pa.array(values)
+        array = pa.array(values)
         if [json.dumps(value) for value in array.to_pylist()] == exact:
             return Features.from_arrow_schema(pa.schema([("", array.type)]))[""]
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
@@ -275,8 +229,8 @@ def _nested_feature(values: list[Any]) -> Any:
             kept = False
         if not kept:
             raise DataError(
-                f"`datasets` would change {shortened(value)} in row {number}: write numbers of more than 10 digits "
-                "inside of lists and objects as strings"
+                f"{where}: `datasets` would change {shortened(value)} in row {number}: write numbers of more than 10 "
+                "digits inside of lists and objects as strings"
             )
     return feature
 

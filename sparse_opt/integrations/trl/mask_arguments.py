@@ -33,6 +33,7 @@ class MaskArguments:
         "element", "pattern of the random mask"
     )
     mask_seed: int = option(0, "seed of the random mask")
+    mask_pool: Literal["tensor", "global"] = option("tensor", "draw from each tensor, or from all together")
 
     grads: Literal["compact", "dense"] = option("compact", "gather gradients when they are produced, or read them")
     state_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of Adam's moments under a mask")
@@ -80,7 +81,7 @@ class MaskArguments:
         """Raise a ConfigError that names an option without effect: one of a mask, without a mask."""
         of_log = ("delta_log_", "statistics_", "log_margins")
         for option in fields(self):
-            name, drawn = option.name, option.name in ("mask_pattern", "mask_seed")
+            name, drawn = option.name, option.name in ("mask_pattern", "mask_seed", "mask_pool")
             if getattr(self, name) == option.default or name.startswith(of_log):
                 continue
             if drawn and self.mask_density is None:

@@ -21,12 +21,12 @@ from ...files import one_line, write_text
 from ...masks.mask_set import MaskSet
 from ...options import FALSE, TRUE
 from ...progress import hide_progress_bars
-from ..callback import DeltaLogCallback, on_process_0
-from ..checkpoints import CheckpointError, VerifiedCheckpointCallback
+from ..callback import DeltaLogCallback
+from ..checkpoints import CheckpointError
 from ..factory import sparse_trainer
 from ..rates import EXPONENT, dense_rate, rate_factor
-from ..run_folder import RunFolder, last_checkpoint
-from ..trainer import EndingTrainer
+from ..run_folder import last_checkpoint
+from ..trainer import RunTrainer
 from .command_line import Options, parse
 from .console import LogWarnings, ProgressLines
 from .data import Algorithm, RowsDigest, load_rows, require_dataset
@@ -90,15 +90,12 @@ def train(
     check_tokenized(trainer, rows)
     trainer.add_callback(RowsDigest(rows))
     trainer.add_callback(LogWarnings())
-    log = _add_callbacks(algorithm, trainer, options)
+    _add_callbacks(algorithm, trainer, options)
     if prepare is not None:
         prepare(trainer)
-    folder = RunFolder(args.output_dir)
     trainer.add_callback(_RunFiles(options, mask))
     started = time.monotonic()
     try:
-        if not options.mask.is_sparse:  # under a mask the trainer itself locks the folder, and verifies the checkpoint
-            checkpoint = _begin(folder, trainer, checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(args.output_dir)
         trainer.save_state()
@@ -106,10 +103,6 @@ def train(
         raise DataError(error.text("repeat the command with --resume_from_checkpoint {}")) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(trainer)) from None
-    finally:
-        if log is not None:
-            log.close()
-        folder.end()
     if is_main:
         steps, seconds = trainer.state.global_step, time.monotonic() - started
         losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -137,7 +130,13 @@ def _mask_and_rate(options: Options, config: Any) -> tuple[MaskSet | None, str]:
         assert given.mask_density is not None
         model = _without_weights(config, options)
         try:
-            mask = MaskSet.random(model, density=given.mask_density, pattern=given.mask_pattern, seed=given.mask_seed)
+            mask = MaskSet.random(
+                model,
+                density=given.mask_density,
+                pattern=given.mask_pattern,
+                seed=given.mask_seed,
+                pool=given.mask_pool,
+            )
         except MaskError as error:
             raise ConfigError(f"--mask_density {given.mask_density}: {error}") from error
         line += f"random mask ({options.mask.mask_pattern}, seed {options.mask.mask_seed})"
@@ -222,7 +221,7 @@ def _trainer(
     trainer_class: Any = TRAINERS[algorithm]
     if mask is None:
         keywords["peft_config"] = get_peft_config(model)
-        trainer_class = type(trainer_class.__name__, (EndingTrainer, trainer_class), {})
+        trainer_class = type(trainer_class.__name__, (RunTrainer, trainer_class), {})
     else:
         trainer_class = sparse_trainer(trainer_class)
         has_reference = algorithm == "dpo" or (algorithm == "grpo" and args.beta != 0.0)
@@ -236,8 +235,8 @@ def _trainer(
         raise ConfigError(f"--model_name_or_path {model.model_name_or_path}: {one_line(error)}") from error
 
 
-def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> DeltaLogCallback | None:
-    """Add the callbacks of the options; returns the delta log of a dense run, which must be closed."""
+def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> None:
+    """Add the callbacks of the options; under a mask the trainer itself has the delta log."""
     mask = options.mask
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(MemoryCallback())
@@ -250,18 +249,17 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> Delt
             mask.statistics_steps, include=mask.statistics_include, tau=mask.statistics_tau
         )
         trainer.callback_handler.callbacks.insert(0, statistics)  # before the trackers, which then log its statistics
-    if mask.delta_log_dir is None or mask.is_sparse:
-        return None
-    log = DeltaLogCallback(
-        mask.delta_log_dir,
-        mask.delta_log_steps,
-        level=mask.delta_log_level,
-        keyframe_every=mask.delta_log_keyframe_every,
-        on_error=mask.delta_log_on_error,
-        metadata={"method": algorithm},
-    )
-    trainer.add_callback(log)
-    return log
+    if mask.delta_log_dir is not None and not mask.is_sparse:
+        trainer.add_callback(
+            DeltaLogCallback(
+                mask.delta_log_dir,
+                mask.delta_log_steps,
+                level=mask.delta_log_level,
+                keyframe_every=mask.delta_log_keyframe_every,
+                on_error=mask.delta_log_on_error,
+                metadata={"method": algorithm},
+            )
+        )
 
 
 def _require_rows(trainer: Any, rows: Any) -> None:
@@ -274,21 +272,6 @@ def _require_rows(trainer: Any, rows: Any) -> None:
         raise ConfigError(f"no row has a token to train within --max_length {getattr(args, 'max_length', None)}")
     if left < given and args.process_index == 0:
         warnings.warn(f"{given - left} of {given} rows are left out: nothing of them is trained", stacklevel=2)
-
-
-def _begin(folder: RunFolder, trainer: Any, checkpoint: str | bool | None) -> str | None:
-    """Lock the folder of a dense run and verify the checkpoint, on process 0; return the checkpoint's folder."""
-    args, name = trainer.args, ""
-    newest = checkpoint is True
-    path: Any = get_last_checkpoint(args.output_dir) if newest else checkpoint
-
-    def begin() -> None:
-        nonlocal name
-        name = folder.begin(path, newest=newest, saves=args.save_strategy != "no")
-
-    on_process_0(begin, DataError)
-    trainer.add_callback(VerifiedCheckpointCallback(name))  # after the log, whose steps precede a checkpoint
-    return path
 
 
 class _RunFiles(TrainerCallback):

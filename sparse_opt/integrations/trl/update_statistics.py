@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from ...analysis.changes import ChangeCounts, count_changes, sum_changes
-from ...analysis.ranks import TAU, Method, get_layer_rank_stats, is_weight_matrix
+from ...analysis.ranks import TAU, get_layer_rank_stats, is_weight_matrix
 from ...errors import ConfigError, DataError
 from ...masks.parameters import select_names
 from ...optim.sparse_optimizer import SparseOptimizer
@@ -37,25 +37,25 @@ class UpdateStatisticsCallback(TrainerCallback):
 
         trainer.add_callback(UpdateStatisticsCallback(20))
 
-    `UpdateStatistics.measure` documents the rows of `update_statistics.jsonl` in the output folder. Callbacks that are
-    called later find five of the statistics in their logs, as `update_share_changed` and so on. A resumed run compares
-    with the weights that it started from, if the trainer is sparse, and else with those of its checkpoint.
+    It copies the trained weights to the CPU; with LoRA adapters nothing, because the initial weights stay in the model.
+    `measure` documents the rows of `update_statistics.jsonl` in the output folder. Callbacks that are called later find
+    five of the statistics in their logs, as `update_share_changed` and so on. A resumed run compares with the weights
+    that it started from, if the trainer is sparse, and else with those of its checkpoint.
 
     Args:
         every: number of optimizer steps between two rows.
-        include, method, tau: see `UpdateStatistics`.
+        include: shell patterns of the weight matrices whose ranks are taken; None takes all.
+        tau: of `share_above_tau`, in the units of the weights.
 
     Raises:
         ConfigError: the model is sharded.
         DataError: no weight matrix of the model is trained and chosen.
     """
 
-    def __init__(
-        self, every: int, *, include: Sequence[str] | None = None, method: Method = "gram", tau: float = TAU
-    ) -> None:
-        self._every = every
-        self._options: dict[str, Any] = {"include": include, "method": method, "tau": tau}
-        self._statistics: UpdateStatistics | None = None
+    def __init__(self, every: int, *, include: Sequence[str] | None = None, tau: float = TAU) -> None:
+        self._every, self._include, self._tau = every, include, tau
+        self._is_main = False  # whether this process measures
+        self._start: dict[str, Tensor] = {}
         self._logs: dict[str, float] = {}
 
     def on_train_begin(
@@ -63,22 +63,23 @@ class UpdateStatisticsCallback(TrainerCallback):
     ) -> None:
         if any(isinstance(param, DTensor) for param in model.parameters()):
             raise ConfigError("statistics_steps measures whole weights, and the model is sharded: leave the option out")
-        if not state.is_world_process_zero:
+        self._is_main = state.is_world_process_zero
+        if not self._is_main:
             return
         RowFile(Path(args.output_dir, FILE)).cut(state.global_step)
-        self._statistics = UpdateStatistics(model, **self._options)
         sparse = _sparse(optimizer)
+        self._begin(model)
         if sparse is not None and sparse.keep_base_weights and state.global_step > 0:
             with sparse.base_weights():
-                self._statistics.restart(model)
+                self._copy(model, self._start)
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         step = state.global_step
-        if self._statistics is None or (step % self._every and step < state.max_steps):
+        if not self._is_main or (step % self._every and step < state.max_steps):
             return
-        row = self._statistics.measure(model, _masters(optimizer))
+        row = self.measure(model, _masters(optimizer))
         RowFile(Path(args.output_dir, FILE)).write({"step": step, **row})
         self._logs = {f"update_{name}": row[name] for name in _LOGGED}
 
@@ -86,64 +87,31 @@ class UpdateStatisticsCallback(TrainerCallback):
         (logs if logs is not None else {}).update(self._logs)
         self._logs = {}
 
-
-def _sparse(optimizer: Any) -> SparseOptimizer | None:
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    return inner if isinstance(inner, SparseOptimizer) else None
-
-
-def _masters(optimizer: Any) -> Masters:
-    """The optimizer's fp32 copies of 16-bit weights."""
-    sparse = _sparse(optimizer)
-    if sparse is None or not sparse.master_weights:
-        return {}
-    state = sparse.state_dict()
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
-    copies = {names[i]: entry for i, entry in state["state"].items()}
-    return {name: (entry["indices"], entry["master"]) for name, entry in copies.items() if "master" in entry}
-
-
-class UpdateStatistics:
-    """Copies a model's trained weights to the CPU and compares the model with them later.
-
-    In mode lora nothing is copied, because the initial weights stay in the model.
-
-    Args:
-        model: a model, or peft's wrapper of one with LoRA adapters.
-        include: shell patterns of the weight matrices whose ranks are taken; None takes all.
-        method: how singular values are computed (`sparse_opt.analysis.ranks.METHODS`).
-        tau: of `share_above_tau`, in the units of the weights.
-
-    Raises:
-        DataError: no weight matrix of the model is trained and chosen.
-    """
-
-    def __init__(self, model: Any, *, include: Sequence[str] | None = None, method: Method = "gram", tau: float = TAU):
-        self.method, self.tau = method, tau
+    def _begin(self, model: Any) -> None:
+        """Copy the weights, and choose the matrices."""
         self._is_peft = hasattr(model, "peft_config")
         parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
         firsts = canonical_names(named_parameters_of(model))
         tied = {name: first for name, first in firsts.items() if name != first}
-        self._start: dict[str, Tensor] = {}
+        self._start = {}
         if self._is_peft:
             adapters = {id(p) for _, module in _adapted(model) for p in _adapter_parameters(module)}
             parameters = {name: p for name, p in parameters.items() if id(p) not in adapters}
             shapes = {name: module.get_base_layer().weight.dim() for name, module in _adapted(model)}
         else:
-            trained = {name: p for name, p in parameters.items() if p.requires_grad}
-            # Copy even if the weights are already on the CPU.
-            self._start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
-            shapes = {name: p.dim() for name, p in trained.items()}
+            trained = [name for name, p in parameters.items() if p.requires_grad]
+            self._copy(model, trained)
+            shapes = {name: parameters[name].dim() for name in trained}
         self.n_weights = sum(p.numel() for p in parameters.values())
         matrices = [name for name, dims in shapes.items() if is_weight_matrix(name, dims)]
-        self.matrices = set(select_names(matrices, include=include, tied=tied))
+        self.matrices = set(select_names(matrices, include=self._include, tied=tied))
         if not self.matrices:
-            raise DataError(f"no trained weight matrix matches {include}; there are {len(matrices)}")
+            raise DataError(f"no trained weight matrix matches {self._include}; there are {len(matrices)}")
 
-    def restart(self, model: Any) -> None:
-        """Compare with the current weights of the model, or of a copy of it, from now on."""
+    def _copy(self, model: Any, names: Iterable[str]) -> None:
+        """Copy these weights to the CPU, also if they are there already; later ones are compared with the copies."""
         parameters = dict(model.named_parameters())
-        self._start = {name: parameters[name].detach().to("cpu", copy=True) for name in self._start}
+        self._start = {name: parameters[name].detach().to("cpu", copy=True) for name in list(names)}
 
     @torch.no_grad()
     def measure(self, model: Any, masters: Masters | None = None) -> dict[str, Any]:
@@ -181,7 +149,7 @@ start's; None for 16-bit weights without master copies, and for adapters of them
             wide = torch.promote_types(after.dtype, torch.float32)
             squares += float((after.to(wide) - before.to(device, wide)).double().square().sum())
             if name in self.matrices:
-                ranks = get_layer_rank_stats({name: after}, {name: before}, self.tau, method=self.method)
+                ranks = get_layer_rank_stats({name: after}, {name: before}, self._tau, method="gram")
                 for label, stats in ranks.items():
                     matrices[label] = {
                         "shape": list(stats.shape),
@@ -233,6 +201,22 @@ start's; None for 16-bit weights without master copies, and for adapters of them
         parameters = dict(model.named_parameters())
         for name, before in self._start.items():
             yield name, before, parameters[name].detach()
+
+
+def _sparse(optimizer: Any) -> SparseOptimizer | None:
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    return inner if isinstance(inner, SparseOptimizer) else None
+
+
+def _masters(optimizer: Any) -> Masters:
+    """The optimizer's fp32 copies of 16-bit weights."""
+    sparse = _sparse(optimizer)
+    if sparse is None or not sparse.master_weights:
+        return {}
+    state = sparse.state_dict()
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    copies = {names[i]: entry for i, entry in state["state"].items()}
+    return {name: (entry["indices"], entry["master"]) for name, entry in copies.items() if "master" in entry}
 
 
 def _mean_share(matrices: Mapping[str, dict[str, Any]], key: str) -> float:

@@ -1,0 +1,276 @@
+"""vLLM of TRL's GRPOTrainer, colocated or a server, which gets the values that have changed under a mask.
+
+Written for TRL 1.16, whose constructor of GRPOTrainer makes a `VLLMGeneration`, which writes all weights to vLLM before
+each generation: to a server by a group of vLLM's NCCL backend, and a server has one backend of weight transfer. So the
+constructor is called with `use_vllm=False`, and afterwards `connect` makes a `VLLMGeneration` that joins no group and
+sends messages of `sparse_opt.weight_sync`. In the trainer's process `ColocatedUpdates` replaces the method
+`sync_weights` of TRL's object, or of one that `start` makes with options of `vllm.LLM` for which TRL has no arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import ensure_master_addr_port
+
+from ...errors import ConfigError, WeightSyncError
+from ...masks import MaskSet
+from ...weight_sync import WeightSender
+from ..vllm import VLLMWeightSync
+
+
+@contextmanager
+def without_vllm(args: Any) -> Iterator[None]:
+    """A context around GRPOTrainer's constructor with these arguments, in which it neither starts vLLM nor connects."""
+    generation_kwargs = args.generation_kwargs  # of vLLM; transformers' GenerationConfig has others
+    args.use_vllm, args.generation_kwargs = False, None
+    try:
+        yield
+    finally:
+        args.use_vllm, args.generation_kwargs = True, generation_kwargs
+
+
+def use_generation(trainer: Any, make: Callable[..., VLLMGeneration], **options: Any) -> None:
+    """Set what GRPOTrainer's constructor sets with `use_vllm=True`, after a call `without_vllm`.
+
+    Args:
+        make: called with `options`, and with those that do not depend on the mode of vLLM.
+    """
+    args = trainer.args
+    del trainer.generation_config, trainer.generation_kwargs  # of generation with transformers
+    trainer.use_vllm = True
+    trainer.vllm_generation = make(
+        **options,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        structured_outputs_regex=args.vllm_structured_outputs_regex,
+        repetition_penalty=trainer.repetition_penalty,
+        temperature=trainer.temperature,
+        top_p=trainer.top_p,
+        top_k=trainer.top_k,
+        min_p=trainer.min_p,
+        max_completion_length=trainer.max_completion_length,
+        logprobs=0,  # those of the generated tokens
+        generation_kwargs=args.generation_kwargs,
+    )
+    trainer._last_loaded_step = -1
+
+
+# A server
+
+
+class SparseServerGeneration(VLLMGeneration):
+    """TRL's generation on a server, with `VLLMWeightSync` as its `sync_weights`.
+
+    As in TRL, only the main process has a client of the server.
+
+    Args:
+        model: the trained model, the same on all processes.
+        mask: no weight outside of it changes.
+        options: those of `VLLMGeneration`; `mode` is "server".
+
+    Raises:
+        ConfigError: the server has another backend of weight transfer.
+    """
+
+    def __init__(self, model: nn.Module, mask: MaskSet, **options: Any) -> None:
+        self._mask = mask
+        self._sync: VLLMWeightSync | None = None
+        super().__init__(model=model, mode="server", **options)
+
+    def _init_vllm(self) -> None:
+        if self.accelerator.is_main_process:
+            url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+            self.vllm_client = VLLMClient(base_url=url, connection_timeout=self.server_timeout)
+            transfer = self.vllm_client.get_server_info()["weight_transfer_config"]
+            backend = None if transfer is None else transfer["backend"]
+            if backend != "sparse_opt":
+                raise ConfigError(
+                    f"vllm_weight_sync is 'sparse', and the vLLM server {url} has weight transfer backend {backend!r}, "
+                    """expected 'sparse_opt': start it with --weight-transfer-config '{"backend": "sparse_opt"}'"""
+                )
+        self.accelerator.wait_for_everyone()
+
+    def sync_weights(self) -> None:
+        """Bring the server's weights to the model's, and discard its cached keys and values.
+
+        The first call sends the mask and its active values, the later ones what has changed.
+
+        Raises:
+            WeightSyncError: the server cannot be reached, or its weights have another dtype or layout.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        if self._sync is None:
+            sync = VLLMWeightSync(WeightSender(self.model, self._mask), self.vllm_client.base_url)
+            sync.connect()
+            self._sync = sync  # kept once the mask has arrived
+        else:
+            self._sync.update()
+
+
+def connect(trainer: Any, mask: MaskSet) -> None:
+    """Let a GRPOTrainer generate on a server, after a call `without_vllm` of its constructor.
+
+    Raises:
+        ConfigError: the server has another backend of weight transfer.
+    """
+    args = trainer.args
+    use_generation(
+        trainer,
+        SparseServerGeneration,
+        model=trainer.model,
+        mask=mask,
+        server_base_url=args.vllm_server_base_url,
+        server_host=args.vllm_server_host,
+        server_port=args.vllm_server_port,
+        server_timeout=args.vllm_server_timeout,
+    )
+    if args.vllm_importance_sampling_correction and trainer.accelerator.is_main_process:
+        found = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+        if found != "processed_logprobs":
+            warnings.warn(
+                f"the vLLM server has --logprobs-mode {found}, expected processed_logprobs: importance sampling is "
+                "biased; or set vllm_importance_sampling_correction=False",
+                stacklevel=4,
+            )
+
+
+# In the trainer's process
+
+
+class ColocatedUpdates:
+    """Called in place of `VLLMGeneration.sync_weights`.
+
+    The first call writes all weights as TRL does, if they are on a GPU, and sends the mask. On a CPU TRL's transfer
+    cannot write the packed weights of vLLM, which has loaded them from the folder that the model names.
+
+    Args:
+        generation: a `trl.generation.vllm_generation.VLLMGeneration` in mode "colocate", which does not sleep.
+        model: the trained model.
+        mask: no weight outside of it changes.
+    """
+
+    def __init__(self, generation: Any, model: nn.Module, mask: MaskSet) -> None:
+        self._llm = generation.llm
+        self._write_all = generation.sync_weights
+        self._model, self._mask = model, mask
+        self._sender: WeightSender | None = None
+        self._engine: Any = None
+        self._has_failed = False
+
+    def __call__(self) -> None:
+        """Bring vLLM's weights to the model's, and discard its cached keys and values.
+
+        Raises:
+            WeightSyncError: vLLM's weights have another dtype or layout; names the weight. Or vLLM cannot discard its
+                cached keys and values. The next call sends the mask and all active values.
+        """
+        sender = self._sender
+        if sender is None:
+            if next(self._model.parameters()).is_cuda:
+                self._write_all()
+            (self._engine,) = self._llm.collective_rpc(_make_engine)
+            sender = WeightSender(self._model, self._mask)
+            messages = [sender.mask_message(), sender.state_message()]
+        else:
+            update = sender.update().wait()
+            messages = [sender.mask_message(), sender.state_message()] if self._has_failed else [update]
+        self._has_failed = True
+        for message in messages:
+            self._llm.collective_rpc(_receive, args=(self._engine, message.to_bytes()))
+        self._sender = sender  # kept once the mask has arrived
+        if not self._llm.reset_prefix_cache(reset_connector=True):  # also blocks in other memory
+            raise WeightSyncError("reset_prefix_cache of vLLM failed: blocks are still in use")
+        self._has_failed = False
+
+
+def _make_engine(worker: Any) -> Any:
+    """The engine of backend `sparse_opt` for a worker of vLLM, which TRL starts without a backend."""
+    from vllm.config import WeightTransferConfig
+
+    from ..vllm.engine import SparseWeightTransferEngine
+
+    config = WeightTransferConfig(backend="sparse_opt")
+    return SparseWeightTransferEngine(config, worker.vllm_config, worker.device, worker.get_model())
+
+
+def _receive(worker: Any, engine: Any, message: bytes) -> None:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        engine.update_weights({"message": message})
+
+
+class ColocatedGeneration(VLLMGeneration):
+    """TRL's generation in mode "colocate", without tensor parallelism and sleep mode.
+
+    Args:
+        llm_options: of `vllm.LLM`, in addition to TRL's.
+        options: those of `VLLMGeneration`.
+
+    Raises:
+        ConfigError: TRL sets an option of `llm_options` itself; names it.
+    """
+
+    def __init__(self, llm_options: Mapping[str, Any], **options: Any) -> None:
+        self._llm_options = llm_options
+        super().__init__(mode="colocate", **options)
+
+    def _init_vllm(self) -> None:
+        from vllm import LLM
+
+        of_trl = {
+            "model": self.model.name_or_path,
+            "tensor_parallel_size": 1,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_length,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_sleep_mode": False,
+            "model_impl": self.model_impl,
+            "distributed_executor_backend": "external_launcher",
+            "seed": self.accelerator.process_index,
+            "max_num_batched_tokens": 4096,
+            "logprobs_mode": "processed_logprobs",
+            "trust_remote_code": self.trust_remote_code,
+        }
+        for name in self._llm_options:
+            if name in of_trl:
+                raise ConfigError(
+                    f"vllm_options has {name!r}, which TRL sets to {of_trl[name]!r}; some are arguments of GRPOConfig"
+                )
+        # The launcher that vLLM finds itself in.
+        os.environ["RANK"] = str(self.accelerator.process_index)
+        os.environ["LOCAL_RANK"] = str(self.accelerator.local_process_index)
+        os.environ["WORLD_SIZE"] = str(self.accelerator.num_processes)
+        ensure_master_addr_port()
+        self.llm = LLM(**of_trl, **self._llm_options)
+        self._llm_weights_sleeping = False
+        self.accelerator.wait_for_everyone()
+
+
+def start(trainer: Any, llm_options: Mapping[str, Any]) -> None:
+    """Start vLLM for a GRPOTrainer after a call `without_vllm` of its constructor.
+
+    Raises:
+        ConfigError: TRL sets an option of `llm_options` itself; names it.
+    """
+    args = trainer.args
+    use_generation(
+        trainer,
+        ColocatedGeneration,
+        llm_options=llm_options,
+        model=trainer.model,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_length=args.vllm_max_model_length,
+        max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
+        model_impl=args.vllm_model_impl,
+        trust_remote_code=args.trust_remote_code,
+    )
