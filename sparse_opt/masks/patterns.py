@@ -103,7 +103,7 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
     height, width = PATTERNS[pattern]
     if pattern == "element" or indices.numel() == 0:
         return None
-    rows, columns = matrix_shape(shape)
+    columns = matrix_shape(shape)[1]
     runs = _aligned_runs(indices, width) if columns % width == 0 else None
     if runs is not None and height == 1:
         return None

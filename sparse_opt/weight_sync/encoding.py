@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
 from ..masks import MaskSet
-from ..masks.patterns import matrix_shape, unit_grid, unit_sizes, whole_units
+from ..masks.patterns import PATTERNS, matrix_shape, unit_grid, unit_sizes, whole_units
 from ..tensors import compact_json, dtype_name, metadata_digest
 from .digest import digest_sum, mix, to_hex, zero_extended
 
