@@ -16,6 +16,7 @@ from .output import (
     PATTERNS,
     add_output,
     add_output_file,
+    add_routers,
     density_table,
     headline,
     output_file,
@@ -111,6 +112,7 @@ def _parser() -> CommandParser:
     random.add_argument("--pattern", choices=PATTERNS, default="element", help="unit to draw (%(default)s)")
     random.add_argument("--seed", type=int, default=0, help="random seed (%(default)s)")
     add_tensor_choice(random)
+    add_routers(random)
     add_output(random)
 
     info = actions.add_parser("info", help="describe a mask", epilog=_INFO_EPILOG)
@@ -155,7 +157,7 @@ def _random(args: Namespace) -> None:
     sparsity = round(100 * (1 - args.density), 8)
     path = output_file(args.output, f"sparsity_{sparsity}pct_random_seed{args.seed}.safetensors")
     hide_progress_bars()
-    mask = MaskSet.random(chosen_shapes(args), density=args.density, pattern=args.pattern, seed=args.seed)
+    mask = MaskSet.random(chosen_shapes(args), density=args.density, pattern=args.pattern, seed=args.seed, routers=True)
     mask.metadata["model"] = args.model_name
     save_mask(mask, path, as_json=args.json)
 
