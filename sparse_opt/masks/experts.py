@@ -74,7 +74,7 @@ def positions_of_experts(
     chosen: dict[int, list[int]] = {}
     for layer, numbers in experts.items():
         if layer not in known:
-            raise MaskError(f"layer {layer} has no experts; the layers with experts are {listed(list(known))}")
+            raise MaskError(f"layer {layer} has no experts; the layers with experts are {listed([*map(str, known)])}")
         chosen[layer] = sorted(set(numbers))
         wrong = [number for number in chosen[layer] if number not in known[layer]]
         if wrong:

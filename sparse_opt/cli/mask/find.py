@@ -203,7 +203,7 @@ def _find_experts(args: Namespace) -> None:
         )
         for layer, numbers in chosen.items()
     ]
-    shown = table(("layer", "experts", f"share of {args.expert_score}", "numbers"), rows)
+    shown = table(("layer", "experts", f"share of {args.expert_score}", "numbers"), rows, n_last_words=1)
     print("\n".join([str(path), headline(found.mask), "", shown]))
 
 
