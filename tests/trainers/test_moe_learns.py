@@ -63,8 +63,8 @@ def test_grpo_learns_sums(world, kind):
         options = {"mask": mask}
     else:
         options = {"density": 0.4, "pattern": "tile64"}
-    steps = {"n_steps": 40, "learning_rate": 3e-3, "batch_size": 16, "max_completion_length": 4}
+    steps = {"n_steps": 60, "learning_rate": 6e-3, "batch_size": 32, "max_completion_length": 4}
     rows = run(grpo, world, kind, "train", start, **steps, **options)
     first, last = (sum(row["reward"] for row in of) / len(of) for of in (rows[:5], rows[-5:]))
-    print([round(row["reward"], 2) for row in rows])
-    assert last > first + 0.15
+    # Of 1280 completions each, whose mean has a standard deviation of 0.014.
+    assert last > first + 0.08
