@@ -173,7 +173,7 @@ def measure_sparsity(
             # A parameter of fused experts is compared expert by expert.
             own = experts_of(name, tensor.shape)
             pairs = zip(base, tensor, strict=True) if len(own) > 1 else [(base, tensor)]
-            counts = [count_changes(*pair, tolerances, device=device) for pair in pairs]
+            counts = [count_changes(old, new, tolerances, device=device) for old, new in pairs]
             experts[step][name] = dict(zip(own, counts, strict=False))
             stored[step][name] = rounded[step][name] = sum_changes(counts)
             if max(base.element_size(), tensor.element_size()) > 2:

@@ -167,6 +167,8 @@ def expert_figure(shares: Mapping[tuple[int | None, int], float], title: str, la
     Args:
         shares: (layer, number of the expert) -> share, such as a mask's density or a step's changed elements.
     """
+    from matplotlib.ticker import MaxNLocator
+
     layers = in_layer_order(layer for layer, _ in shares)
     n_experts = 1 + max(number for _, number in shares)
     values = [[100 * shares.get((layer, number), nan) for number in range(n_experts)] for layer in layers]
@@ -174,7 +176,7 @@ def expert_figure(shares: Mapping[tuple[int | None, int], float], title: str, la
     axes = figure.subplots()
     image = axes.imshow(values, cmap="cividis", vmin=0, aspect="auto")
     axes.set_yticks(range(len(layers)), [layer_label(layer) for layer in layers])
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
     figure.colorbar(image, ax=axes, label=label)

@@ -81,11 +81,11 @@ def positions_of_experts(
             raise MaskError(f"layer {layer} has no expert {wrong[0]}, expected 0 to {known[layer].stop - 1}")
     positions = {}
     for name, shape in shapes.items():
-        own, layer = experts_of(name, shape), layer_of(name)
-        if not own or layer not in known:
+        own, own_layer = experts_of(name, shape), layer_of(name)
+        if not own or own_layer not in known:
             continue
         size = math.prod(shape) // len(own)
-        firsts = [(number - own.start) * size for number in chosen.get(layer, ()) if number in own]
+        firsts = [(number - own.start) * size for number in chosen.get(own_layer, ()) if number in own]
         first = torch.tensor(firsts, dtype=index_dtype(math.prod(shape)), device="cpu")
         positions[name] = (first[:, None] + torch.arange(size, dtype=first.dtype, device="cpu")).view(-1)
     # Whole parameters, and whole matrices of a stack, are of every pattern; the rest are biases, which are small.
