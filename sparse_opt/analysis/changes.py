@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..delta.state_log import StateLog, floating_parameters, require_logged
 from ..errors import ConfigError, DataError
+from ..masks.experts import experts_of, group_by_expert
 from ..masks.parameters import select_names
 from ..progress import progress_bar
 from ..tensors import as_bits
@@ -67,11 +68,13 @@ class StepChanges:
         stored: tensor name -> counts in the stored dtype.
         rounded: the same after rounding wider tensors (fp32, fp64) to bf16 on both sides, as in a bf16 checkpoint of
             the same run; None if the log has no wider tensor.
+        experts: (layer, number of the expert) -> counts in the stored dtype; empty without experts.
     """
 
     step: int
     stored: Mapping[str, ChangeCounts]
     rounded: Mapping[str, ChangeCounts] | None
+    experts: Mapping[tuple[int | None, int], ChangeCounts]
 
     @property
     def by_precision(self) -> dict[str, Mapping[str, ChangeCounts]]:
@@ -163,15 +166,24 @@ def measure_sparsity(
     any_wide = False
     stored: dict[int, dict[str, ChangeCounts]] = {step: {} for step in chosen}
     rounded: dict[int, dict[str, ChangeCounts]] = {step: {} for step in chosen}
+    experts: dict[int, dict[str, dict[int, ChangeCounts]]] = {step: {} for step in chosen}
     for name in progress_bar(chosen_names(log) if names is None else names, what="sparsity", unit="tensor"):
         base, states = base_and_states(log, name, chosen)
         for step, tensor in states:
-            stored[step][name] = rounded[step][name] = count_changes(base, tensor, tolerances, device=device)
+            # A parameter of fused experts is compared expert by expert.
+            own = experts_of(name, tensor.shape)
+            pairs = zip(base, tensor, strict=True) if len(own) > 1 else [(base, tensor)]
+            counts = [count_changes(old, new, tolerances, device=device) for old, new in pairs]
+            experts[step][name] = dict(zip(own, counts, strict=False))
+            stored[step][name] = rounded[step][name] = sum_changes(counts)
             if max(base.element_size(), tensor.element_size()) > 2:
                 any_wide = True
                 both = base.to(torch.bfloat16), tensor.to(torch.bfloat16)
                 rounded[step][name] = count_changes(*both, tolerances, device=device)
-    return [StepChanges(step, stored[step], rounded[step] if any_wide else None) for step in chosen]
+    by_expert = {
+        step: {expert: sum_changes(of) for expert, of in group_by_expert(experts[step]).items()} for step in chosen
+    }
+    return [StepChanges(step, stored[step], rounded[step] if any_wide else None, by_expert[step]) for step in chosen]
 
 
 @torch.no_grad()

@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 
 from ..errors import MaskError
+from ..masks.experts import count_by_expert, experts_of, group_by_expert
 from ..masks.mask_set import MaskSet
 from ..masks.parameters import Part, group_by_layer, group_by_part
-from ..masks.positions import intersection_size
+from ..masks.positions import intersection, intersection_size
 from ..progress import progress_bar
 
 
@@ -107,11 +108,12 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two masks, by their labels, and their overlap in each tensor."""
+    """Two masks, by their labels, and their overlap in each tensor and each expert, by (layer, number)."""
 
     first: str
     second: str
     tensors: Mapping[str, Overlap]
+    experts: Mapping[tuple[int | None, int], Overlap]
 
     @property
     def total(self) -> Overlap:
@@ -151,11 +153,18 @@ def compare_masks(masks: Mapping[str, MaskSet], *, common: bool = False) -> list
     for (a, first), (b, second) in progress_bar(
         [*itertools.combinations(masks.items(), 2)], what="compare", unit="pair"
     ):
-        tensors = {}
+        tensors, experts = {}, {}
         for name in names:
+            shape = first.shapes[name]
+            if own := experts_of(name, shape):
+                sets = first[name], second[name], intersection(first[name], second[name])
+                counts = zip(*(count_by_expert(of, name, shape).values() for of in sets), strict=True)
+                size = sizes[name] // len(own)
+                experts[name] = {e: Overlap.of_counts(size, *of) for e, of in zip(own, counts, strict=True)}
             both = intersection_size(first[name], second[name])
             tensors[name] = Overlap.of_counts(sizes[name], first[name].numel(), second[name].numel(), both)
-        comparisons.append(Comparison(a, b, tensors))
+        by_expert = {expert: Overlap.sum(of) for expert, of in group_by_expert(experts).items()}
+        comparisons.append(Comparison(a, b, tensors, by_expert))
     return comparisons
 
 

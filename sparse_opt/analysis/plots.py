@@ -161,6 +161,29 @@ def mask_figure(mask: MaskSet, title: str) -> Figure:
     return _by_place({"density, % of elements": cells}, title, logarithmic=True)
 
 
+def expert_figure(shares: Mapping[tuple[int | None, int], float], title: str, label: str) -> Figure:
+    """Heat map of a share of each expert's weights, in percent: layers from top to bottom, experts from left to right.
+
+    Args:
+        shares: (layer, number of the expert) -> share, such as a mask's density or a step's changed elements.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    layers = in_layer_order(layer for layer, _ in shares)
+    n_experts = 1 + max(number for _, number in shares)
+    values = [[100 * shares.get((layer, number), nan) for number in range(n_experts)] for layer in layers]
+    figure = new_figure(max(5.0, 2.6 + 0.1 * n_experts), max(3.0, 1.6 + 0.2 * len(layers)))
+    axes = figure.subplots()
+    image = axes.imshow(values, cmap="cividis", vmin=0, aspect="auto")
+    axes.set_yticks(range(len(layers)), [layer_label(layer) for layer in layers])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    figure.colorbar(image, ax=axes, label=label)
+    figure.suptitle(title, fontsize=11, wrap=True)
+    return figure
+
+
 def as_svg(figure: Figure) -> bytes:
     """Return the figure as an SVG element without external references; equal figures give equal bytes."""
     from matplotlib import rc_context

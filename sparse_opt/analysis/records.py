@@ -196,6 +196,23 @@ def change_tables(found: Sequence[StepChanges], tolerances: Sequence[float], lev
     return tables
 
 
+def expert_records(found: Sequence[StepChanges], tolerances: Sequence[float]) -> list[Record]:
+    """A record for each step and expert of a mixture of experts, in the stored dtype."""
+    return [
+        {"step": step.step, "layer": layer_label(layer), "expert": number, "numel": counts.numel}
+        | dict(zip(_density_columns(tolerances), _densities(counts), strict=True))
+        for step in found
+        for (layer, number), counts in step.experts.items()
+    ]
+
+
+def expert_table(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Table:
+    """Density of the update at the last step by layer and expert."""
+    density = _density_columns(tolerances)
+    title = f"density of the update by expert, step {found[-1].step}, {precision_text('stored')}"
+    return Table(title, expert_records(found[-1:], tolerances), density, ("layer", "expert", "numel", *density))
+
+
 def coverage_records(coverage: Coverage) -> list[Record]:
     """A record for each tau and step. Coverage is NaN if nothing is active at the final step."""
     return [

@@ -47,6 +47,7 @@ def find_from_log(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
+    routers: bool = False,
     device: torch.device | str = "cpu",
     **options: Unpack[SelectionOptions],
 ) -> FoundMask:
@@ -58,13 +59,14 @@ def find_from_log(
     Args:
         target_step, momentum_window: see `mask_finding.log_scores.plan_scores`.
         include, exclude, mlp_only: which tensors are used: see `select_names`.
+        routers: whether the routers of experts are used too; they are frozen otherwise.
         device: where the scores are computed; every device gives the same mask.
         options: min_tensor_keep, pool, pattern, tensor_stats and progress of `find_mask`.
 
     Returns:
         A mask over the chosen tensors. Its metadata: method, sparsity, step, base_step, steps_read (how many),
         log_digest (of the target state), base_digest, momentum_window for momentum, model where the log names one;
-        include, exclude and mlp_only where they were given; tied (JSON, further name -> name
+        include, exclude, mlp_only and routers where they were given; tied (JSON, further name -> name
         of the same tensor) where there are any; and those of `find_mask`.
 
     Raises:
@@ -75,7 +77,7 @@ def find_from_log(
     plan = plan_scores(log, method, target_step=target_step, momentum_window=momentum_window)
     specs = floating_parameters(log)
     tied = log.layout.aliases
-    names = _selected(specs, str(log.directory), include, exclude, mlp_only, tied)
+    names = _selected(specs, str(log.directory), include, exclude, mlp_only, routers, tied)
     metadata = {
         "method": method,
         "sparsity": str(float(sparsity)),
@@ -85,7 +87,7 @@ def find_from_log(
         "log_digest": log.digest(plan.step),
         "base_digest": log.digest(plan.steps[0]),
         **({} if plan.window is None else {"momentum_window": str(plan.window)}),
-        **choice_metadata(include, exclude, mlp_only),
+        **choice_metadata(include, exclude, mlp_only, routers),
         **_tied_metadata(tied, names),
     }
     model = log.metadata.get("model")
@@ -104,6 +106,7 @@ def find_from_model(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
+    routers: bool = False,
     metadata: Mapping[str, str] | None = None,
     **options: Unpack[SelectionOptions],
 ) -> FoundMask:
@@ -117,8 +120,9 @@ def find_from_model(
             `mask_finding.model_scores.calibrated_scores`.
         sequences: calibration data, at least one sequence, for the methods other than `weight_magnitude`.
         include, exclude, mlp_only: which tensors are used: see `select_names`.
-        metadata: strings for the mask; method, sparsity, the given include, exclude and mlp_only, and those of
-            `find_mask` are added.
+        routers: whether the routers of experts are used too; they are frozen otherwise.
+        metadata: strings for the mask; method, sparsity, the given include, exclude, mlp_only and routers, and
+            those of `find_mask` are added.
         options: min_tensor_keep, pool, pattern, tensor_stats and progress of `find_mask`.
 
     Raises:
@@ -128,22 +132,25 @@ def find_from_model(
     parameters = floating_parameters_of(model)
     firsts = canonical_names(named_parameters_of(model))
     tied = {name: first for name, first in firsts.items() if name != first}
-    names = _selected(parameters, "the model", include, exclude, mlp_only, tied)
+    names = _selected(parameters, "the model", include, exclude, mlp_only, routers, tied)
     chosen = {name: parameters[name] for name in names}
     if method == "weight_magnitude":
         scores = weight_scores(chosen)
     else:
         scores = calibrated_scores(model, chosen, sequences, method, progress=options.get("progress", False))
-    choice = choice_metadata(include, exclude, mlp_only) | _tied_metadata(tied, scores.shapes)
+    choice = choice_metadata(include, exclude, mlp_only, routers) | _tied_metadata(tied, scores.shapes)
     made = {"method": method, "sparsity": str(float(sparsity)), **choice}
     return find_mask(scores, sparsity=sparsity, metadata={**(metadata or {}), **made}, **options)
 
 
-def choice_metadata(include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool) -> dict[str, str]:
+def choice_metadata(
+    include: Sequence[str] | None, exclude: Sequence[str] | None, mlp_only: bool, routers: bool
+) -> dict[str, str]:
     """Return the selection of tensors as mask metadata; empty if all were selected."""
     patterns = {"include": include, "exclude": exclude}
     chosen = {key: json.dumps(list(value)) for key, value in patterns.items() if value is not None}
-    return chosen | ({"mlp_only": "true"} if mlp_only else {})
+    flags = {"mlp_only": mlp_only, "routers": routers}
+    return chosen | {name: "true" for name, given in flags.items() if given}
 
 
 def _tied_metadata(tied: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
@@ -158,9 +165,10 @@ def _selected(
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
     mlp_only: bool,
+    routers: bool,
     tied: Mapping[str, str],
 ) -> list[str]:
-    selected = select_names(names, include=include, exclude=exclude, mlp_only=mlp_only, tied=tied)
+    selected = select_names(names, include=include, exclude=exclude, mlp_only=mlp_only, routers=routers, tied=tied)
     if not selected:
-        raise MaskError(f"no tensor of {source} is chosen by include, exclude and mlp_only")
+        raise MaskError(f"no tensor of {source} is chosen by include, exclude, mlp_only and routers")
     return selected

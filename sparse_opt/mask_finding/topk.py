@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks.patterns import PATTERNS, matrix_shape, unit_grid, unit_sizes
+from ..masks.patterns import PATTERNS, stack_shape, unit_grid, unit_sizes
 
 _LOW_BITS = 16
 # Elements processed at a time, which bounds the scratch memory to some 50 MB.
@@ -72,21 +72,24 @@ def unit_scores(bits: Tensor, shape: Sequence[int], pattern: str) -> UnitScores:
         pattern: see `masks.patterns`.
 
     Returns:
-        Units numbered row by row over `unit_grid`, on the device of `bits`.
+        Units numbered as in `masks.patterns`, on the device of `bits`.
     """
     if pattern == "element":
         return UnitScores(bits)
     height, width = PATTERNS[pattern]
-    rows, columns = matrix_shape(shape)
+    matrices, rows, columns = stack_shape(shape)
+    if rows % height == 0:  # the units are those of one matrix
+        matrices, rows = 1, matrices * rows
     down, across = unit_grid(shape, pattern)
-    scores = bits.view(torch.float32).view(rows, columns)
+    scores = bits.view(torch.float32).view(matrices, rows, columns)
     sums = torch.empty(down, across, dtype=torch.float32, device=bits.device)
     band = height * max(1, _BLOCK // (height * min(_BLOCK_COLUMNS, max(1, columns))))
-    for top in range(0, rows, band):
-        for left in range(0, columns, _BLOCK_COLUMNS):
-            block = _block_sums(scores[top : top + band, left : left + _BLOCK_COLUMNS], height, width)
-            i, j = top // height, left // width
-            sums[i : i + block.shape[0], j : j + block.shape[1]] = block
+    for matrix, matrix_sums in zip(scores, sums.view(matrices, -(-rows // height), across), strict=True):
+        for top in range(0, rows, band):
+            for left in range(0, columns, _BLOCK_COLUMNS):
+                block = _block_sums(matrix[top : top + band, left : left + _BLOCK_COLUMNS], height, width)
+                i, j = top // height, left // width
+                matrix_sums[i : i + block.shape[0], j : j + block.shape[1]] = block
     sizes = unit_sizes(torch.arange(down * across, device=bits.device), shape, pattern)
     return UnitScores(sums.view(-1).view(torch.int32), sizes.to(torch.int32))
 

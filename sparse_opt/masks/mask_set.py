@@ -24,9 +24,10 @@ from ..tensors import (
     tensor_digest,
 )
 from . import mask_files
-from .parameters import Part, group_by_layer, group_by_part
+from .experts import count_by_expert, group_by_expert, positions_of_experts
+from .parameters import Part, group_by_layer, group_by_part, layer_of, router_names
 from .patterns import PATTERNS, most_specific_pattern
-from .positions import checked_positions, intersection_size, positions_of_bool
+from .positions import checked_positions, index_dtype, intersection_size, positions_of_bool
 from .sampling import random_indices, random_indices_of_all
 
 
@@ -66,6 +67,7 @@ class RandomMask:
     pattern: str = "element"
     seed: int = 0
     pool: str = "tensor"
+    routers: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.density <= 1.0:
@@ -148,6 +150,7 @@ class MaskSet:
         pattern: str = "element",
         seed: int = 0,
         pool: str = "tensor",
+        routers: builtins.bool = False,
     ) -> MaskSet:
         """Draw a uniformly random mask; the same seed gives the same mask on every machine.
 
@@ -166,20 +169,17 @@ class MaskSet:
             pattern: see `MaskSet`.
             seed: any integer.
             pool: whether the density is that of each tensor (tensor) or of all together (global).
+            routers: whether the routers of experts are drawn from too; without them they are not listed, and frozen.
 
         Raises:
             MaskError: density, pattern or pool is out of range; two parameters of the model share memory; or a density
                 above 0 is less than half a unit of every tensor, so that the mask would be empty.
         """
         RandomMask(density, pattern, seed, pool)  # checks them
-        shapes: dict[str, tuple[int, ...]] = {}
-        if isinstance(model_or_shapes, nn.Module):
-            params = named_parameters_of(model_or_shapes)
-            require_own_memory(params, params)
-            shapes = {name: tuple(p.shape) for name, p in floating_parameters_of(model_or_shapes).items()}
-        else:
-            for name, item in model_or_shapes.items():
-                shapes[name] = tuple(item.shape) if isinstance(item, Tensor) else tuple(map(int, item))
+        shapes = _shapes_of(model_or_shapes)
+        if not routers:
+            frozen = router_names(shapes)
+            shapes = {name: shape for name, shape in shapes.items() if name not in frozen}
         metadata = {"method": "random", "sparsity": f"{100 * (1 - density):.10g}", "seed": str(seed)}
         if pool == "global":
             indices = random_indices_of_all(shapes, density, pattern, seed)
@@ -195,6 +195,46 @@ class MaskSet:
                 f"{remedy}a larger density or a smaller pattern"
             )
         return cls._of_checked(indices, shapes, pattern, metadata)
+
+    @classmethod
+    def experts(
+        cls,
+        model_or_shapes: nn.Module | Mapping[str, Tensor | Sequence[int]],
+        experts: Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]],
+        *,
+        routers: builtins.bool = False,
+    ) -> MaskSet:
+        """Return the mask of all weights of some experts of a mixture of experts, their biases included.
+
+        All parameters of experts are listed, so that `density` is the share of the experts' weights. `union` adds other
+        weights, such as those of shared experts and attention. The pattern is the most specific that fits: tile128
+        without biases.
+
+        Takes 4 bytes for each weight of the experts, 8 in parameters of 2**31 or more elements.
+
+        Args:
+            model_or_shapes: as in `random`.
+            experts: number of a layer, as in the names of its parameters -> numbers of its experts. Numbers of layers
+                may be strings, as in the JSON of ESFT.
+            routers: whether all weights of the routers of these layers are active too.
+
+        Raises:
+            MaskError: there is no such layer or expert, or the model has no experts; names what there is.
+        """
+        shapes = _shapes_of(model_or_shapes)
+        try:
+            chosen = {int(layer): list(numbers) for layer, numbers in experts.items()}
+        except ValueError as error:
+            raise MaskError(
+                f"experts are given by the number of their layer, such as {{3: [0, 17]}}: {error}"
+            ) from error
+        indices, pattern = positions_of_experts(shapes, chosen)
+        for name in sorted(router_names(shapes)) if routers else ():
+            if layer_of(name) in chosen:
+                numel = math.prod(shapes[name])
+                indices[name] = torch.arange(numel, dtype=index_dtype(numel), device="cpu")
+        ordered = {name: indices[name] for name in shapes if name in indices}
+        return cls._of_checked(ordered, {name: shapes[name] for name in ordered}, pattern, {"method": "experts"})
 
     @classmethod
     def from_bool(cls, masks: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> MaskSet:
@@ -339,6 +379,15 @@ class MaskSet:
         """Return the statistics of each listed part of the model (`parameters.component_of`), in `PARTS` order."""
         return {part: MaskStats.sum(of) for part, of in group_by_part(self.per_tensor()).items()}
 
+    def per_expert(self) -> dict[tuple[int | None, int], MaskStats]:
+        """Return the statistics of each expert by (layer, number), ascending; empty without experts."""
+        counts = {n: count_by_expert(t, n, self.shapes[n]) for n, t in self.indices.items()}
+        stats = {
+            name: {number: MaskStats(nnz, math.prod(self.shapes[name]) // len(of)) for number, nnz in of.items()}
+            for name, of in counts.items()
+        }
+        return {expert: MaskStats.sum(of) for expert, of in group_by_expert(stats).items()}
+
     def density_of(self, model: nn.Module | Mapping[str, Tensor]) -> float:
         """Return active elements / elements of all the model's parameters, listed or not; tied ones count once.
 
@@ -423,7 +472,21 @@ def as_mask_set(mask: MaskSet | RandomMask | float, params: nn.Module | Mapping[
         raise TypeError(f"mask is a {type(mask).__name__}, expected a MaskSet, a RandomMask or a density")
     if not isinstance(params, nn.Module):
         params = {name: p for name, p in params.items() if p.is_floating_point()}
-    return MaskSet.random(params, density=mask.density, pattern=mask.pattern, seed=mask.seed, pool=mask.pool)
+    return MaskSet.random(
+        params, density=mask.density, pattern=mask.pattern, seed=mask.seed, pool=mask.pool, routers=mask.routers
+    )
+
+
+def _shapes_of(model_or_shapes: nn.Module | Mapping[str, Tensor | Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of a module's floating-point parameters, tied ones once, or of what is given."""
+    if isinstance(model_or_shapes, nn.Module):
+        params = named_parameters_of(model_or_shapes)
+        require_own_memory(params, params)
+        return {name: tuple(p.shape) for name, p in floating_parameters_of(model_or_shapes).items()}
+    return {
+        name: tuple(item.shape if isinstance(item, Tensor) else map(int, item))
+        for name, item in model_or_shapes.items()
+    }
 
 
 def require_own_memory(params: Mapping[str, Tensor], active: Iterable[str]) -> None:

@@ -188,23 +188,44 @@ def is_mlp_parameter(name: str) -> bool:
     return not _MLP_NAMES.isdisjoint(name.split("."))
 
 
+# The module of a layer's experts.
+EXPERTS = re.compile(r"(?:^|\.)experts\.")
+_GATE = re.compile(r"(?:^|(.*)\.)gate\.")
+
+
+def router_names(names: Iterable[str]) -> set[str]:
+    """Return those of a model's parameter names that are of routers of experts, biases included.
+
+    A router is the module `gate` next to `experts`, or any module named `router`.
+    """
+    names = list(names)
+    blocks = {name[: experts.start()] for name in names if (experts := EXPERTS.search(name))}
+    gates = {name for name in names if (gate := _GATE.match(name)) and (gate[1] or "") in blocks}
+    return gates | {name for name in names if "router" in name.split(".")}
+
+
 def select_names(
     names: Iterable[str],
     *,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     mlp_only: bool = False,
+    routers: bool = True,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return the selected names, in their order.
 
     Args:
+        names: all of the model's, or those of whole layers: a router may be known by the experts next to it.
         tied: further name -> name of the same tensor, such as lm_head.weight -> model.embed_tokens.weight; a pattern
             that matches one of them matches the tensor.
         include: shell patterns (`*.layers.3.*`), case-sensitive, for whole names; a name must match one. None: all.
         exclude: shell patterns; a name must match none.
         mlp_only: only tensors of feed-forward blocks (`is_mlp_parameter`).
+        routers: False leaves out the routers of experts (`router_names`).
     """
+    names = list(names)
+    left_out = frozenset() if routers else router_names(names)
 
     def matches(name: str, patterns: Iterable[str]) -> bool:
         labels = [name, *(further for further, first in tied.items() if first == name)]
@@ -213,7 +234,8 @@ def select_names(
     return [
         name
         for name in names
-        if (include is None or matches(name, include))
+        if name not in left_out
+        and (include is None or matches(name, include))
         and not matches(name, exclude or ())
         and (not mlp_only or is_mlp_parameter(name))
     ]

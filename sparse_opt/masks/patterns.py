@@ -1,8 +1,13 @@
 """Mask patterns: single elements, aligned runs within a row, or aligned square tiles.
 
-A tensor is treated as a matrix: the last dimension is its columns, all others together its rows; a vector is one row, a
-scalar one element. A unit of a pattern is `height` rows by `width` columns, aligned to multiples of both, and cut off
-at the right and bottom edge of the matrix. Each pattern's units consist of units of the pattern before it.
+A tensor of three or more dimensions is a stack of matrices, its last two dimensions: fused experts, [experts, rows,
+columns], are one matrix for each expert. A vector is a matrix of one row, a scalar one of one element. A unit of a
+pattern is `height` rows by `width` columns of one matrix, aligned to multiples of both, and cut off at the right and
+bottom edge of its matrix. Each pattern's units consist of units of the pattern before it.
+
+Positions are those in the flattened tensor: element (e, r, c) of [E, R, C] is (e * R + r) * C + c. Units are numbered
+matrix by matrix, and row by row within each: with D = ceil(R / height) and A = ceil(C / width), the unit of that
+element is (e * D + r // height) * A + c // width. If `height` divides R, these are the units of the matrix [E * R, C].
 """
 
 from __future__ import annotations
@@ -32,24 +37,65 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), columns
 
 
-def unit_grid(shape: Sequence[int], pattern: str) -> tuple[int, int]:
-    """Return the number of units of a pattern, (top to bottom, left to right)."""
-    height, width = PATTERNS[pattern]
+def stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return (matrices, rows of each, columns) of a tensor's shape as a stack of matrices."""
     rows, columns = matrix_shape(shape)
-    return -(-rows // height), -(-columns // width)
+    matrices = math.prod(shape[:-2])
+    return matrices, rows // max(1, matrices), columns
+
+
+def unit_grid(shape: Sequence[int], pattern: str) -> tuple[int, int]:
+    """Return the number of units of a pattern, (top to bottom through all matrices, left to right)."""
+    height, width = PATTERNS[pattern]
+    matrices, rows, columns = stack_shape(shape)
+    return matrices * -(-rows // height), -(-columns // width)
 
 
 def unit_sizes(units: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
-    """Return the number of elements of some units, numbered row by row over `unit_grid`."""
-    height, width = PATTERNS[pattern]
-    rows, columns = matrix_shape(shape)
+    """Return the number of elements of some units, numbered as in the module's docstring."""
+    width = PATTERNS[pattern][1]
     _, across = unit_grid(shape, pattern)
-    heights = (rows - units // across * height).clamp(max=height)
-    return heights * (columns - units % across * width).clamp(max=width)
+    _, heights = unit_rows(units // across, shape, pattern)
+    return heights * (matrix_shape(shape)[1] - units % across * width).clamp(max=width)
+
+
+def unit_rows(unit_row: Tensor, shape: Sequence[int], pattern: str) -> tuple[Tensor, Tensor]:
+    """Return the first row, and the number of rows, of rows of units.
+
+    Args:
+        unit_row: [n] integers, numbers of rows of `unit_grid`.
+
+    Returns:
+        Rows are those of the tensor as one matrix (`matrix_shape`).
+    """
+    height = PATTERNS[pattern][0]
+    _, rows, _ = stack_shape(shape)
+    down = max(1, -(-rows // height))
+    in_matrix = unit_row % down * height
+    return unit_row // down * rows + in_matrix, (rows - in_matrix).clamp(max=height)
+
+
+def whole_units(positions: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
+    """Return the ascending numbers of the units that sorted positions consist of, in the dtype of `positions`."""
+    height, width = PATTERNS[pattern]
+    _, rows, columns = stack_shape(shape)
+    row = positions // columns
+    column = positions - row * columns
+    is_first = (row % max(1, rows) % height == 0) & (column % width == 0)  # the upper left element of a unit
+    return _unit_row_of(row[is_first], shape, pattern) * -(-columns // width) + column[is_first] // width
+
+
+def _unit_row_of(row: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
+    """Return the row of units of each row of the tensor as one matrix."""
+    height = PATTERNS[pattern][0]
+    matrices, rows, _ = stack_shape(shape)
+    if matrices == 1 or rows % height == 0:
+        return row // height
+    return row // rows * -(-rows // height) + row % rows // height
 
 
 def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | None:
-    """Return the number of a unit, counted row by row, that `indices` contains in part only; None if there is none.
+    """Return the number of a unit that `indices` contains in part only; None if there is none.
 
     Args:
         indices: [nnz] sorted unique positions in the flattened tensor, all in range.
@@ -57,19 +103,22 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
     height, width = PATTERNS[pattern]
     if pattern == "element" or indices.numel() == 0:
         return None
-    rows, columns = matrix_shape(shape)
+    columns = matrix_shape(shape)[1]
     runs = _aligned_runs(indices, width) if columns % width == 0 else None
     if runs is not None and height == 1:
         return None
     # Processed in bands of whole rows of units, which bounds the scratch memory.
+    down, _ = unit_grid(shape, pattern)
     positions, across = (indices, columns) if runs is None else (runs, columns // width)
-    band = height * max(1, _BAND_ELEMENTS // (height * across))
-    inner = torch.tensor(range(band * across, rows * across, band * across), dtype=positions.dtype, device="cpu")
+    band = max(1, _BAND_ELEMENTS // (height * across))
+    first_rows, _ = unit_rows(torch.arange(band, max(band, down), band, device="cpu"), shape, pattern)
+    inner = (first_rows * across).to(positions.dtype)
     cuts = [0, *torch.searchsorted(positions, inner).tolist(), positions.numel()]
+    in_runs = (*shape[:-1], across)
     for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
         if begin == end:
             continue
-        broken = _broken_in_band(positions[begin:end], i * band, rows, across, height, width if runs is None else 1)
+        broken = _broken_in_band(positions[begin:end], i * band, in_runs, pattern, width if runs is None else 1)
         if broken is not None:
             return broken
     return None
@@ -84,14 +133,19 @@ def _aligned_runs(indices: Tensor, width: int) -> Tensor | None:
     return runs if bool(((last - first == width - 1) & (runs * width == first)).all()) else None
 
 
-def _broken_in_band(positions: Tensor, first_row: int, rows: int, columns: int, height: int, width: int) -> int | None:
+def _broken_in_band(
+    positions: Tensor, first_unit_row: int, shape: Sequence[int], pattern: str, width: int
+) -> int | None:
+    columns = matrix_shape(shape)[1]
     across = -(-columns // width)
-    first_unit = first_row // height * across
+    first_unit = first_unit_row * across
     row = positions // columns
-    counts = torch.bincount((row // height) * across + (positions - row * columns) // width - first_unit)
+    counts = torch.bincount(
+        _unit_row_of(row, shape, pattern) * across + (positions - row * columns) // width - first_unit
+    )
     units = counts.nonzero().view(-1)
     unit_row, unit_column = (units + first_unit) // across, units % across
-    heights = (rows - unit_row * height).clamp(max=height)
+    _, heights = unit_rows(unit_row, shape, pattern)
     widths = (columns - unit_column * width).clamp(max=width)
     broken = (counts[units] != heights * widths).nonzero()
     return first_unit + int(units[broken[0]]) if broken.numel() else None
@@ -114,21 +168,22 @@ def expand_units(units: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
     """Return the sorted positions of all elements of some units, in the dtype of `units`.
 
     Args:
-        units: [k] int32 or int64, sorted and unique, numbered row by row over `unit_grid`. With int32, all positions
+        units: [k] int32 or int64, sorted and unique, numbered as in the module's docstring. With int32, all positions
             must be below 2**31.
     """
     height, width = PATTERNS[pattern]
     if pattern == "element":
         return units
-    rows, columns = matrix_shape(shape)
+    columns = matrix_shape(shape)[1]
     _, units_across = unit_grid(shape, pattern)
     unit_row, first_column = units // units_across, units % units_across * width
     column = first_column[:, None] + torch.arange(width, dtype=units.dtype, device=units.device)
     if height == 1:
         return (unit_row[:, None] * columns + column)[column < columns]
-    unit_rows, counts = torch.unique_consecutive(unit_row, return_counts=True)
+    unit_row, counts = torch.unique_consecutive(unit_row, return_counts=True)
+    spans = zip(*(t.tolist() for t in unit_rows(unit_row, shape, pattern)), strict=True)
     parts = []
-    for r, in_row in zip(unit_rows.tolist(), column.split(counts.tolist()), strict=True):
-        row = torch.arange(r * height, min((r + 1) * height, rows), dtype=units.dtype, device=units.device)
+    for (first, n_rows), in_row in zip(spans, column.split(counts.tolist()), strict=True):
+        row = torch.arange(first, first + n_rows, dtype=units.dtype, device=units.device)
         parts.append((row[:, None] * columns + in_row[in_row < columns]).view(-1))
     return torch.cat(parts) if parts else units

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import DamagedMessage, ForeignMessage, OutOfOrderMessage
 from ..masks import MaskSet
-from ..masks.patterns import PATTERNS, matrix_shape, unit_grid
+from ..masks.patterns import PATTERNS, matrix_shape, unit_grid, unit_sizes, whole_units
 from ..tensors import compact_json, dtype_name, metadata_digest
 from .digest import digest_sum, mix, to_hex, zero_extended
 
@@ -333,17 +333,12 @@ def _tensor(entry: Any) -> LayoutTensor:
 def units_of(mask: MaskSet, entry: LayoutTensor) -> Tensor:
     """Return what a mask message lists for a tensor: the ascending numbers of its units, for element masks positions.
 
-    Units are numbered row by row over `masks.patterns.unit_grid`. The tensor is [units] in `entry.positions_dtype`.
+    Units are numbered as in `masks.patterns`. The tensor is [units] in `entry.positions_dtype`.
     """
     positions = mask[entry.name]
     if mask.pattern == "element":
         return positions
-    height, width = PATTERNS[mask.pattern]
-    columns = entry.matrix[1]
-    row, column = positions // columns, positions % columns
-    first = (row % height == 0) & (column % width == 0)  # the upper left element of a unit
-    across = unit_grid(entry.shape, mask.pattern)[1]
-    return (row[first] // height * across + column[first] // width).to(entry.positions_dtype)
+    return whole_units(positions, entry.shape, mask.pattern).to(entry.positions_dtype)
 
 
 def mask_tensors(mask: MaskSet, layout: Layout) -> tuple[dict[str, Tensor], str]:
@@ -399,13 +394,7 @@ def active_elements(units: Tensor, entry: LayoutTensor, pattern: str) -> int:
     """Count the elements of some units; those at the right and bottom edge may be cut off."""
     if pattern == "element":
         return units.numel()
-    height, width = PATTERNS[pattern]
-    rows, columns = entry.matrix
-    across = unit_grid(entry.shape, pattern)[1]
-    numbers = units.to(torch.int64)
-    heights = (rows - numbers // across * height).clamp(max=height)
-    widths = (columns - numbers % across * width).clamp(max=width)
-    return int((heights * widths).sum())
+    return int(unit_sizes(units.to(torch.int64), entry.shape, pattern).sum())
 
 
 class GroupValues(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import backends
 from ..errors import ForeignMessage
-from ..masks.patterns import PATTERNS, expand_units, unit_grid
+from ..masks.patterns import PATTERNS, expand_units, unit_grid, unit_rows
 from .destinations import Placed, PlacedTensor
 from .encoding import Group, Layout
 
@@ -187,9 +187,10 @@ def _tiled(
         ends = tiles.cumsum(0)
         cut = (column[ends - 1] == across - 1) * (across * tile - columns_of)
         width = tiles * tile - cut
-        elements = width * (rows_of - band_row * tile).clamp(max=tile)
+        first_row, heights = unit_rows(band_row, tensor.entry.shape, pattern)
+        elements = width * heights
         first = group.starts[i] + elements.cumsum(0) - elements
-        bands.append(torch.stack([first, (band_row * tile << 32) | width, (count + ends - tiles << 32) | i], dim=1))
+        bands.append(torch.stack([first, (first_row << 32) | width, (count + ends - tiles << 32) | i], dim=1))
         columns.append(column.to(torch.int32))
         count += numbers.numel()
         wide = wide or min(rows_of, tile) * columns_of >= _INT32_END

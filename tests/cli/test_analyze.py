@@ -171,3 +171,20 @@ def test_plots_without_matplotlib_are_refused_before_the_work(sparse_opt, files,
     assert not (tmp_path / "out").exists()
     sparse_opt("analyze", "sparsity", *source(files), "--output", tmp_path / "out", "--no_plots").done()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["sparsity.csv", "sparsity.json"]
+
+
+def test_sparsity_by_expert(sparse_opt, tmp_path):
+    names = {"layers.0.mlp.experts.down_proj": (3, 4, 6), "layers.2.mlp.experts.down_proj": (2, 4, 6)}
+    base = {**{name: torch.ones(shape) for name, shape in names.items()}, "norm.weight": torch.ones(6)}
+    with DeltaLog.create(tmp_path / "log", base) as log:
+        changed = {name: tensor.clone() for name, tensor in base.items()}
+        changed["layers.0.mlp.experts.down_proj"][1, 2:] = 2.0
+        log.append(1, changed)
+    words = ("analyze", "sparsity", "--delta_log_dir", tmp_path / "log", "--by", "expert")
+    found = json.loads(sparse_opt(*words, "--json", "--output", tmp_path / "out").done())["expert"]
+    assert [(r["layer"], r["expert"]) for r in found] == [("0", 0), ("0", 1), ("0", 2), ("2", 0), ("2", 1)]
+    assert [r["density_bits"] for r in found] == [0.0, 0.5, 0.0, 0.0, 0.0]
+    assert (tmp_path / "out" / "sparsity_by_expert.png").is_file()
+    assert "density of the update by expert" in sparse_opt(*words).done()
+    error = sparse_opt(*words, "--include", "norm.weight").failed_in_one_line(2)
+    assert "no chosen tensor" in error and "is of experts" in error

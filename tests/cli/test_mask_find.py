@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
+from moe_models import moe_model
+from transformers import AutoTokenizer
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.cli.mask import find as mask_find
@@ -190,3 +193,30 @@ def test_an_empty_log_and_one_of_a_single_step(sparse_opt, tmp_path):
             )
             assert said in sparse_opt(*call).failed_in_one_line(1)
     assert not (tmp_path / "m").exists()
+
+
+def test_experts_of_calibration_data(sparse_opt, files, tmp_path):
+    folder = tmp_path / "moe"
+    shutil.copytree(files.model, folder)
+    model = moe_model("qwen3")
+    model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))
+    model.save_pretrained(folder)
+    words = ("mask", "find", "--method", "experts", "--model_name", folder, "--dataset", files.pairs, "--n_samples", 4)
+    found = json.loads(sparse_opt(*words, "--experts_per_layer", 2, "--output", tmp_path / "masks", "--json").done())
+    assert found["file"] == str(tmp_path / "masks" / "experts_tokens_2_a_layer.safetensors")
+    mask = MaskSet.load(found["file"], model)
+    assert mask == MaskSet.experts(model, found["experts"])
+    for layer, shares in found["shares"]["tokens"].items():
+        assert sum(shares) == pytest.approx(1.0)
+        assert min(shares[e] for e in found["experts"][layer]) >= sorted(shares)[-2]
+    by_weight = ("--expert_score", "weights", "--top_p", 0.3, "--output", tmp_path / "weights.safetensors")
+    assert "share of weights" in sparse_opt(*words, *by_weight).done()
+    info = json.loads(sparse_opt("mask", "info", found["file"], "--json", "--experts_png", tmp_path / "e.png").done())
+    active = {expert for expert, stats in info["experts"].items() if stats["density"] == 1.0}
+    assert active == {f"{layer}.{e}" for layer, of in found["experts"].items() for e in of}
+    compared = sparse_opt("mask", "compare", found["file"], tmp_path / "weights.safetensors", "--json").done()
+    overlaps = [record for record in json.loads(compared)["overlaps"] if record["level"] == "expert"]
+    assert len(overlaps) == 10
+    for option in (("--sparsity_percent", 50), ("--pattern", "tile64"), ("--debug",)):
+        error = sparse_opt(*words, *option, "--output", tmp_path / "masks").failed_in_one_line(2)
+        assert f"'{option[0].removeprefix('--')}' is not valid with method 'experts'" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -73,18 +74,18 @@ def test_order_of_bits_is_order_of_numbers() -> None:
 
 
 def brute_units(scores: Tensor, pattern: str) -> list[tuple[float, list[int]]]:
-    """(sum, positions) of each unit, row by row, found by looking at each."""
+    """(sum, positions) of each unit, matrix by matrix and row by row, found by looking at each."""
     height, width = PATTERNS[pattern]
-    rows, columns = math.prod(scores.shape[:-1]), scores.shape[-1] if scores.dim() else 1
-    matrix = scores.reshape(rows, columns).tolist()
+    rows, columns = (1, 1, *scores.shape)[-2:]
+    matrix = scores.reshape(-1, columns).tolist()
     units = []
-    for top in range(0, rows, height):
-        for left in range(0, columns, width):
-            inside = [
-                (i, j) for i in range(top, min(top + height, rows)) for j in range(left, min(left + width, columns))
-            ]
-            total = math.fsum(matrix[i][j] for i, j in inside)
-            units.append((float(np.float32(total)), [i * columns + j for i, j in inside]))
+    for first in range(0, len(matrix), max(1, rows)):
+        for top in range(first, first + rows, height):
+            for left in range(0, columns, width):
+                within = range(top, min(top + height, first + rows)), range(left, min(left + width, columns))
+                inside = list(itertools.product(*within))
+                total = math.fsum(matrix[i][j] for i, j in inside)
+                units.append((float(np.float32(total)), [i * columns + j for i, j in inside]))
     return units
 
 

@@ -12,21 +12,23 @@ from torch import Tensor
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.masks import patterns as mask_patterns
-from sparse_opt.masks.patterns import PATTERNS, broken_unit, matrix_shape, unit_grid
+from sparse_opt.masks.patterns import PATTERNS, broken_unit, unit_grid, unit_sizes, whole_units
 
-SHAPES = [(), (1,), (130,), (3, 5), (64, 64), (128, 160), (130, 70), (129, 128), (2, 3, 70), (0, 4), (4, 0), (5, 1)]
+SHAPES = [(), (1,), (130,), (3, 5), (64, 64), (128, 160), (130, 70), (129, 128), (0, 4), (4, 0), (5, 1)]
+# Stacks of matrices, as fused experts are: of whole tiles, cut off at the lower edge, smaller than a tile, and empty.
+SHAPES += [(3, 64, 130), (2, 130, 70), (4, 3, 70), (2, 3, 5, 17), (0, 4, 5), (2, 0, 5)]
 
 
 def first_broken(mask: Tensor, pattern: str) -> int | None:
     """The definition: the number of the first unit that is neither all in nor all out."""
     height, width = PATTERNS[pattern]
-    rows, columns = matrix_shape(tuple(mask.shape))
+    rows, columns = (1, 1, *mask.shape)[-2:]
     if pattern == "element":
         return None
-    matrix = mask.view(rows, columns).numpy()
-    corners = product(range(0, rows, height), range(0, columns, width))
-    for number, (row, column) in enumerate(corners):
-        unit = matrix[row : row + height, column : column + width]
+    stack = mask.view(math.prod(mask.shape[:-2]), rows, columns).numpy()
+    corners = product(range(len(stack)), range(0, rows, height), range(0, columns, width))
+    for number, (matrix, row, column) in enumerate(corners):
+        unit = stack[matrix, row : row + height, column : column + width]
         if unit.any() != unit.all():
             return number
     return None
@@ -55,6 +57,22 @@ def test_random_masks_keep_their_pattern_and_others_are_found_out(shape: tuple[i
         found = MaskSet.from_bool({"w": dense})
         assert found.pattern == specific
         assert found == mask
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("shape", [(3, 130, 70), (2, 128, 128)], ids=str)
+def test_the_units_of_a_stack_are_those_of_its_matrices(shape: tuple[int, int, int], pattern: str) -> None:
+    experts, *matrix = shape
+    of_one = math.prod(unit_grid(matrix, pattern))
+    units = torch.arange(0, experts * of_one, 3)
+    parts = [
+        mask_patterns.expand_units(units[units // of_one == e] - e * of_one, matrix, pattern) + e * math.prod(matrix)
+        for e in range(experts)
+    ]
+    positions = mask_patterns.expand_units(units, shape, pattern)
+    assert torch.equal(positions, torch.cat(parts))
+    assert torch.equal(whole_units(positions, shape, pattern), units)
+    assert unit_sizes(units, shape, pattern).sum() == positions.numel()
 
 
 def test_one_element_more_or_less_breaks_a_tile() -> None:

@@ -53,7 +53,9 @@ def elements(units: np.ndarray, shape: list[int], pattern: str) -> np.ndarray:
     columns = shape[-1] if shape else 1
     grid = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(-1, columns)
     height, width = SIDES[pattern]
-    unit = grid // columns // height * -(-columns // width) + grid % columns // width
+    rows = shape[-2] if len(shape) > 1 else 1
+    matrix, row = np.divmod(grid // columns, rows)
+    unit = (matrix * -(-rows // height) + row // height) * -(-columns // width) + grid % columns // width
     require((units[1:] > units[:-1]).all() and np.isin(units, unit).all(), "positions")
     return grid[np.isin(unit, units)]
 

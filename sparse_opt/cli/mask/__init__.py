@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, listed
+from ...tables import table
 from ..output import print_json
 from ..parser import CommandParser, add_json_flag, add_tensor_choice
 from . import compare as mask_compare
@@ -16,6 +17,7 @@ from .output import (
     PATTERNS,
     add_output,
     add_output_file,
+    add_routers,
     density_table,
     headline,
     output_file,
@@ -24,6 +26,9 @@ from .output import (
     stats_json,
     summary,
 )
+
+if TYPE_CHECKING:
+    from ...masks.mask_set import MaskStats
 
 _EPILOG = """examples:
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 90 --output masks/
@@ -46,7 +51,7 @@ examples:
 """
 _INFO_EPILOG = """Prints the density by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms,
 lm_head) and by layer; the part 'other' has parameters of no known part, the layer 'none' those outside of layers.
---png draws a heat map of layers by parts.
+--png draws a heat map of layers by parts, --experts_png one of layers by experts.
 
 examples:
   sparse-opt mask info masks/sparsity_90.0pct_magnitude_step100.safetensors
@@ -117,12 +122,14 @@ def _parser() -> CommandParser:
         help="whether each tensor gets its own share, or units are drawn from all tensors together (%(default)s)",
     )
     add_tensor_choice(random)
+    add_routers(random)
     add_output(random)
 
     info = actions.add_parser("info", help="describe a mask", epilog=_INFO_EPILOG)
     _add_file(info)
     info.add_argument("--per_tensor", action="store_true", help="list every tensor, not only every part and layer")
     info.add_argument("--png", type=Path, metavar="FILE", help="write a heat map of the density by layer and part")
+    info.add_argument("--experts_png", type=Path, metavar="FILE", help="write a heat map by layer and expert")
     add_json_flag(info)
 
     mask_compare.add_parser(actions)
@@ -162,7 +169,12 @@ def _random(args: Namespace) -> None:
     path = output_file(args.output, f"sparsity_{sparsity}pct_random_seed{args.seed}.safetensors")
     hide_progress_bars()
     mask = MaskSet.random(
-        chosen_shapes(args), density=args.density, pattern=args.pattern, seed=args.seed, pool=args.pool
+        chosen_shapes(args),
+        density=args.density,
+        pattern=args.pattern,
+        seed=args.seed,
+        pool=args.pool,
+        routers=True,  # where they are not chosen, they are not among the shapes
     )
     mask.metadata["model"] = args.model_name
     save_mask(mask, path, as_json=args.json)
@@ -172,19 +184,30 @@ def _info(args: Namespace) -> None:
     from ...masks.mask_set import MaskSet
     from ...masks.parameters import PART_LABELS, layer_label
 
-    if args.png is not None:
-        from ...analysis.output_files import require_matplotlib, save_png
+    for option in ("png", "experts_png"):
+        if getattr(args, option) is not None:
+            from ...analysis.output_files import require_matplotlib, save_png
 
-        require_matplotlib("png")
+            require_matplotlib(option)
     mask = MaskSet.load(args.file)
+    experts = mask.per_expert()
+    if args.experts_png is not None and not experts:
+        raise ConfigError(f"option 'experts_png': {args.file} lists no tensor of experts")
     layers = {layer_label(layer): stats for layer, stats in mask.per_layer().items()}
     parts = mask.per_part()
     if args.png is not None:
         from ...analysis.plots import mask_figure
 
         save_png(mask_figure(mask, args.file.name), args.png)
+    if args.experts_png is not None:
+        from ...analysis.plots import expert_figure
+
+        shares = {expert: stats.density for expert, stats in experts.items()}
+        save_png(expert_figure(shares, args.file.name, "density, % of elements"), args.experts_png)
     if args.json:
         stats_by: dict[str, dict[Any, Any]] = {"layers": layers, "parts": dict(parts), "tensors": mask.per_tensor()}
+        if experts:
+            stats_by["experts"] = {f"{layer_label(layer)}.{e}": stats for (layer, e), stats in experts.items()}
         print_json(
             {"file": args.file, **summary(mask)}
             | {key: {name: stats_json(stats) for name, stats in group.items()} for key, group in stats_by.items()}
@@ -194,11 +217,27 @@ def _info(args: Namespace) -> None:
     lines += [f"{key} {value}" for key, value in sorted(mask.metadata.items())]
     lines += ["", density_table("part", {PART_LABELS[part]: stats for part, stats in parts.items()})]
     lines += ["", density_table("layer", layers)]
+    if experts:
+        lines += ["", _expert_table(experts)]
     if args.per_tensor:
         lines += ["", density_table("tensor", mask.per_tensor())]
-    if args.png is not None:
-        lines += ["", f"picture {args.png}"]
+    lines += [f"picture {path}" for path in (args.png, args.experts_png) if path is not None]
     print("\n".join(lines))
+
+
+def _expert_table(experts: Mapping[tuple[int | None, int], MaskStats]) -> str:
+    """A line for each layer: how many of its experts have active elements, and the numbers of the densest."""
+    from ...masks.parameters import layer_label
+
+    layers: dict[int | None, dict[int, float]] = {}
+    for (layer, number), stats in experts.items():
+        layers.setdefault(layer, {})[number] = stats.density
+    rows = []
+    for layer, densities in layers.items():
+        active = sorted((e for e, density in densities.items() if density), key=lambda e: -densities[e])
+        numbers = listed([*map(str, active)], most=12)
+        rows.append((layer_label(layer), f"{len(active)} of {len(densities)}", numbers))
+    return table(("layer", "active experts", "densest first"), rows, n_last_words=1)
 
 
 def _convert(args: Namespace) -> None:

@@ -22,8 +22,9 @@ _EPILOG = """For each pair of masks A and B:
             second order for Jaccard; --json and --csv contain its standard deviation
 
 Two masks are compared as a whole, by part of the model (attention q, k, v, o, MLP gate, up, down, embeddings, norms)
-and by layer; for more masks, the table shows each pair as a whole, and --csv and --json contain everything. Masks of
-different models are an error; --common compares masks of one model over the tensors that all of them list.
+and by layer; for more masks, the table shows each pair as a whole, and --csv and --json contain everything, for
+mixtures of experts each expert too (3.17: expert 17 of layer 3). Masks of different models are an error; --common
+compares masks of one model over the tensors that all of them list.
 
 examples:
   sparse-opt mask compare fisher.safetensors momentum.safetensors
@@ -105,6 +106,7 @@ def _records(pair: Comparison) -> list[dict[str, Any]]:
         "total": {"total": pair.total},
         "part": {str(part): overlap for part, overlap in pair.parts.items()},
         "layer": {layer_label(layer): overlap for layer, overlap in pair.layers.items()},
+        "expert": {f"{layer_label(layer)}.{number}": overlap for (layer, number), overlap in pair.experts.items()},
         "tensor": pair.tensors,
     }
     return [

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError, MaskError
+from ...errors import ConfigError, MaskError, listed
 from ...tables import table
 from ..output import format_percent, print_json
 from ..parser import add_json_flag, add_tensor_choice
-from .output import PATTERNS, headline, output_file, summary
+from .output import PATTERNS, add_routers, headline, output_file, summary
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LOG_METHODS = ("magnitude", "momentum", "fisher", "oracle")
 CALIBRATION_METHODS = ("snip", "fisher_gradient", "wanda")
 MODEL_METHODS = ("weight_magnitude", *CALIBRATION_METHODS)
+_WITH_DATA = (*CALIBRATION_METHODS, "experts")
 
 _EPILOG = """methods on a delta log (--delta_log_dir); W_0 is the first logged state, W_t that of the target step:
   magnitude   abs(W_t - W_0)
@@ -38,10 +39,13 @@ completion (of preference pairs, the chosen one):
   snip              abs(w mean(g))
   fisher_gradient   mean(g^2)
   wanda             abs(w) norm(x), x the input that w multiplies; scores only the weights of linear layers
+  experts           whole experts of a mixture of experts, in each layer those with the highest shares of routed tokens,
+                    or of the routers' weights (--expert_score weights), until these add up to --top_p; or
+                    --experts_per_layer of them
 
-A run or tile pattern keeps whole aligned units by the sum of their scores, for the fast paths of the kernels; the
-share of the element-wise mask's score that it captures is printed. It is an error if a method needs more logged steps
-than there are. All devices find the same mask in a delta log.
+Routers of experts stay frozen without --routers. A run or tile pattern keeps whole aligned units by the sum of their
+scores, for the fast paths of the kernels; the share of the element-wise mask's score that it captures is printed. It is
+an error if a method needs more logged steps than there are. All devices find the same mask in a delta log.
 
 A mask at random: 'sparse-opt mask random'. How much a mask has in common with another: 'sparse-opt mask compare'.
 
@@ -57,25 +61,33 @@ examples:
   sparse-opt mask find --delta_log_dir delta_logs_M --mlp_only --pool tensor --output mlp.safetensors
   sparse-opt mask find --delta_log_dir delta_logs_M --exclude '*embed*' '*norm*' --debug --output masks/
   sparse-opt mask find --method snip --model_name M --dataset pairs.jsonl --n_samples 64 --output masks/
+  sparse-opt mask find --method experts --model_name M --dataset task.jsonl --top_p 0.2 --output masks/
   sparse-opt mask find --method weight_magnitude --model_name M --sparsity_percent 97.5 --output masks/
 """
 # Options that only some methods take -> those methods, and the default value.
 _BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
     "target_step": (LOG_METHODS, None),
     "momentum_window": (("momentum",), None),
-    "dataset": (CALIBRATION_METHODS, None),
-    "dataset_split": (CALIBRATION_METHODS, "train"),
-    "n_samples": (CALIBRATION_METHODS, 128),
-    "max_length": (CALIBRATION_METHODS, 1024),
-    "dtype": (("weight_magnitude", *CALIBRATION_METHODS), "fp32"),
-    "seed": (CALIBRATION_METHODS, 0),
+    "dataset": (_WITH_DATA, None),
+    "dataset_split": (_WITH_DATA, "train"),
+    "n_samples": (_WITH_DATA, 128),
+    "max_length": (_WITH_DATA, 1024),
+    "dtype": (("weight_magnitude", *_WITH_DATA), "fp32"),
+    "seed": (_WITH_DATA, 0),
+    "expert_score": (("experts",), "tokens"),
+    "top_p": (("experts",), None),
+    "experts_per_layer": (("experts",), None),
+    "min_tensor_keep": ((*LOG_METHODS, *MODEL_METHODS), 0.0025),
+    "pool": ((*LOG_METHODS, *MODEL_METHODS), "global"),
 }
+# Options that mean nothing where whole experts are chosen.
+_NOT_OF_EXPERTS = ("delta_log_dir", "sparsity_percent", "top_percent", "mlp_only", "debug")
 
 
 def add_parser(actions: Any) -> None:
     """Add the action to those of `sparse-opt mask`."""
     find = actions.add_parser("find", help="find a mask in a delta log, or from the initial model", epilog=_EPILOG)
-    methods = (*LOG_METHODS, *MODEL_METHODS)
+    methods = (*LOG_METHODS, *MODEL_METHODS, "experts")
     find.add_argument("--method", choices=methods, default="magnitude", metavar="METHOD", help="score (%(default)s)")
     find.add_argument("--delta_log_dir", type=Path, metavar="DIR", help="delta log of a dense run")
     find.add_argument(
@@ -86,17 +98,23 @@ def add_parser(actions: Any) -> None:
     size.add_argument("--top_percent", type=float, metavar="P", help="instead: percent of active elements")
     find.add_argument("--target_step", type=int, metavar="N", help="logged step to score (the last)")
     find.add_argument("--momentum_window", type=int, metavar="W", help="changes to average (25, or all if fewer)")
-    find.add_argument(
-        "--min_tensor_keep", type=float, default=0.0025, metavar="SHARE", help="minimum share of every tensor (0.0025)"
-    )
+    find.add_argument("--min_tensor_keep", type=float, metavar="SHARE", help="minimum share of every tensor (0.0025)")
     find.add_argument(
         "--pool",
         choices=("global", "tensor"),
-        default="global",
-        help="whether elements compete over all tensors or each tensor gets its own share (%(default)s)",
+        help="whether elements compete over all tensors or each tensor gets its own share (global)",
     )
     find.add_argument("--pattern", choices=PATTERNS, default="element", help="unit that is kept whole (%(default)s)")
     add_tensor_choice(find)
+    add_routers(find)
+    find.add_argument(
+        "--expert_score", choices=("tokens", "weights"), help="share by which experts are chosen (tokens)"
+    )
+    experts = find.add_mutually_exclusive_group()
+    experts.add_argument(
+        "--top_p", type=float, metavar="P", help="share of the chosen experts in each layer (tokens 0.2, weights 0.1)"
+    )
+    experts.add_argument("--experts_per_layer", type=int, metavar="N", help="instead: experts in each layer")
     find.add_argument("--dataset", metavar="F", help="calibration data: hub name, or .json, .jsonl or .parquet file")
     find.add_argument("--dataset_split", metavar="NAME", help="split of a hub dataset (train)")
     find.add_argument("--n_samples", type=int, metavar="K", help="calibration sequences, drawn with --seed (128)")
@@ -118,6 +136,9 @@ def run(args: Namespace) -> None:
     """Find the mask, write it, and print a summary."""
     sparsity = _sparsity(args)
     _settle_options(args)
+    if args.method == "experts":
+        _find_experts(args)
+        return
     from ...delta.log import DeltaLog
     from ...tensors import resolve_device
 
@@ -134,6 +155,38 @@ def run(args: Namespace) -> None:
         print_json({"file": path, **summary(found.mask), **_details(args, found)})
     else:
         print("\n".join([str(path), headline(found.mask), *_lines(args, found)]))
+
+
+def _find_experts(args: Namespace) -> None:
+    from ...mask_finding.experts import TOP_P
+    from . import from_model
+
+    output = args.output or Path("masks") / Path(args.model_name).resolve().name
+    top_p = TOP_P[args.expert_score] if args.top_p is None else args.top_p
+    size = f"p{top_p:g}" if args.experts_per_layer is None else f"{args.experts_per_layer}_a_layer"
+    path = output_file(output, f"experts_{args.expert_score}_{size}.safetensors")
+    found = from_model.find_experts(args)
+    found.mask.save(path)
+    chosen = {str(layer): list(numbers) for layer, numbers in found.experts.items()}
+    if args.json:
+        shares = {
+            kind: {str(layer): of.tolist() for layer, of in getattr(found.shares, kind).items()}
+            for kind in ("tokens", "weights")
+        }
+        print_json({"file": path, **summary(found.mask), "experts": chosen, "shares": shares})
+        return
+    of_score = getattr(found.shares, args.expert_score)
+    rows = [
+        (
+            layer,
+            str(len(numbers)),
+            format_percent(float(of_score[int(layer)][numbers].sum())),
+            listed([*map(str, numbers)], most=12),
+        )
+        for layer, numbers in chosen.items()
+    ]
+    shown = table(("layer", "experts", f"share of {args.expert_score}", "numbers"), rows, n_last_words=1)
+    print("\n".join([str(path), headline(found.mask), "", shown]))
 
 
 def _sparsity(args: Namespace) -> float:
@@ -154,17 +207,25 @@ def _settle_options(args: Namespace) -> None:
             setattr(args, name, default)
         elif method not in methods:
             raise ConfigError(f"option '{name}' is not valid with method '{method}', only with {', '.join(methods)}")
-    for name, least in (("n_samples", 1), ("max_length", 2), ("momentum_window", 2)):
+    for name, least in (("n_samples", 1), ("max_length", 2), ("momentum_window", 2), ("experts_per_layer", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise ConfigError(f"option '{name}' is {value}: expected {least} or more")
+    if args.top_p is not None and not 0.0 < args.top_p <= 1.0:
+        raise ConfigError(f"option 'top_p' is {args.top_p}: expected more than 0, at most 1")
     if not 0.0 <= args.min_tensor_keep <= 1.0:
         raise ConfigError(f"option 'min_tensor_keep' is {args.min_tensor_keep}: expected 0 to 1")
     if method in LOG_METHODS and args.delta_log_dir is None:
         raise ConfigError(f"method '{method}' needs --delta_log_dir, the delta log of a dense run")
-    if method in MODEL_METHODS and args.model_name is None:
+    if method in (*MODEL_METHODS, "experts") and args.model_name is None:
         raise ConfigError(f"method '{method}' needs --model_name")
-    if method in CALIBRATION_METHODS and args.dataset is None:
+    if method == "experts":
+        for name in _NOT_OF_EXPERTS:
+            if getattr(args, name):
+                raise ConfigError(f"option '{name}' is not valid with method 'experts'")
+        if args.pattern != "element":
+            raise ConfigError("option 'pattern' is not valid with method 'experts', which chooses whole experts")
+    if method in _WITH_DATA and args.dataset is None:
         raise ConfigError(f"method '{method}' needs --dataset, the calibration data")
     if method in MODEL_METHODS and args.delta_log_dir is not None:
         raise ConfigError(f"option 'delta_log_dir' is not valid with method '{method}', which finds no mask in a log")
@@ -199,6 +260,7 @@ def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.devic
             include=args.include,
             exclude=args.exclude,
             mlp_only=args.mlp_only,
+            routers=args.routers,
             device=device,
             **_shared(args),
         )

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparse_opt.trainers.pretrained import load_causal_lm, load_config_from, load_tokenizer_from, reading
 
+from ... import mask_finding
 from ...errors import ConfigError
+from ...mask_finding.experts import FoundExperts
 from ...mask_finding.find import find_from_model
 from ...mask_finding.select import FoundMask
 from ...masks.parameters import select_names
@@ -35,16 +38,18 @@ def parameter_shapes(source: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def chosen_shapes(args: Namespace) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the parameters selected by --include, --exclude and --mlp_only.
+    """Name -> shape of the parameters selected by --include, --exclude, --mlp_only and --routers.
 
     Raises:
         ConfigError: no parameter is selected.
         DataError: the model does not exist or is not a causal language model.
     """
     shapes = parameter_shapes(args.model_name)
-    names = select_names(shapes, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
+    names = select_names(
+        shapes, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only, routers=args.routers
+    )
     if not names:
-        raise ConfigError(f"no tensor of {args.model_name} is chosen by include, exclude and mlp_only")
+        raise ConfigError(f"no tensor of {args.model_name} is chosen by include, exclude, mlp_only and routers")
     return {name: shapes[name] for name in names}
 
 
@@ -62,14 +67,7 @@ def find(args: Namespace, sparsity: float, device: torch.device, options: dict[s
     sequences: list[Any] = []
     if args.method != "weight_magnitude":
         sequences = _load_sequences(args)
-        metadata |= {
-            "dataset": args.dataset,
-            "dataset_split": args.dataset_split,
-            "n_samples": str(len(sequences)),
-            "max_length": str(args.max_length),
-            "seed": str(args.seed),
-            "device": str(next(model.parameters()).device),
-        }
+        metadata |= _data_metadata(args, len(sequences), model)
     return find_from_model(
         model,
         method=args.method,
@@ -79,8 +77,43 @@ def find(args: Namespace, sparsity: float, device: torch.device, options: dict[s
         include=args.include,
         exclude=args.exclude,
         mlp_only=args.mlp_only,
+        routers=args.routers,
         **options,
     )
+
+
+def find_experts(args: Namespace) -> FoundExperts:
+    """Find the mask of `mask find --method experts`."""
+    from ...tensors import resolve_device
+
+    hide_progress_bars()
+    device = resolve_device(args.device)
+    model = load_causal_lm(args.model_name, _DTYPES[args.dtype]).to(device)
+    sequences = _load_sequences(args)
+    metadata = {"model": args.model_name, "dtype": args.dtype, **_data_metadata(args, len(sequences), model)}
+    return mask_finding.find_experts(
+        model,
+        sequences,
+        score=args.expert_score,
+        top_p=args.top_p,
+        n_experts=args.experts_per_layer,
+        include=args.include,
+        exclude=args.exclude,
+        routers=args.routers,
+        metadata=metadata,
+        progress=True,
+    )
+
+
+def _data_metadata(args: Namespace, n_sequences: int, model: nn.Module) -> dict[str, str]:
+    return {
+        "dataset": args.dataset,
+        "dataset_split": args.dataset_split,
+        "n_samples": str(n_sequences),
+        "max_length": str(args.max_length),
+        "seed": str(args.seed),
+        "device": str(next(model.parameters()).device),
+    }
 
 
 def _load_sequences(args: Namespace) -> list[Any]:

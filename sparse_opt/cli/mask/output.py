@@ -20,6 +20,13 @@ PATTERNS = ("element", "run16", "run32", "tile64", "tile128")
 _PT_SUFFIXES = (".pt", ".pth", ".bin")
 
 
+def add_routers(parser: ArgumentParser) -> None:
+    """Add `--routers`."""
+    parser.add_argument(
+        "--routers", action="store_true", help="also train the routers of experts, which are frozen otherwise"
+    )
+
+
 def add_output(parser: ArgumentParser) -> None:
     """Add `--output`, a file or a folder (`output_file`), and `--json`."""
     parser.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file, or folder")

@@ -17,7 +17,7 @@ from ...optim import SparseAdamW, SparseLion, SparseOptimizer, SparseSGD
 
 STRATEGY = "sparse_fsdp2"
 _OPTIMIZERS: dict[str, type[SparseOptimizer]] = {"AdamW": SparseAdamW, "Lion": SparseLion, "SGD": SparseSGD}
-_RANDOM_MASK = ("mask_density", "mask_pattern", "mask_seed", "mask_pool")  # the fields of RandomMask
+_RANDOM_MASK = ("mask_density", "mask_pattern", "mask_seed", "mask_pool", "mask_routers")  # the fields of RandomMask
 # Set by verl's other options, or by the engine.
 _NOT_HERE = ("params", "mask", "lr", "weight_decay", "max_grad_norm", "model", "process_group", "amp_scaling")
 
