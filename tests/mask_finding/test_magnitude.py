@@ -122,22 +122,14 @@ def test_unchanged_elements_are_never_kept(tmp_path: Path) -> None:
         assert find_magnitude(log, sparsity=99.5, min_tensor_keep=0).nnz == 1
 
 
-def test_a_step_that_moved_nothing_gives_no_mask(tmp_path: Path) -> None:
-    before = {"a": torch.zeros(100), "b": torch.zeros(8)}
-    log = log_of(tmp_path / "log", before, {"a": torch.zeros(100), "b": torch.ones(8)})
-    for pool in ("global", "tensor"):
-        with pytest.raises(MaskError, match="no element of the chosen tensors has a magnitude score above zero"):
-            find_magnitude(log, sparsity=90, include=["a"], pool=pool)
+def test_a_step_without_changes_an_unknown_step_and_no_tensor_are_refused(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log", {"w": torch.zeros(300)}, {"w": torch.ones(300)})
     with pytest.raises(MaskError, match="no element of step 0 has changed since step 0: it is the first logged step"):
         find_magnitude(log, sparsity=90, target_step=0)
-
-
-def test_infinite_and_tiny_changes_have_their_place(tmp_path: Path) -> None:
-    before = {"w": torch.zeros(6)}
-    after = {"w": torch.tensor([1e-45, float("-inf"), 1e-38, 3e38, 0.0, -1e-45])}
-    log = log_of(tmp_path / "log", before, after)
-    for keep, expected in [(1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 5])]:
-        assert find_magnitude(log, sparsity=100 - 100 * keep / 6, min_tensor_keep=0)["w"].tolist() == expected
+    with pytest.raises(MaskError, match="no tensor of .* is chosen"):
+        find_magnitude(log, sparsity=90, include=["v*"])
+    with pytest.raises(DeltaLogError, match="step 7 is not logged"):
+        find_magnitude(log, sparsity=90, target_step=7)
 
 
 def test_fp64_weights_are_not_rounded_before_the_subtraction(tmp_path: Path) -> None:
@@ -146,27 +138,6 @@ def test_fp64_weights_are_not_rounded_before_the_subtraction(tmp_path: Path) -> 
     after = {"w": before["w"] + torch.tensor([0.0, 1e-12, 3e-12, 2e-12], dtype=torch.float64)}
     mask = find_magnitude(log_of(tmp_path / "log", before, after), sparsity=50)
     assert mask["w"].tolist() == [2, 3]
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 100.0, -1.0, 101.0, float("nan")])
-def test_sparsity_out_of_range(tmp_path: Path, sparsity: float) -> None:
-    log = log_of(tmp_path / "log", {"w": torch.zeros(3)}, {"w": torch.ones(3)})
-    with pytest.raises(MaskError, match="expected above 0 and below 100"):
-        find_magnitude(log, sparsity=sparsity)
-
-
-def test_other_arguments_out_of_range(tmp_path: Path) -> None:
-    log = log_of(tmp_path / "log", {"w": torch.zeros(300)}, {"w": torch.ones(300)})
-    with pytest.raises(MaskError, match=r"min_tensor_keep is 1.5"):
-        find_magnitude(log, sparsity=50, min_tensor_keep=1.5)
-    with pytest.raises(MaskError, match=r"keeps 60 elements, but sparsity 90.0 leaves 30: lower one of the two"):
-        find_magnitude(log, sparsity=90.0, min_tensor_keep=0.2)
-    with pytest.raises(MaskError, match="pool is 'layer', expected global or tensor"):
-        find_magnitude(log, sparsity=90, pool="layer")
-    with pytest.raises(MaskError, match="no tensor of .* is chosen"):
-        find_magnitude(log, sparsity=90, include=["v*"])
-    with pytest.raises(DeltaLogError, match="step 7 is not logged"):
-        find_magnitude(log, sparsity=90, target_step=7)
 
 
 def test_target_step_and_metadata(tmp_path: Path) -> None:
@@ -233,15 +204,3 @@ def test_select_names() -> None:
     assert select_names(names, mlp_only=True) == [names[0], names[4], names[5]]
     assert select_names(names, include=["*.weight", "*.w1"], mlp_only=True) == [names[0], names[5]]
     assert select_names(names, include=[]) == []
-
-
-@pytest.mark.parametrize(
-    ("sparsity", "method", "step", "name"),
-    [
-        (97.5, "magnitude", 50, "sparsity_97.5pct_magnitude_step50.safetensors"),
-        (90, "fisher", 0, "sparsity_90.0pct_fisher_step0.safetensors"),
-        (99.99, "momentum_w25", 25, "sparsity_99.99pct_momentum_w25_step25.safetensors"),
-    ],
-)
-def test_file_names(sparsity: float, method: str, step: int, name: str) -> None:
-    assert mask_file_name(sparsity, method, step) == name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -35,16 +34,6 @@ def test_against_bool_tensors(densities):
     # The pattern that is assumed without a check is correct when it is checked.
     for mask in (either, both, inverted):
         assert MaskSet(mask.indices, mask.shapes, pattern=mask.pattern) == mask
-
-
-def test_laws():
-    a, b = random_mask(1), random_mask(2)
-    assert invert(invert(a)) == a
-    assert union([a, a]) == intersect([a, a]) == a
-    assert invert(union([a, b])) == intersect([invert(a), invert(b)])
-    assert union([a, b]).nnz + intersect([a, b]).nnz == a.nnz + b.nnz
-    assert intersect([a, invert(a)]).nnz == 0
-    assert union([a, invert(a)]).density == 1
 
 
 @pytest.mark.parametrize("patterns", list(itertools.combinations_with_replacement(PATTERNS, 2)), ids="-".join)
@@ -115,12 +104,3 @@ def test_complement_across_chunks(monkeypatch, numel):
         kept = [position for position in given if position < numel]
         left = position_sets.complement(torch.tensor(kept, dtype=torch.int32), numel)
         assert left.tolist() == [position for position in range(numel) if position not in kept]
-
-
-def test_a_model_sized_inversion_counts_right():
-    shape = (5000, 4000)
-    mask = MaskSet.random({"w": shape}, density=0.025, seed=3)
-    inverted = invert(mask)
-    assert inverted.nnz == math.prod(shape) - mask.nnz
-    assert mask.jaccard(inverted) == 0
-    assert union([mask, inverted]).density == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.masks import patterns as mask_patterns
-from sparse_opt.masks.patterns import PATTERNS, broken_unit, matrix_shape, unit_grid
+from sparse_opt.masks.patterns import PATTERNS, broken_unit, matrix_shape
 
 SHAPES = [(), (1,), (130,), (3, 5), (64, 64), (128, 160), (130, 70), (129, 128), (2, 3, 70), (0, 4), (4, 0), (5, 1)]
 
@@ -83,16 +82,3 @@ def test_from_bool_finds_what_all_tensors_keep_to() -> None:
     assert MaskSet.from_bool({"a": runs}).pattern == "run32"
     assert MaskSet.from_bool({"a": runs, "b": torch.ones(3, dtype=torch.bool)}).pattern == "run32"
     assert MaskSet.from_bool({"b": torch.tensor([True, False]), "a": runs}).pattern == "element"
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_ragged_edges_are_units_of_their_own(pattern: str) -> None:
-    shape = (130, 70)
-    units = math.prod(unit_grid(shape, pattern))
-    for number in (0, units - 1):
-        chosen = mask_patterns.expand_units(torch.tensor([number]), shape, pattern)
-        height, width = PATTERNS[pattern]
-        rows, columns = (1 if number == 0 else 130 % height or height), (1 if number == 0 else 70 % width or width)
-        expected = min(height, 130) * min(width, 70) if number == 0 else rows * columns
-        assert chosen.numel() == expected
-        assert broken_unit(chosen, shape, pattern) is None
