@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import BACKENDS, device, launch
+from launch import BACKENDS, device, launch, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -267,7 +267,8 @@ def test_many_steps_equal_one_device(part: int, backend: str) -> None:
     launch(train_cases, 2, list(CASES)[part::2], backend=backend)
 
 
-def use_base_weights(rank: int) -> None:
+@ranks(2)
+def test_base_weights_and_set_mask(rank: int) -> None:
     deterministic()
     case = CASES["run"]
     trained = both(case)
@@ -322,9 +323,40 @@ def use_base_weights(rank: int) -> None:
         loss.backward()
 
 
-@BACKENDS
-def test_base_weights_and_set_mask(backend: str) -> None:
-    launch(use_base_weights, 2, backend=backend)
+@ranks(2)
+def test_a_backward_pass_under_fsdp2_gathers_the_weights_after_the_reference(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).to(device())
+    mask = MaskSet.random(model, density=0.5)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = SparseSGD(model, mask, lr=10.0)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).to(device())
+
+    def gradient_norm(reference: bool) -> torch.Tensor:
+        loss = model(x).square().mean()
+        if reference:
+            with optimizer.base_weights():
+                with torch.no_grad():
+                    base.append(model(x))
+                if x.is_cuda:
+                    torch.cuda._sleep(2**30)  # the host launches the backward pass before the GPU restores the weights
+        loss.backward()
+        norm = optimizer.clip_grad_norm_(1e9)
+        optimizer.zero_grad()
+        return norm
+
+    base: list[torch.Tensor] = []
+    first = gradient_norm(True)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = gradient_norm(False)
+    assert not torch.equal(expected, first)  # the weights have changed, and their gradient
+    for _ in range(3):
+        assert torch.equal(gradient_norm(True), expected)
+    assert all(torch.equal(outputs, base[0]) for outputs in base)
 
 
 class DirectHead(Model):
@@ -335,7 +367,8 @@ class DirectHead(Model):
         return nn.functional.linear(self.blocks[1](x), self.head.weight)
 
 
-def use_base_weights_of_modules_in_one_unit(rank: int) -> None:
+@ranks(2)
+def test_base_weights_of_modules_sharded_together(rank: int) -> None:
     torch.manual_seed(0)
     model = DirectHead().to(device())
     fully_shard([model.blocks[1], model.head])
@@ -375,11 +408,6 @@ def use_base_weights_of_modules_in_one_unit(rank: int) -> None:
     assert torch.equal(outputs(), now)
 
 
-@BACKENDS
-def test_base_weights_of_modules_sharded_together(backend: str) -> None:
-    launch(use_base_weights_of_modules_in_one_unit, 2, backend=backend)
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +431,9 @@ class Mixture(nn.Module):
         return output
 
 
-def train_experts(rank: int) -> None:
+@ranks(2)
+def test_ranks_may_use_different_parameters(rank: int) -> None:
+    """fully_shard's gathers are in the same process group: the ranks must call all collectives in one order."""
     torch.manual_seed(0)
     model, alone = Mixture().to(device()), Mixture().to(device())
     alone.load_state_dict(model.state_dict())
@@ -427,13 +457,8 @@ def train_experts(rank: int) -> None:
             torch.testing.assert_close(param.full_tensor(), whole, rtol=1e-5, atol=1e-6, msg=f"{step}: {name}")
 
 
-@BACKENDS
-def test_ranks_may_use_different_parameters(backend: str) -> None:
-    """fully_shard's gathers are in the same process group: the ranks must call all collectives in one order."""
-    launch(train_experts, 2, backend=backend)
-
-
-def train_hybrid(rank: int) -> None:
+@ranks(4, nccl=False)
+def test_hybrid_sharding(rank: int) -> None:
     """Ranks 0 and 3, which share no mesh dimension, have data; the loss of the others is zero."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     case = CASES["tile"]
@@ -465,11 +490,8 @@ def train_hybrid(rank: int) -> None:
         SparseAdamW(both_ways, mask)
 
 
-def test_hybrid_sharding() -> None:
-    launch(train_hybrid, 4)
-
-
-def rebind_to_shards(rank: int) -> None:
+@ranks(2)
+def test_rebind(rank: int) -> None:
     """As accelerate does: the optimizer is built for the model, which is then sharded."""
     deterministic()
     case = CASES["tile"]
@@ -492,12 +514,8 @@ def rebind_to_shards(rank: int) -> None:
     assert model.get_parameter("blocks.0.up.weight").requires_grad
 
 
-@BACKENDS
-def test_rebind(backend: str) -> None:
-    launch(rebind_to_shards, 2, backend=backend)
-
-
-def replace_parameters(rank: int) -> None:
+@ranks(2, nccl=False)
+def test_replaced_parameters_are_named(rank: int) -> None:
     model = shard(make_model())
     optimizer = SparseAdamW(model, mask_of(make_model(), "element"))
     loss = model(batches_of(0, rank)[0]).square().mean()
@@ -510,11 +528,8 @@ def replace_parameters(rank: int) -> None:
         optimizer.step()
 
 
-def test_replaced_parameters_are_named() -> None:
-    launch(replace_parameters, 2)
-
-
-def refuse(rank: int) -> None:
+@ranks(2, nccl=False)
+def test_what_is_not_supported_raises(rank: int) -> None:
     mask = mask_of(make_model(), "element")
     other = shard(make_model(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None)
     with pytest.raises(ValueError, match=r"is a DTensor with placements \(Shard\(dim=1\),\)"):
@@ -548,7 +563,3 @@ def refuse(rank: int) -> None:
     model.bfloat16()
     with pytest.raises(RuntimeError, match="'(scale|shift)' was replaced"):
         optimizer.step()
-
-
-def test_what_is_not_supported_raises() -> None:
-    launch(refuse, 2)

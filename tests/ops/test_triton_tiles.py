@@ -68,34 +68,3 @@ def test_parts_make_the_same_gradient(
     # Positive terms, so each addition rounds by 2^-24 of the sum at most. The longest chain, where everything is added
     # one by one: 32 columns, 4 parts, 16 rows, 48 bands (6 tiles of 64).
     torch.testing.assert_close(sum_sq.double(), torch.stack(squares), rtol=100 * 2.0**-24, atol=0)
-
-
-def test_splits_keep_to_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_weight_grad, "_multiprocessors", lambda device: 100)
-    many = 1 << 20
-    cases = {  # tile size, active tiles, tokens -> splits
-        (128, 1, many): tile_weight_grad.MOST_SPLITS,
-        (128, 50, many): 2,
-        (128, 51, many): 3,  # two programs on a multiprocessor
-        (128, 66, many): 3,
-        (128, 67, many): 2,
-        (128, 100, many): 2,
-        (128, 101, many): 3,  # a round and a half
-        (128, 133, many): 3,
-        (128, 134, many): 1,
-        (128, 51, 6143): 1,
-        (128, 10**6, many): 1,
-        (128, 1, 2047): 1,
-        (128, 1, 2048): 4,
-        (64, 1, many): tile_weight_grad.MOST_SPLITS,
-        (64, 100, many): 3,
-        (64, 150, many): 2,
-        (64, 151, many): 1,
-        (64, 1, 2047): 1,
-        (64, 1, 2048): 4,
-        (64, 1, 0): 1,
-    }
-    found = {case: tile_weight_grad._splits(case[1], case[2], case[0], DEVICE) for case in cases}
-    assert found == cases
-    monkeypatch.setattr(tile_weight_grad, "SCRATCH_BYTES", 2 * 60 * 4 * 128**2)
-    assert tile_weight_grad._splits(60, many, 128, DEVICE) == 2

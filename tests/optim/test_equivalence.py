@@ -27,20 +27,24 @@ def masks_of(model, mask):
 def dense_step(optimizer, model, active, start):
     """torch's optimizer with gradients times mask; what its decay did to inactive elements is undone."""
     for name, p in model.named_parameters():
-        p.grad.mul_(active[name])
+        if p.grad is not None:
+            p.grad.mul_(active[name])
     optimizer.step()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.where(active[name], p, start[name]))
 
 
-def set_gradients(model, seed, scale=1.0):
-    """The same pseudo-random gradients for any model of these shapes, through autograd, so that hooks run."""
+def set_gradients(model, seed, used=lambda i: True):
+    """The same pseudo-random gradients for any model of these shapes, through autograd, so that hooks run.
+
+    Parameter i has one if `used(i)`.
+    """
     generator = torch.Generator().manual_seed(seed)
     loss = 0.0
-    for p in model.parameters():
-        g = torch.randn(p.shape, generator=generator).mul_(scale)
-        loss = loss + (p * g.to(p.device, p.dtype)).sum()
+    for i, p in enumerate(model.parameters()):
+        g = torch.randn(p.shape, generator=generator)
+        loss = loss + (p * g.to(p.device, p.dtype)).sum() if used(i) else loss
     loss.backward()
 
 
@@ -215,16 +219,8 @@ def test_parameters_without_gradient_are_passed_over_as_in_torch(device):
     for step in range(12):
         for model, optimizer in ((dense, theirs), (sparse, ours)):
             optimizer.zero_grad()
-            used = [p for i, p in enumerate(model.parameters()) if (i + step) % 3]
-            generator = torch.Generator().manual_seed(step)
-            sum((p * torch.randn(p.shape, generator=generator).to(device)).sum() for p in used).backward()
-        for name, p in dense.named_parameters():
-            if p.grad is not None:
-                p.grad.mul_(active[name])
-        theirs.step()
-        with torch.no_grad():
-            for name, p in dense.named_parameters():
-                p.copy_(torch.where(active[name], p, start[name]))
+            set_gradients(model, step, used=lambda i, step=step: (i + step) % 3 > 0)
+        dense_step(theirs, dense, active, start)
         ours.step()
     for p, q in zip(sparse.parameters(), dense.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=4 * 24**0.5 * EPS32 * q.abs().max().item())

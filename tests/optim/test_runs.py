@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.optim.segments import expanded, longest_run
 
 RUN_LENGTH = {"run16": 16, "run32": 32, "tile64": 64, "tile128": 64}
 # Under Triton's interpreter a step takes a tenth of a second.
@@ -181,10 +180,10 @@ def test_set_mask_from_pattern_to_pattern(device):
 def test_indices_are_held_by_run(pattern, device):
     model = make_model(device, torch.bfloat16)
     mask = runs_mask(model, pattern)
-    optimizer = SparseAdamW(model, mask)
+    optimizer = SparseAdamW(model, mask, master_weights=True)
     nnz, runs = mask.nnz, mask.nnz // RUN_LENGTH[pattern]
-    expected = {"state": 8 * nnz, "indices": 4 * runs, "grad": 4 * nnz, "base": 2 * nnz}
-    expected |= {"master": 0, "compact_weights": 0}
+    expected = {"state": 8 * nnz, "indices": 4 * runs, "grad": 4 * nnz, "base": 2 * nnz, "master": 4 * nnz}
+    expected["compact_weights"] = 0
     assert optimizer.nbytes() == expected  # the base weights share the indices
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.nbytes() == expected
@@ -197,14 +196,3 @@ def test_indices_are_held_by_run(pattern, device):
     state = optimizer.state_dict()["state"]
     shared = {s["indices"].untyped_storage().data_ptr() for s in state.values()}
     assert len(shared) == 1  # of one storage, which torch.save writes once
-
-
-def test_longest_run():
-    runs = expanded(torch.tensor([0, 64, 192]), 64)
-    assert [longest_run(runs, most) for most in (64, 32, 16, 1)] == [64, 32, 16, 1]
-    assert longest_run(expanded(torch.tensor([0, 32, 96, 160]), 32), 64) == 32
-    assert longest_run(expanded(torch.tensor([8, 72]), 64), 64) == 1  # whole, and not aligned
-    assert longest_run(runs[1:-15], 64) == 1
-    moved = runs.clone()
-    moved[-1] += 1
-    assert longest_run(moved, 64) == 1

@@ -315,19 +315,11 @@ def test_a_run_with_tiles_resumes(device):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_a_second_optimizer_on_tile_weights_is_refused_when_gradients_come(device):
-    model = make(device)
-    mask = MaskSet.random(model, density=0.3, pattern="tile64")
-    first, second = (SparseAdamW(model, mask, tile_backward=True) for _ in range(2))
-    with pytest.raises(RuntimeError, match="second sparse optimizer"):
-        loss_of(model, batch(device)).backward()
-    assert first.mask == second.mask
-
-
-def test_model_and_optimizer_are_freed_without_garbage_collection():
+@pytest.mark.parametrize(("pattern", "tiled"), [("tile64", True), ("element", False)])
+def test_model_and_optimizer_are_freed_without_garbage_collection(pattern, tiled):
     model = nn.Sequential(nn.Linear(128, 192), nn.ReLU(), nn.Linear(192, 64))
     weights = {name: param for name, param in model.named_parameters() if param.dim() == 2}
-    optimizer = SparseAdamW(model, MaskSet.random(weights, density=0.3, pattern="tile64"), tile_backward=True)
+    optimizer = SparseAdamW(model, MaskSet.random(weights, density=0.3, pattern=pattern), tile_backward=tiled)
     model(torch.randn(5, 128)).square().mean().backward()
     optimizer.step()
     seen = [weakref.ref(param) for param in model.parameters()]

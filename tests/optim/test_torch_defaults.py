@@ -10,7 +10,6 @@ import functools
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.analysis import compare_masks
-from sparse_opt.masks import algebra as mask_algebra
 
 SETTINGS = {
     "float64": ("float64", None),
@@ -145,54 +142,13 @@ def test_training(setting, pattern, dtype, options, backend):
     assert_same_under(SETTINGS[setting], training, device, backend, pattern, dtype, **OPTIONS[options])
 
 
-def masks(folder: Path, device: torch.device) -> Results:
-    """Made, combined, compared, saved and loaded. Positions are on the CPU, whatever the model's device."""
-    model = make_model(device)
-    dense = {n: randn(tuple(p.shape), device, torch.float32, 9) > 0.5 for n, p in model.named_parameters()}
-    made = {
-        "element": MaskSet.random(model, density=0.3, seed=1),
-        "other": MaskSet.random(model, density=0.3, seed=2),
-        "run16": MaskSet.random(model, density=0.3, pattern="run16"),
-        "tile64": MaskSet.random(model, density=0.5, pattern="tile64"),
-        "bool": MaskSet.from_bool(dense),
-        "empty": MaskSet.from_bool(
-            {n: torch.zeros(p.shape, dtype=torch.bool, device=device) for n, p in dense.items()}
-        ),
-    }
-    made["checked"] = MaskSet(made["run16"].indices, made["run16"].shapes, pattern="run16")
-    made["union"] = mask_algebra.union([made["element"], made["other"]])
-    made["intersect"] = mask_algebra.intersect([made["element"], made["other"]])
-    made["invert"] = mask_algebra.invert(made["tile64"])
-    made["resolved"] = made["element"].resolve(model)
-    for name in ("element", "tile64", "empty"):
-        path = made[name].save(folder / f"{name}.safetensors")
-        made[f"{name} loaded"] = MaskSet.load(path, model)
-        made[f"{name} loaded bool"] = MaskSet.load(made[name].save_bool(folder / f"{name}.pt"), model)
-    found = {f"{name} {n}": tensor for name, mask in made.items() for n, tensor in mask.indices.items()}
-    found |= {f"dense {n}": made["element"].bool(n) for n in made["element"].names}
-    assert all(tensor.device.type == "cpu" for tensor in found.values())
-    numbers = [made["element"].jaccard(made["other"]), made["element"].density_of(model), made["bool"].sparsity]
-    compared = compare_masks({"a": made["element"], "b": made["other"]})
-    numbers += [compared[0].total.jaccard, compared[0].total.jaccard_chance]
-    found["numbers"] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    digests = "".join(mask.digest for mask in made.values()).encode()
-    found["digests"] = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
-    return found
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_masks(setting, tmp_path):
-    assert_same_under(SETTINGS[setting], masks, tmp_path, torch.device("cpu"))
-
-
 GPU_SETTINGS = {"cuda": (None, "cuda"), "float64-cuda": ("float64", "cuda")}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_device", ["cuda", "cpu"])
 @pytest.mark.parametrize("setting", GPU_SETTINGS)
-def test_default_device_cuda(setting, model_device, backend, tmp_path):
+def test_default_device_cuda(setting, model_device, backend):
     """The model on the GPU, as in most scripts that set it; and on the CPU."""
     device, setting = torch.device(model_device), GPU_SETTINGS[setting]
     assert_same_under(setting, training, device, backend, "element", torch.float32, max_grad_norm=1.0)
-    assert_same_under(setting, masks, tmp_path, device)
