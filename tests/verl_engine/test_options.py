@@ -17,7 +17,6 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from sparse_opt import MaskSet, SparseAdamW, SparseLion, SparseSGD
 from sparse_opt.errors import ConfigError, MaskError
-from sparse_opt.integrations.verl import SparseFSDPEngineConfig
 from sparse_opt.integrations.verl.options import build_optimizer, require_supported
 
 
@@ -51,14 +50,6 @@ def test_the_ppo_trainers_overrides_reach_the_engine_and_the_optimizer(model: to
     assert optimizer.state_dtype == torch.bfloat16
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (2e-6, (0.9, 0.999), 0.01)
-
-
-def test_the_sft_trainers_overrides_reach_the_engine():
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        target = "sparse_opt.integrations.verl.SparseFSDPEngineConfig"
-        config = compose("sft_trainer_engine", [f"engine._target_={target}", "engine.strategy=sparse_fsdp2"])
-    engine = omega_conf_to_dataclass(config.engine)
-    assert isinstance(engine, SparseFSDPEngineConfig) and engine.strategy == "sparse_fsdp2"
 
 
 def test_the_checkpoint_engines_overrides_find_its_class():
