@@ -125,7 +125,7 @@ OF_BACKEND = $(addprefix tests/optim/test_,$(addsuffix .py,checked_steps equival
   repeated_steps replaced_params runs state weight_storage))
 
 # The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.
-OF_DEFAULTS = tests/optim/test_state.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
+OF_DEFAULTS = tests/optim/test_state.py tests/optim/test_gradients.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
   $(addprefix tests/delta/test_,$(addsuffix .py,round_trip masked export squash pt truncate odd_tensors))
 
 test: $(VENV)/.test build ## the tests that a change must pass, in parallel; prints the slowest 20

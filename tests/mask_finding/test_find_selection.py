@@ -69,11 +69,11 @@ def test_order_of_bits_is_order_of_numbers() -> None:
         assert mask["w"].tolist() == sorted(ranked[:kept])
 
 
-# Runs and tiles
+# Elements, runs and tiles
 
 
 def brute_units(scores: Tensor, pattern: str) -> list[tuple[float, list[int]]]:
-    """(sum, positions) of each unit, row by row, found by looking at each."""
+    """(sum, positions) of each unit, row by row, found by looking at each; a unit may be one element."""
     height, width = PATTERNS[pattern]
     rows, columns = math.prod(scores.shape[:-1]), scores.shape[-1] if scores.dim() else 1
     matrix = scores.reshape(rows, columns).tolist()
@@ -134,11 +134,11 @@ def made_scores(seed: int, kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("pool", ["global", "tensor"])
 @pytest.mark.parametrize("kind", ["spread", "ties", "blocks"])
-@pytest.mark.parametrize("pattern", UNIT_PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.filterwarnings("ignore:only .* elements have a test score")
 def test_units_are_those_of_looking_at_each(pattern: str, kind: str, pool: str, device: torch.device) -> None:
     scores = made_scores(1, kind)
-    for sparsity, keep in [(50.0, 0.0), (40.0, 0.01), (10.0, 0.002)]:
+    for sparsity, keep in [(50.0, 0.0), (40.0, 0.01), (10.0, 0.002), *[(97.5, 0.0025)] * (pattern == "element")]:
         expected = brute_mask(scores, pattern, sparsity, keep, pool)
         source = Scores(scores, device)
         found = find_mask(source, sparsity=sparsity, min_tensor_keep=keep, pool=pool, pattern=pattern)  # type: ignore[arg-type]

@@ -1,10 +1,8 @@
-"""find_from_log, method magnitude, against sorting all scores at once."""
+"""find_from_log, method magnitude: what it keeps, refuses and records. The selection: test_find_selection.py."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,77 +27,6 @@ def log_of(directory: Path, before: State, after: State, **metadata: str) -> Del
 
 def find_magnitude(log: DeltaLog, **options: Any) -> MaskSet:
     return find_from_log(log, **options).mask
-
-
-def sorted_mask(before: State, after: State, sparsity: float, keep: float, pool: str) -> dict[str, list[int]]:
-    """The definition: one list of all elements that moved, best first; floors are served before the rest."""
-    moved, floors = [], {}
-    for order, name in enumerate(before):
-        scores = (after[name].double() - before[name].double()).abs().float().view(-1).tolist()
-        ranked = sorted((-score, order, i, name) for i, score in enumerate(scores) if score > 0)
-        floors[name] = math.ceil(keep * len(scores))
-        if pool == "tensor":
-            floors[name] = max(floors[name], math.floor((100 - sparsity) * len(scores) / 100 + 0.5))
-        moved.append((ranked[: floors[name]], ranked[floors[name] :]))
-    chosen = [entry for floor, _ in moved for entry in floor]
-    if pool == "global":
-        quota = math.floor((100 - sparsity) * sum(t.numel() for t in before.values()) / 100 + 0.5)
-        chosen += sorted(entry for _, rest in moved for entry in rest)[: quota - len(chosen)]
-    result: dict[str, list[int]] = {name: [] for name in before}
-    for _, _, i, name in chosen:
-        result[name].append(i)
-    return {name: sorted(positions) for name, positions in result.items()}
-
-
-def normal(
-    generator: torch.Generator, shapes: Mapping[str, tuple[int, ...]], scale: float, dtype: torch.dtype
-) -> State:
-    return {n: (scale * torch.randn(s, generator=generator)).to(dtype) for n, s in shapes.items()}
-
-
-SHAPES = {"embed": (50, 8), "layers.0.mlp.up": (40, 33), "layers.0.norm": (33,), "scalar": (), "none": (0, 4)}
-
-
-def small_steps(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    """bf16 rounding swallows most of such steps and leaves the others at a few magnitudes: many ties."""
-    before = normal(generator, SHAPES, 0.02, dtype)
-    return before, {
-        n: (t.float() + 1e-4 * torch.randn(t.shape, generator=generator)).to(dtype) for n, t in before.items()
-    }
-
-
-def few_values(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    before = {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
-    return before, {n: torch.randint(-2, 3, s, generator=generator).to(dtype) for n, s in SHAPES.items()}
-
-
-def all_equal(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    before = {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
-    return before, {n: torch.full(s, -0.5, dtype=dtype) for n, s in SHAPES.items()}
-
-
-def unequal_tensors(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    """Tensors whose scales differ so much that the floors decide."""
-    before = normal(generator, SHAPES, 1.0, dtype)
-    scales = dict(zip(SHAPES, (8.0, 1e-3, 1.0, 1e-6, 1.0), strict=True))
-    return before, {
-        n: (t.float() + scales[n] * torch.randn(t.shape, generator=generator)).to(dtype) for n, t in before.items()
-    }
-
-
-@pytest.mark.parametrize("pool", ["global", "tensor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("change", [small_steps, few_values, all_equal, unequal_tensors])
-@pytest.mark.filterwarnings("ignore:only .* elements have a magnitude score")
-def test_equals_sorting_everything(
-    tmp_path: Path, change: Callable[[torch.Generator, torch.dtype], tuple[State, State]], dtype: torch.dtype, pool: str
-) -> None:
-    before, after = change(torch.Generator().manual_seed(3), dtype)
-    log = log_of(tmp_path / "log", before, after)
-    for sparsity, keep in [(97.5, 0.0025), (50.0, 0.2), (3.0, 0.01), (99.96, 0.0)]:
-        mask = find_magnitude(log, sparsity=sparsity, min_tensor_keep=keep, pool=pool)
-        expected = sorted_mask(before, after, sparsity, keep, pool)
-        assert {name: mask[name].tolist() for name in mask.names} == expected, (sparsity, keep)
 
 
 def test_unchanged_elements_are_never_kept(tmp_path: Path) -> None:

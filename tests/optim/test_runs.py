@@ -77,11 +77,22 @@ def same_state(a, b):
     return True
 
 
+# (pattern, dtype of the weights, options)
+TRAINED = [
+    *(
+        (pattern, torch.float32, options)
+        for pattern in ("run32", "tile64")
+        for options in ({}, {"max_grad_norm": 0.01})
+    ),
+    ("run16", torch.bfloat16, {"master_weights": True}),
+    ("run16", torch.bfloat16, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}),
+]
+
+
 @pytest.mark.parametrize("grads", ["compact", "dense"])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=["plain", "clipped"])
-@pytest.mark.parametrize("pattern", ["run32", "tile64"])
-def test_many_steps_give_the_bits_of_the_same_elements(sparse_optimizer, pattern, options, grads, device):
-    runs, elements, start = (make_model(device) for _ in range(3))
+@pytest.mark.parametrize(("pattern", "dtype", "options"), TRAINED, ids=str)
+def test_many_steps_give_the_bits_of_the_same_elements(sparse_optimizer, pattern, dtype, options, grads, device):
+    runs, elements, start = (make_model(device, dtype) for _ in range(3))
     mask = runs_mask(runs, pattern)
     a = sparse_optimizer(runs, mask, lr=1e-2, weight_decay=0.1, grads=grads, **options)
     b = sparse_optimizer(elements, elements_of(mask), lr=1e-2, weight_decay=0.1, grads=grads, **options)
@@ -99,23 +110,6 @@ def test_many_steps_give_the_bits_of_the_same_elements(sparse_optimizer, pattern
     with a.base_weights():
         assert same(runs, start)
     assert same(runs, trained)
-
-
-@pytest.mark.parametrize("grads", ["compact", "dense"])
-@pytest.mark.parametrize(
-    "options",
-    [{"master_weights": True}, {"state_dtype": torch.bfloat16, "stochastic_rounding": True}],
-    ids=["master", "stochastic"],
-)
-def test_bf16_weights_get_the_bits_of_the_same_elements(sparse_optimizer, options, grads, device):
-    runs, elements, start = (make_model(device, torch.bfloat16) for _ in range(3))
-    mask = runs_mask(runs, "run16")
-    a = sparse_optimizer(runs, mask, lr=1e-2, weight_decay=0.1, grads=grads, **options)
-    b = sparse_optimizer(elements, elements_of(mask), lr=1e-2, weight_decay=0.1, grads=grads, **options)
-    assert run_lengths(a) == [16] and run_lengths(b) == [1]
-    train(runs, a, range(5))
-    train(elements, b, range(5))
-    assert same(runs, elements) and same_state(a, b) and not same(runs, start)
 
 
 @pytest.mark.parametrize("grads", ["compact", "dense"])

@@ -299,22 +299,6 @@ def test_tile_backward_that_no_layer_supports_is_an_error(device):
     assert optimizer.compact_grad(model[0].weight) is not None
 
 
-def test_a_run_with_tiles_resumes(device):
-    model = make(device)
-    tiles = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64"), lr=1e-2, tile_backward=True)
-    loss_of(model, batch(device)).backward()
-    tiles.step()
-    again = make(device)
-    again.load_state_dict(model.state_dict())
-    resumed = SparseAdamW(again, tiles.mask, lr=1e-2, tile_backward=True)
-    resumed.load_state_dict(copy.deepcopy(tiles.state_dict()))
-    for m, o in ((model, tiles), (again, resumed)):
-        o.zero_grad()
-        loss_of(m, batch(device, 1)).backward()
-        o.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(("pattern", "tiled"), [("tile64", True), ("element", False)])
 def test_model_and_optimizer_are_freed_without_garbage_collection(pattern, tiled):
     model = nn.Sequential(nn.Linear(128, 192), nn.ReLU(), nn.Linear(192, 64))
