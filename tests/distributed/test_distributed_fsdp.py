@@ -140,6 +140,11 @@ def mask_of(model: Model, pattern: str, *, frozen: tuple[str, ...] = (), seed: i
     return MaskSet(indices, drawn.shapes, pattern=pattern)
 
 
+def group_of_this_rank() -> Any:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
 def both(case: Case, mesh: Any = None) -> tuple[Model, SparseOptimizer, Model, SparseOptimizer]:
     """Return (sharded model, its optimizer, model of one device, its optimizer)."""
     alone = make_model(**case.model)
@@ -160,8 +165,7 @@ def both(case: Case, mesh: Any = None) -> tuple[Model, SparseOptimizer, Model, S
         model.get_parameter(name).requires_grad_(False)
     optimizer = case.optimizer(model, mask, **case.options)
     # A group of one rank, so that both compute the norm from the whole gradient.
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    single = case.optimizer(alone, mask, process_group=groups[dist.get_rank()], **case.options)
+    single = case.optimizer(alone, mask, process_group=group_of_this_rank(), **case.options)
     return model, optimizer, alone, single
 
 
@@ -443,8 +447,7 @@ def test_ranks_may_use_different_parameters(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduction, "MAX_PIECE_BYTES", 1)  # a reduction for each parameter
         optimizer = SparseSGD(model, mask, lr=0.1)
-    groups = [dist.new_group([r]) for r in range(2)]
-    single = SparseSGD(alone, mask, lr=0.1, process_group=groups[rank])
+    single = SparseSGD(alone, mask, lr=0.1, process_group=group_of_this_rank())
     for step in range(3):
         inputs = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
         inputs = [x.to(device()) for x in inputs]
@@ -498,8 +501,7 @@ def test_rebind(rank: int) -> None:
     model, alone = make_model(), make_model()
     mask = mask_of(model, case.pattern, frozen=("blocks.0.up.weight",))
     optimizer = case.optimizer(model, mask, process_group=dist.group.WORLD, **case.options)
-    groups = [dist.new_group([r]) for r in range(2)]
-    single = case.optimizer(alone, mask, process_group=groups[rank], **case.options)
+    single = case.optimizer(alone, mask, process_group=group_of_this_rank(), **case.options)
     shard(model)
     optimizer.rebind(model)
     assert optimizer.tiled_parameters == single.tiled_parameters
@@ -543,9 +545,8 @@ def test_what_is_not_supported_raises(rank: int) -> None:
         SparseAdamW(model, mask, grads="dense")
     with pytest.raises(ValueError, match="process_group is False"):
         SparseAdamW(model, mask, process_group=False)
-    alone = [dist.new_group([r]) for r in range(2)][rank]
     with pytest.raises(ValueError, match=r"process_group has ranks \[\d\], .* \[0, 1\]"):
-        SparseAdamW(model, mask, process_group=alone)
+        SparseAdamW(model, mask, process_group=group_of_this_rank())
     with pytest.raises(ValueError, match="pass the model"):
         SparseAdamW(model.named_parameters(), mask)
     model(batches_of(0, rank)[0])  # leaves the root module unsharded

@@ -24,6 +24,13 @@ def masks_of(model, mask):
     return {name: mask.bool(name).to(p.device) for name, p in model.named_parameters()}
 
 
+def twins(device, **mask):
+    """Two equal models, a random mask, its bool tensors, and the weights at the start."""
+    dense, sparse = make_model(device), make_model(device)
+    mask = MaskSet.random(sparse, **mask)
+    return dense, sparse, mask, masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+
+
 def dense_step(optimizer, model, active, start):
     """torch's optimizer with gradients times mask; what its decay did to inactive elements is undone."""
     for name, p in model.named_parameters():
@@ -73,9 +80,7 @@ PAIRS = {
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_many_steps_equal_torch_in_fp32(pair, grads, device):
-    dense, sparse = make_model(device), make_model(device)
-    mask = MaskSet.random(sparse, density=0.3, seed=1)
-    active, start = masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+    dense, sparse, mask, active, start = twins(device, density=0.3, seed=1)
     theirs, ours = PAIRS[pair][0](dense.parameters()), PAIRS[pair][1](sparse, mask, grads=grads)
     for step in range(STEPS):
         set_gradients(dense, step)
@@ -160,9 +165,7 @@ def test_groups_of_any_seeds_round_independently(device):
 
 
 def test_parameter_groups_and_schedulers(device):
-    dense, sparse = make_model(device), make_model(device)
-    mask = MaskSet.random(sparse, density=0.5, seed=3)
-    active, start = masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+    dense, sparse, mask, active, start = twins(device, density=0.5, seed=3)
 
     def groups(model):
         named = list(model.named_parameters())
@@ -212,9 +215,7 @@ def test_tensor_lr_and_closure(sparse_optimizer, device):
 
 
 def test_parameters_without_gradient_are_passed_over_as_in_torch(device):
-    dense, sparse = make_model(device), make_model(device)
-    mask = MaskSet.random(sparse, density=0.5, seed=3)
-    active, start = masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+    dense, sparse, mask, active, start = twins(device, density=0.5, seed=3)
     theirs, ours = PAIRS["adamw"][0](dense.parameters()), PAIRS["adamw"][1](sparse, mask)
     for step in range(12):
         for model, optimizer in ((dense, theirs), (sparse, ours)):

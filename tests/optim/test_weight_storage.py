@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -59,15 +60,18 @@ def pair(device, storage, dtype=torch.bfloat16, pattern="element", make=SparseAd
     return made
 
 
+def step(model, optimizer, x):
+    with torch.no_grad(), optimizer.base_weights():
+        base = model(x)
+    (model(x) - base + 0.1).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(model, optimizer, seeds):
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     for seed in seeds:
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-        with torch.no_grad(), optimizer.base_weights():
-            base = model(x)
-        (model(x) - base + 0.1).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(device, dtype))
 
 
 def weights(model):
@@ -280,14 +284,7 @@ def test_replays_of_a_graph(storage, backend):
     lr = torch.tensor(1e-3, device=device)
     model, ours, plain, theirs = pair(device, storage, lr=lr, backend=backend)
     for m, optimizer, graphs in ((model, ours, True), (plain, theirs, False)):
-
-        def function(x, m=m, optimizer=optimizer):
-            with torch.no_grad(), optimizer.base_weights():
-                base = m(x)
-            (m(x) - base + 0.1).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        function = functools.partial(step, m, optimizer)
         call = GraphedStep(function, optimizer) if graphs else function
         for i in range(10):
             call(torch.full((4, 64), i / 10, device=device, dtype=torch.bfloat16))
