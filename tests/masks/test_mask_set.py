@@ -105,14 +105,15 @@ def test_figures() -> None:
     assert "embed" not in mask
 
 
-def test_bool_and_from_bool_are_inverse() -> None:
+def test_bool_and_from_bool_are_inverse(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     dense = {
         "a": torch.rand(5, 7, generator=generator) < 0.3,
         "b": torch.tensor(True),
         "c": torch.zeros(0, 3, dtype=torch.bool),
     }
-    mask = MaskSet.from_bool(dense | {"a": dense["a"].t().contiguous().t()})
+    given = {"a": dense["a"].t().contiguous().t(), "b": nn.Parameter(dense["b"], requires_grad=False), "c": dense["c"]}
+    mask = MaskSet.from_bool({name: tensor.to(device) for name, tensor in given.items()})
     for name, tensor in dense.items():
         assert torch.equal(mask.bool(name), tensor)
 

@@ -266,6 +266,8 @@ def test_tied_weights_are_one_parameter(device):
     torch.manual_seed(0)
     model = Tied().to(device)
     picked = torch.rand(10, 6) < 0.5
+    with pytest.raises(MaskError, match="head.weight is not a parameter of the model"):  # named_parameters() lacks it
+        SparseAdamW(model.named_parameters(), MaskSet.from_bool({"head.weight": picked}))
     for name in ("embed.weight", "head.weight"):  # a mask may have either name
         optimizer = SparseAdamW(model, MaskSet.from_bool({name: picked}), lr=1e-2)
         assert list(optimizer.mask.names) == ["embed.weight"]
