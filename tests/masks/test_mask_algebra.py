@@ -81,20 +81,11 @@ def test_what_does_not_fit_is_refused_by_name():
         intersect([a, MaskSet.random({"b": (7,)}, density=0.5)])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_position_sets_against_python(dtype):
-    generator = torch.Generator().manual_seed(0)
-    for sizes in ((0, 0), (0, 5), (5, 0), (1, 1), (40, 3), (90, 90), (100, 100)):
-        x, y = (torch.randperm(100, generator=generator)[:size].sort().values.to(dtype) for size in sizes)
-        first, second = set(x.tolist()), set(y.tolist())
-        assert position_sets.intersection_size(x, y) == len(first & second)
-        for found, expected in (
-            (position_sets.intersection(x, y), first & second),
-            (position_sets.union(x, y), first | second),
-            (position_sets.complement(x, 100), set(range(100)) - first),
-        ):
-            assert found.dtype == dtype
-            assert found.tolist() == sorted(expected)
+def test_positions_that_need_int64():
+    shapes = {"w": (2**20, 2**12)}
+    a, b = (MaskSet({"w": torch.tensor([n, 2**31 + 3])}, shapes) for n in (5, 7))
+    for mask, expected in ((union([a, b]), [5, 7, 2**31 + 3]), (intersect([a, b]), [2**31 + 3])):
+        assert mask["w"].dtype == torch.int64 and mask["w"].tolist() == expected
 
 
 @pytest.mark.parametrize("numel", [12, 13, 24, 25])
