@@ -97,8 +97,9 @@ def test_many_steps_give_the_bits_of_the_same_elements(sparse_optimizer, pattern
     a = sparse_optimizer(runs, mask, lr=1e-2, weight_decay=0.1, grads=grads, **options)
     b = sparse_optimizer(elements, elements_of(mask), lr=1e-2, weight_decay=0.1, grads=grads, **options)
     assert run_lengths(a) == [RUN_LENGTH[pattern]] and run_lengths(b) == [1]
-    train(runs, a, range(N_STEPS))
-    train(elements, b, range(N_STEPS))
+    steps = range(N_STEPS if dtype == torch.float32 else min(N_STEPS, 5))
+    train(runs, a, steps)
+    train(elements, b, steps)
     assert not same(runs, start)
     if "max_grad_norm" in options:
         assert agree(runs, elements, (a, b), device)
