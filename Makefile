@@ -82,7 +82,7 @@ check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty fo
 # The versions of torch that the wheel is tested with, each in an environment of its own. torch has wheels for CPUs alone for some
 # versions only; a wheel for CUDA installs gigabytes.
 TORCHES ?= 2.10.0 2.11.0 2.13.0
-OF_GRADIENTS = tests/optim/test_without_autograd.py tests/optim/test_native_hooks.py tests/optim/test_gradient_buffer.py
+OF_GRADIENTS = tests/optim/test_without_autograd.py tests/optim/test_native_hooks.py
 WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py $(OF_GRADIENTS) --ignore=tests/ops/test_compile.py -m "not triton"
 
 # In a make of its own, which finds the wheel that this one may make: `make wheel test-wheel`.
@@ -121,11 +121,11 @@ RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTEST) --quiet --numpro
 # Under Triton's interpreter kernels are Python functions; tests that compile them need a process without it.
 TRITON_OPS = TRITON_INTERPRET=1 $(RUN_TESTS) tests/ops tests/weight_sync
 # The optimizers' behaviour that depends on the backend of their ops.
-OF_BACKEND = $(addprefix tests/optim/test_,$(addsuffix .py,checked_steps compact_weights equivalence gradients lion narrow \
-  repeated_steps replaced_params runs state))
+OF_BACKEND = $(addprefix tests/optim/test_,$(addsuffix .py,checked_steps equivalence gradients lion narrow \
+  repeated_steps replaced_params runs state weight_storage))
 
 # The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.
-OF_DEFAULTS = tests/optim/test_state.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
+OF_DEFAULTS = tests/optim/test_state.py tests/optim/test_gradients.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
   $(addprefix tests/delta/test_,$(addsuffix .py,round_trip masked convert pt truncate odd_tensors))
 
 test: $(VENV)/.test build ## the tests that a change must pass, in parallel; prints the slowest 20

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import runpy
@@ -52,6 +54,25 @@ def backends(n_gpus: int) -> pytest.MarkDecorator:
 
 
 BACKENDS = backends(2)
+
+
+def ranks(n: int, *, nccl: bool = True, **limits: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that `n` ranks run, with gloo and, unless `nccl` is False, with NCCL on `n` GPUs.
+
+    The function takes its rank, and then the fixtures and parameters of the test; see `launch`, also for `limits`.
+    """
+
+    def make(function: Callable[..., None]) -> Callable[..., None]:
+        rank, *given = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def test(backend: str, **values: Any) -> None:
+            launch(function, n, *(values[parameter.name] for parameter in given), backend=backend, **limits)
+
+        test.__signature__ = inspect.Signature([rank.replace(name="backend"), *given])
+        return backends(n)(test) if nccl else pytest.mark.parametrize("backend", ["gloo"])(test)
+
+    return make
 
 
 def device() -> torch.device:
@@ -295,7 +316,7 @@ def _run(folder: str, path: str, name: str, backend: str, timeout: float, variab
     sys.modules[module.__name__] = module
     spec.loader.exec_module(module)
     args = torch.load(Path(folder) / "args", weights_only=False)
-    result = getattr(module, name)(rank, *args)
+    result = inspect.unwrap(getattr(module, name))(rank, *args)  # of a test by `ranks`, what each rank runs
     torch.save(result, Path(folder) / f"result{rank}")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # a rank that leaves early would break the others' last collective

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from launch import BACKENDS, device, launch
+from launch import BACKENDS, device, launch, ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -110,42 +110,36 @@ def test_the_files_are_those_of_one_device(tmp_path: Path, sharded: bool, backen
     assert masks[0] == masks[1]
 
 
-def base_weights(rank: int, folder: str, sharded: bool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+@ranks(2, nccl=False)
+def test_base_weights_are_step_0_and_no_later_one(rank: int, tmp_path: Path, sharded: bool) -> None:
     model, mask = model_and_mask()
-    model.to(device())
     for part in (model.hidden, model.out, model) if sharded else ():
         fully_shard(part)
     optimizer = SparseAdamW(model, mask, lr=0.1, process_group=None if sharded else False)
     with optimizer.base_weights():
-        log = DistributedDeltaLog.create(folder, model)
+        log = DistributedDeltaLog.create(tmp_path / "log", model)
         with pytest.raises(DeltaLogError, match="step 1: the model holds its base weights"):
             log.append(1)
     log.append(1)
     log.close()
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_base_weights_are_step_0_and_no_later_one(tmp_path: Path, sharded: bool) -> None:
-    launch(base_weights, 2, str(tmp_path / "log"), sharded)
-
-
-def fail(rank: int, folder: str) -> None:
+@ranks(2)
+def test_an_error_of_rank_0_is_raised_on_every_rank(rank: int, tmp_path: Path) -> None:
+    if rank == 0:
+        DeltaLog.create(tmp_path / "taken", nn.Linear(3, 3)).close()
+    dist.barrier()
     model = fully_shard(nn.Linear(3, 3).to(device()))
     with pytest.raises(DeltaLogError, match="holds a delta log" if rank == 0 else "rank 0: .*holds a delta log"):
-        DistributedDeltaLog.create(Path(folder) / "taken", model)
-    log = DistributedDeltaLog.create(Path(folder) / "new", model)
+        DistributedDeltaLog.create(tmp_path / "taken", model)
+    log = DistributedDeltaLog.create(tmp_path / "new", model)
     with pytest.raises(DeltaLogError, match="step is 0, expected a step after 0"):
         log.append(0)
     if rank == 0:
-        (Path(folder) / "new" / "writer.lock").unlink()
+        (tmp_path / "new" / "writer.lock").unlink()
     dist.barrier()
     log.append(1)  # fails in the background
     with pytest.raises(DeltaLogError, match="lock"):
         log.flush()
     log.close()
-
-
-@BACKENDS
-def test_an_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, backend: str) -> None:
-    DeltaLog.create(tmp_path / "taken", nn.Linear(3, 3)).close()
-    launch(fail, 2, str(tmp_path), backend=backend)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import BACKENDS, device, launch
+from launch import BACKENDS, device, launch, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -140,6 +140,11 @@ def mask_of(model: Model, pattern: str, *, frozen: tuple[str, ...] = (), seed: i
     return MaskSet(indices, drawn.shapes, pattern=pattern)
 
 
+def group_of_this_rank() -> Any:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
 def both(case: Case, mesh: Any = None) -> tuple[Model, SparseOptimizer, Model, SparseOptimizer]:
     """Return (sharded model, its optimizer, model of one device, its optimizer)."""
     alone = make_model(**case.model)
@@ -160,8 +165,7 @@ def both(case: Case, mesh: Any = None) -> tuple[Model, SparseOptimizer, Model, S
         model.get_parameter(name).requires_grad_(False)
     optimizer = case.optimizer(model, mask, **case.options)
     # A group of one rank, so that both compute the norm from the whole gradient.
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    single = case.optimizer(alone, mask, process_group=groups[dist.get_rank()], **case.options)
+    single = case.optimizer(alone, mask, process_group=group_of_this_rank(), **case.options)
     return model, optimizer, alone, single
 
 
@@ -267,7 +271,8 @@ def test_many_steps_equal_one_device(part: int, backend: str) -> None:
     launch(train_cases, 2, list(CASES)[part::2], backend=backend)
 
 
-def use_base_weights(rank: int) -> None:
+@ranks(2)
+def test_base_weights_and_set_mask(rank: int) -> None:
     deterministic()
     case = CASES["run"]
     trained = both(case)
@@ -322,9 +327,40 @@ def use_base_weights(rank: int) -> None:
         loss.backward()
 
 
-@BACKENDS
-def test_base_weights_and_set_mask(backend: str) -> None:
-    launch(use_base_weights, 2, backend=backend)
+@ranks(2)
+def test_a_backward_pass_under_fsdp2_gathers_the_weights_after_the_reference(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).to(device())
+    mask = MaskSet.random(model, density=0.5)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = SparseSGD(model, mask, lr=10.0)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).to(device())
+
+    def gradient_norm(reference: bool) -> torch.Tensor:
+        loss = model(x).square().mean()
+        if reference:
+            with optimizer.base_weights():
+                with torch.no_grad():
+                    base.append(model(x))
+                if x.is_cuda:
+                    torch.cuda._sleep(2**30)  # the host launches the backward pass before the GPU restores the weights
+        loss.backward()
+        norm = optimizer.clip_grad_norm_(1e9)
+        optimizer.zero_grad()
+        return norm
+
+    base: list[torch.Tensor] = []
+    first = gradient_norm(True)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = gradient_norm(False)
+    assert not torch.equal(expected, first)  # the weights have changed, and their gradient
+    for _ in range(3):
+        assert torch.equal(gradient_norm(True), expected)
+    assert all(torch.equal(outputs, base[0]) for outputs in base)
 
 
 class DirectHead(Model):
@@ -335,7 +371,8 @@ class DirectHead(Model):
         return nn.functional.linear(self.blocks[1](x), self.head.weight)
 
 
-def use_base_weights_of_modules_in_one_unit(rank: int) -> None:
+@ranks(2)
+def test_base_weights_of_modules_sharded_together(rank: int) -> None:
     torch.manual_seed(0)
     model = DirectHead().to(device())
     fully_shard([model.blocks[1], model.head])
@@ -375,11 +412,6 @@ def use_base_weights_of_modules_in_one_unit(rank: int) -> None:
     assert torch.equal(outputs(), now)
 
 
-@BACKENDS
-def test_base_weights_of_modules_sharded_together(backend: str) -> None:
-    launch(use_base_weights_of_modules_in_one_unit, 2, backend=backend)
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +435,9 @@ class Mixture(nn.Module):
         return output
 
 
-def train_experts(rank: int) -> None:
+@ranks(2)
+def test_ranks_may_use_different_parameters(rank: int) -> None:
+    """fully_shard's gathers are in the same process group: the ranks must call all collectives in one order."""
     torch.manual_seed(0)
     model, alone = Mixture().to(device()), Mixture().to(device())
     alone.load_state_dict(model.state_dict())
@@ -413,8 +447,7 @@ def train_experts(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduction, "MAX_PIECE_BYTES", 1)  # a reduction for each parameter
         optimizer = SparseSGD(model, mask, lr=0.1)
-    groups = [dist.new_group([r]) for r in range(2)]
-    single = SparseSGD(alone, mask, lr=0.1, process_group=groups[rank])
+    single = SparseSGD(alone, mask, lr=0.1, process_group=group_of_this_rank())
     for step in range(3):
         inputs = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
         inputs = [x.to(device()) for x in inputs]
@@ -427,13 +460,8 @@ def train_experts(rank: int) -> None:
             torch.testing.assert_close(param.full_tensor(), whole, rtol=1e-5, atol=1e-6, msg=f"{step}: {name}")
 
 
-@BACKENDS
-def test_ranks_may_use_different_parameters(backend: str) -> None:
-    """fully_shard's gathers are in the same process group: the ranks must call all collectives in one order."""
-    launch(train_experts, 2, backend=backend)
-
-
-def train_hybrid(rank: int) -> None:
+@ranks(4, nccl=False)
+def test_hybrid_sharding(rank: int) -> None:
     """Ranks 0 and 3, which share no mesh dimension, have data; the loss of the others is zero."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     case = CASES["tile"]
@@ -465,19 +493,15 @@ def train_hybrid(rank: int) -> None:
         SparseAdamW(both_ways, mask)
 
 
-def test_hybrid_sharding() -> None:
-    launch(train_hybrid, 4)
-
-
-def rebind_to_shards(rank: int) -> None:
+@ranks(2)
+def test_rebind(rank: int) -> None:
     """As accelerate does: the optimizer is built for the model, which is then sharded."""
     deterministic()
     case = CASES["tile"]
     model, alone = make_model(), make_model()
     mask = mask_of(model, case.pattern, frozen=("blocks.0.up.weight",))
     optimizer = case.optimizer(model, mask, process_group=dist.group.WORLD, **case.options)
-    groups = [dist.new_group([r]) for r in range(2)]
-    single = case.optimizer(alone, mask, process_group=groups[rank], **case.options)
+    single = case.optimizer(alone, mask, process_group=group_of_this_rank(), **case.options)
     shard(model)
     optimizer.rebind(model)
     assert optimizer.tiled_parameters == single.tiled_parameters
@@ -492,12 +516,8 @@ def rebind_to_shards(rank: int) -> None:
     assert model.get_parameter("blocks.0.up.weight").requires_grad
 
 
-@BACKENDS
-def test_rebind(backend: str) -> None:
-    launch(rebind_to_shards, 2, backend=backend)
-
-
-def replace_parameters(rank: int) -> None:
+@ranks(2, nccl=False)
+def test_replaced_parameters_are_named(rank: int) -> None:
     model = shard(make_model())
     optimizer = SparseAdamW(model, mask_of(make_model(), "element"))
     loss = model(batches_of(0, rank)[0]).square().mean()
@@ -510,11 +530,8 @@ def replace_parameters(rank: int) -> None:
         optimizer.step()
 
 
-def test_replaced_parameters_are_named() -> None:
-    launch(replace_parameters, 2)
-
-
-def refuse(rank: int) -> None:
+@ranks(2, nccl=False)
+def test_what_is_not_supported_raises(rank: int) -> None:
     mask = mask_of(make_model(), "element")
     other = shard(make_model(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None)
     with pytest.raises(ValueError, match=r"is a DTensor with placements \(Shard\(dim=1\),\)"):
@@ -528,9 +545,8 @@ def refuse(rank: int) -> None:
         SparseAdamW(model, mask, grads="dense")
     with pytest.raises(ValueError, match="process_group is False"):
         SparseAdamW(model, mask, process_group=False)
-    alone = [dist.new_group([r]) for r in range(2)][rank]
     with pytest.raises(ValueError, match=r"process_group has ranks \[\d\], .* \[0, 1\]"):
-        SparseAdamW(model, mask, process_group=alone)
+        SparseAdamW(model, mask, process_group=group_of_this_rank())
     with pytest.raises(ValueError, match="pass the model"):
         SparseAdamW(model.named_parameters(), mask)
     model(batches_of(0, rank)[0])  # leaves the root module unsharded
@@ -548,7 +564,3 @@ def refuse(rank: int) -> None:
     model.bfloat16()
     with pytest.raises(RuntimeError, match="'(scale|shift)' was replaced"):
         optimizer.step()
-
-
-def test_what_is_not_supported_raises() -> None:
-    launch(refuse, 2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launch import BACKENDS, device, launch
+from launch import BACKENDS, device, launch, ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -153,16 +153,17 @@ def reshard(rank: int, folder: str) -> None:
 
 @BACKENDS
 def test_checkpoints_reshard_between_numbers_of_ranks(tmp_path: Path, backend: str) -> None:
-    ranks = 4 if backend == "gloo" else 2
-    launch(reshard, ranks, str(tmp_path), backend=backend, timeout=300)
+    n_ranks = 4 if backend == "gloo" else 2
+    launch(reshard, n_ranks, str(tmp_path), backend=backend, timeout=300)
     model, expected = make(), trained(several_masks=True)[1].state_dict()
-    for n in range(1, ranks + 1):  # and to one device without process group
+    for n in range(1, n_ranks + 1):  # and to one device without process group
         optimizer = build(model)
         load_optimizer(optimizer, tmp_path / f"{True}{n}")
         require_equal(optimizer.state_dict(), expected)
 
 
-def tools(rank: int, folder: str) -> None:
+@ranks(2)
+def test_torchs_functions_and_async_saves(rank: int, tmp_path: Path) -> None:
     mesh = mesh_of([0, 1])
     state = trained()[1].state_dict()
     model, optimizer = sharded(mesh)
@@ -181,26 +182,21 @@ def tools(rank: int, folder: str) -> None:
 
     background = dist.new_group(backend="gloo")
     saved = {"optimizer": optimizer.state_dict()}
-    saving = dcp.async_save(saved, checkpoint_id=f"{folder}/async", process_group=background)
+    saving = dcp.async_save(saved, checkpoint_id=f"{tmp_path}/async", process_group=background)
     optimizer.load_state_dict(build(make(), process_group=False).state_dict())  # staged before
     saving.result()
-    load_optimizer(optimizer, f"{folder}/async")
+    load_optimizer(optimizer, f"{tmp_path}/async")
     require_state(optimizer, state, rank == 0)
 
     state = trained(several_masks=True)[1].state_dict()
     model, optimizer = sharded(mesh)
     optimizer.load_state_dict(state)
     by_name = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"optimizer": by_name}, checkpoint_id=f"{folder}/by_name")
-    for load in (SparseAdamW.load_state_dict, lambda other, _: load_optimizer(other, f"{folder}/by_name")):
+    dcp.save({"optimizer": by_name}, checkpoint_id=f"{tmp_path}/by_name")
+    for load in (SparseAdamW.load_state_dict, lambda other, _: load_optimizer(other, f"{tmp_path}/by_name")):
         _, other = sharded(mesh)
         load(other, by_name)
         require_state(other, state, rank == 0)
-
-
-@BACKENDS
-def test_torchs_functions_and_async_saves(tmp_path: Path, backend: str) -> None:
-    launch(tools, 2, str(tmp_path), backend=backend)
 
 
 def same_size(mask: MaskSet, name: str) -> MaskSet:
@@ -212,23 +208,24 @@ def same_size(mask: MaskSet, name: str) -> MaskSet:
     return MaskSet({**mask.indices, name: positions.sort().values}, mask.shapes)
 
 
-def refused(rank: int, folder: str) -> None:
+@ranks(2)
+def test_what_does_not_fit_changes_nothing(rank: int, tmp_path: Path) -> None:
     """Loads under another mask, from an interrupted save, and of a damaged state: nothing changes on any rank."""
     mesh = mesh_of([0, 1])
     state = trained()[1].state_dict()
     model, optimizer = sharded(mesh)
     optimizer.load_state_dict(state)
-    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/saved")
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{tmp_path}/saved")
 
     mask = same_size(masks(make())[1], "embedding.weight")
     _, other = sharded(mesh, mask)
     before = full_optimizer_state_dict(other, cpu_offload=False)
     loaded = {"optimizer": other.state_dict()}
-    dcp.load(loaded, checkpoint_id=f"{folder}/saved")
+    dcp.load(loaded, checkpoint_id=f"{tmp_path}/saved")
     loads = [
         lambda: other.load_state_dict(loaded["optimizer"]),
         lambda: other.load_state_dict(state),
-        lambda: load_optimizer(other, f"{folder}/saved"),
+        lambda: load_optimizer(other, f"{tmp_path}/saved"),
     ]
     for load in loads:  # only rank 1 has the elements that differ
         with pytest.raises(
@@ -238,7 +235,7 @@ def refused(rank: int, folder: str) -> None:
         require_state(other, before, rank == 0)
 
     with pytest.raises(ValueError, match="no optimizer state under the key 'optim'"):
-        load_optimizer(optimizer, f"{folder}/saved", "optim")
+        load_optimizer(optimizer, f"{tmp_path}/saved", "optim")
     with pytest.raises((NotImplementedError, IndexError)):  # torch cannot gather the parts
         get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
 
@@ -251,30 +248,26 @@ def refused(rank: int, folder: str) -> None:
     optimizer.load_state_dict(build(make(), process_group=False).state_dict())
     with mock.patch.object(dcp.FileSystemWriter, "finish", side_effect=KeyboardInterrupt):  # writes the metadata
         with pytest.raises((KeyboardInterrupt, dcp.CheckpointException)):
-            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/torn")
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{tmp_path}/torn")
     with pytest.raises(dcp.CheckpointException, match="metadata"):
-        dcp.load({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/torn")
-    load_optimizer(optimizer, f"{folder}/saved")
+        dcp.load({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{tmp_path}/torn")
+    load_optimizer(optimizer, f"{tmp_path}/saved")
     require_state(optimizer, state, rank == 0)
 
 
-@BACKENDS
-def test_what_does_not_fit_changes_nothing(tmp_path: Path, backend: str) -> None:
-    launch(refused, 2, str(tmp_path), backend=backend)
-
-
-def replicated(rank: int, folder: str) -> None:
+@ranks(2)
+def test_replicated_optimizers_save_the_state_of_one_device(rank: int, tmp_path: Path) -> None:
     state = trained(several_masks=True)[1].state_dict()
     optimizer = build(make().to(device()), process_group=dist.group.WORLD)
     optimizer.load_state_dict(state)
     optimizer.check_ranks()
     require_state(optimizer, state, rank == 0)
     if rank == 0:
-        torch.save(optimizer.state_dict(), f"{folder}/state.pt")
-    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/saved")
+        torch.save(optimizer.state_dict(), f"{tmp_path}/state.pt")
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{tmp_path}/saved")
     for load in (
-        lambda other: other.load_state_dict(torch.load(f"{folder}/state.pt", weights_only=True)),
-        lambda other: load_optimizer(other, f"{folder}/saved"),
+        lambda other: other.load_state_dict(torch.load(f"{tmp_path}/state.pt", weights_only=True)),
+        lambda other: load_optimizer(other, f"{tmp_path}/saved"),
     ):
         other = build(make().to(device()), process_group=dist.group.WORLD)
         load(other)
@@ -284,21 +277,17 @@ def replicated(rank: int, folder: str) -> None:
     other = build(make().to(device()), same_size(masks(make())[1], "embedding.weight"), process_group=dist.group.WORLD)
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(ValueError, match=r"'embedding.weight' was saved under another mask"):
-        load_optimizer(other, f"{folder}/saved")
+        load_optimizer(other, f"{tmp_path}/saved")
     require_equal(other.state_dict(), before)
 
     mesh = mesh_of([0, 1])
     _, other = sharded(mesh)
-    load_optimizer(other, f"{folder}/saved")
+    load_optimizer(other, f"{tmp_path}/saved")
     require_state(other, state, rank == 0)
 
 
-@BACKENDS
-def test_replicated_optimizers_save_the_state_of_one_device(tmp_path: Path, backend: str) -> None:
-    launch(replicated, 2, str(tmp_path), backend=backend)
-
-
-def on_a_part_of_the_ranks(rank: int) -> None:
+@ranks(3, nccl=False, collective_timeout=20.0)
+def test_full_states_without_rank_0_and_malformed_ones(rank: int) -> None:
     """Ranks 1 and 2 have the model; the first of them saves and loads the state of one device."""
     mesh = mesh_of([1, 2])
     if rank == 0:
@@ -307,7 +296,3 @@ def on_a_part_of_the_ranks(rank: int) -> None:
     _, optimizer = sharded(mesh)
     optimizer.load_state_dict(state)
     require_state(optimizer, state, rank == 1)
-
-
-def test_full_states_without_rank_0() -> None:
-    launch(on_a_part_of_the_ranks, 3, collective_timeout=20.0)

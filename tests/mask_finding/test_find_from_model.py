@@ -102,26 +102,21 @@ def wanda_by_hand(model: nn.Module, layers: dict[str, nn.Module], out_first: boo
     }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_wanda_of_linear_layers(tiny_llama, tied: bool) -> None:
-    model = tiny_llama(tie_word_embeddings=tied).eval()
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not (tied and n == "lm_head")}
-    found = scores_of(model, "wanda")
-    # A tied output layer is an embedding too, which receives no input.
-    assert set(found) == {f"{name}.weight" for name in layers}
-    assert ("lm_head.weight" in found) != tied
-    for name, expected in wanda_by_hand(model, layers, out_first=True).items():
-        torch.testing.assert_close(found[f"{name}.weight"].double(), expected, rtol=1e-5, atol=0)
-
-
-def test_wanda_of_gpt2_whose_weights_are_transposed() -> None:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    layers = {n: m for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}
+@pytest.mark.parametrize("kind", ["untied", "tied", "gpt2"])
+def test_wanda_of_linear_layers(tiny_llama, kind: str) -> None:
+    """Weights of GPT-2 are transposed. A tied output layer is an embedding too, which receives no input."""
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+        model = transformers.GPT2LMHeadModel(config).eval()
+        layers = {n: m for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}
+    else:
+        model = tiny_llama(tie_word_embeddings=kind == "tied").eval()
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        if kind == "tied":
+            del layers["lm_head"]
     found = scores_of(model, "wanda")
     assert set(found) == {f"{name}.weight" for name in layers}
-    for name, expected in wanda_by_hand(model, layers, out_first=False).items():
+    for name, expected in wanda_by_hand(model, layers, out_first=kind != "gpt2").items():
         torch.testing.assert_close(found[f"{name}.weight"].double(), expected, rtol=1e-5, atol=0)
 
 

@@ -16,8 +16,8 @@ from sparse_opt import DeltaLog
 from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.errors import MaskError
 from sparse_opt.mask_finding import log_scores as mask_scores
-from sparse_opt.mask_finding.find import find_from_log, top_file_name
-from sparse_opt.mask_finding.log_scores import LOG_METHODS, LogScores, change_bits, plan_scores
+from sparse_opt.mask_finding.find import find_from_log, mask_file_name, top_file_name
+from sparse_opt.mask_finding.log_scores import LOG_METHODS, LogScores, plan_scores
 
 State = dict[str, Tensor]
 SHAPES = {"model.layers.0.mlp.up": (31, 40), "model.layers.0.norm": (40,), "scalar": (), "none": (0, 3)}
@@ -154,11 +154,6 @@ def test_weights_that_became_infinite_have_no_variance(method: str, device: torc
         find_from_log(MemoryLog(states), method=method, sparsity=50, min_tensor_keep=0, device=device)  # type: ignore[arg-type]
 
 
-def test_change_bits_of_a_nan_lie_above_infinity() -> None:
-    before, after = torch.zeros(3), torch.tensor([float("inf"), float("nan"), -1.0])
-    assert (change_bits(before, after) > 0x7F800000).tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize("method", LOG_METHODS)
 def test_nan_weights_name_method_and_tensor(method: str) -> None:
     states = training(torch.bfloat16)
@@ -252,6 +247,6 @@ def test_metadata_says_how_a_mask_was_made() -> None:
 
 
 def test_names_of_files() -> None:
-    name = top_file_name(10, "momentum_w25", 25)
-    assert name == "top_10.0pct_momentum_w25_step25.safetensors"
+    assert mask_file_name(99.99, "momentum_w25", 25) == "sparsity_99.99pct_momentum_w25_step25.safetensors"
+    assert top_file_name(10, "momentum_w25", 25) == "top_10.0pct_momentum_w25_step25.safetensors"
     assert top_file_name(2.5, "snip", pattern="run32") == "top_2.5pct_snip_run32.safetensors"

@@ -17,7 +17,7 @@ from sparse_opt.mask_finding import select as mask_selection
 from sparse_opt.mask_finding import topk
 from sparse_opt.mask_finding.select import find_mask
 from sparse_opt.mask_finding.topk import unit_scores
-from sparse_opt.masks.patterns import PATTERNS, expand_units, unit_grid, unit_sizes
+from sparse_opt.masks.patterns import PATTERNS, expand_units, unit_grid
 
 UNIT_PATTERNS = [pattern for pattern in PATTERNS if pattern != "element"]
 
@@ -39,13 +39,13 @@ def quota_of(numel: int, sparsity: float) -> int:
     return math.floor(round(100 - sparsity, 10) * numel / 100 + 0.5)
 
 
-def test_threshold_is_that_of_a_full_sort_of_ten_million_scores_with_many_ties(device: torch.device) -> None:
+def test_threshold_is_that_of_a_full_sort_of_two_million_scores_with_many_ties(device: torch.device) -> None:
     generator = np.random.default_rng(0)
-    shapes = {"a": (2000, 3000), "b": (1_500_000,), "c": (5, 499_999), "d": (5,)}
+    shapes = {"a": (400, 3000), "b": (300_000,), "c": (5, 99_999), "d": (5,)}
     # Some 300 different values, as rounding to bf16 leaves them, and as many zeros as elements that did not move.
     scores = {n: np.floor(300 * generator.random(s) ** 4).astype(np.float32) / 1024 for n, s in shapes.items()}
     flat = np.concatenate([t.reshape(-1) for t in scores.values()])
-    assert len(flat) == 10_000_000
+    assert len(flat) == 2_000_000
     kept = quota_of(len(flat), 97.5)
     order = np.argsort(-flat, kind="stable")[:kept]
     least = flat[order[-1]]
@@ -70,11 +70,11 @@ def test_order_of_bits_is_order_of_numbers() -> None:
         assert mask["w"].tolist() == sorted(ranked[:kept])
 
 
-# Runs and tiles
+# Elements, runs and tiles
 
 
 def brute_units(scores: Tensor, pattern: str) -> list[tuple[float, list[int]]]:
-    """(sum, positions) of each unit, matrix by matrix and row by row, found by looking at each."""
+    """(sum, positions) of each unit, matrix by matrix, row by row, found by looking at each; it may be one element."""
     height, width = PATTERNS[pattern]
     rows, columns = (1, 1, *scores.shape)[-2:]
     matrix = scores.reshape(-1, columns).tolist()
@@ -135,11 +135,11 @@ def made_scores(seed: int, kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("pool", ["global", "tensor"])
 @pytest.mark.parametrize("kind", ["spread", "ties", "blocks"])
-@pytest.mark.parametrize("pattern", UNIT_PATTERNS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.filterwarnings("ignore:only .* elements have a test score")
 def test_units_are_those_of_looking_at_each(pattern: str, kind: str, pool: str, device: torch.device) -> None:
     scores = made_scores(1, kind)
-    for sparsity, keep in [(50.0, 0.0), (40.0, 0.01), (10.0, 0.002)]:
+    for sparsity, keep in [(50.0, 0.0), (40.0, 0.01), (10.0, 0.002), *[(97.5, 0.0025)] * (pattern == "element")]:
         expected = brute_mask(scores, pattern, sparsity, keep, pool)
         source = Scores(scores, device)
         found = find_mask(source, sparsity=sparsity, min_tensor_keep=keep, pool=pool, pattern=pattern)  # type: ignore[arg-type]
@@ -157,26 +157,6 @@ def test_sums_and_sizes_of_units(pattern: str) -> None:
         # The pairwise sums are float64, 2^29 times as fine as the float32 that they are rounded to.
         assert units.bits.view(torch.float32).tolist() == [total for total, _ in brute]
         assert len(brute) == math.prod(unit_grid(scores.shape, pattern))
-
-
-def test_sums_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = torch.rand(300, 700, generator=torch.Generator().manual_seed(0))
-    bits = scores.view(-1).view(torch.int32)
-    whole = {pattern: unit_scores(bits, scores.shape, pattern).bits for pattern in UNIT_PATTERNS}
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(topk, "_BLOCK", 1000)
-    monkeypatch.setattr(topk, "_BLOCK_COLUMNS", 256)
-    torch.set_num_threads(1)
-    try:
-        for pattern, sums in whole.items():
-            assert torch.equal(unit_scores(bits, scores.shape, pattern).bits, sums)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_tile_of_the_edge_counts_its_own_elements() -> None:
-    sizes = unit_sizes(torch.arange(6), (65, 130), "tile64")
-    assert sizes.tolist() == [64 * 64, 64 * 64, 64 * 2, 64, 64, 2]
 
 
 def test_capture_is_the_share_of_the_element_wise_score() -> None:
@@ -216,6 +196,8 @@ def test_threads_and_chunks_change_nothing(pattern: str, monkeypatch: pytest.Mon
         threads = torch.get_num_threads()
         with monkeypatch.context() as patched:
             patched.setattr(topk, "_CHUNK", 113)
+            patched.setattr(topk, "_BLOCK", 1000)
+            patched.setattr(topk, "_BLOCK_COLUMNS", 256)
             patched.setattr(mask_selection, "_CHUNK", 97)
             torch.set_num_threads(1)
             try:
@@ -306,29 +288,14 @@ def test_halves_of_an_element_are_rounded_up() -> None:
     [
         ({"sparsity": 0.0}, "sparsity is 0.0 percent, expected above 0 and below 100"),
         ({"sparsity": 100.0}, "sparsity is 100.0 percent"),
-        ({"sparsity": 101.0}, "sparsity is 101.0 percent"),
+        ({"sparsity": math.nan}, "sparsity is nan percent"),
         ({"pattern": "run8"}, "pattern is 'run8', expected one of element, run16"),
         ({"pool": "layer"}, "pool is 'layer', expected global or tensor"),
         ({"min_tensor_keep": -0.1}, "min_tensor_keep is -0.1"),
+        ({"min_tensor_keep": 1.5}, "min_tensor_keep is 1.5"),
+        ({"min_tensor_keep": 0.6}, "keeps 6 elements, but sparsity 50.0 leaves 5: lower one of the two"),
     ],
 )
 def test_arguments_out_of_range(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(MaskError, match=message):
         find_mask(Scores({"w": torch.ones(9)}), **{"sparsity": 50.0, **arguments})  # type: ignore[arg-type]
-
-
-def test_jaccard_of_random_masks_is_that_of_chance() -> None:
-    """|A and B| is hypergeometric; five standard deviations of it, and so of the Jaccard index, are one in 10^6."""
-    shapes = {"a": (600, 500), "b": (400, 300)}
-    density = 0.05
-    counts = {n: math.floor(density * math.prod(s) + 0.5) for n, s in shapes.items()}
-    numels = {n: math.prod(s) for n, s in shapes.items()}
-    mean = sum(k * k / numels[n] for n, k in counts.items())
-    variance = sum((k * (numels[n] - k) / numels[n]) ** 2 / (numels[n] - 1) for n, k in counts.items())
-    nnz = sum(counts.values())
-    masks = [MaskSet.random(shapes, density=density, seed=seed) for seed in range(4)]
-    for i, first in enumerate(masks):
-        for second in masks[:i]:
-            jaccard = first.jaccard(second)
-            both = jaccard * 2 * nnz / (1 + jaccard)
-            assert abs(both - mean) < 5 * math.sqrt(variance)

@@ -1,10 +1,8 @@
-"""find_from_log, method magnitude, against sorting all scores at once."""
+"""find_from_log, method magnitude: what it keeps, refuses and records. The selection: test_find_selection.py."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparse_opt import DeltaLog, MaskSet, __version__
+from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.errors import DeltaLogError, MaskError
 from sparse_opt.mask_finding.find import find_from_log, mask_file_name
 from sparse_opt.masks.parameters import select_names
@@ -29,77 +27,6 @@ def log_of(directory: Path, before: State, after: State, **metadata: str) -> Del
 
 def find_magnitude(log: DeltaLog, **options: Any) -> MaskSet:
     return find_from_log(log, **options).mask
-
-
-def sorted_mask(before: State, after: State, sparsity: float, keep: float, pool: str) -> dict[str, list[int]]:
-    """The definition: one list of all elements that moved, best first; floors are served before the rest."""
-    moved, floors = [], {}
-    for order, name in enumerate(before):
-        scores = (after[name].double() - before[name].double()).abs().float().view(-1).tolist()
-        ranked = sorted((-score, order, i, name) for i, score in enumerate(scores) if score > 0)
-        floors[name] = math.ceil(keep * len(scores))
-        if pool == "tensor":
-            floors[name] = max(floors[name], math.floor((100 - sparsity) * len(scores) / 100 + 0.5))
-        moved.append((ranked[: floors[name]], ranked[floors[name] :]))
-    chosen = [entry for floor, _ in moved for entry in floor]
-    if pool == "global":
-        quota = math.floor((100 - sparsity) * sum(t.numel() for t in before.values()) / 100 + 0.5)
-        chosen += sorted(entry for _, rest in moved for entry in rest)[: quota - len(chosen)]
-    result: dict[str, list[int]] = {name: [] for name in before}
-    for _, _, i, name in chosen:
-        result[name].append(i)
-    return {name: sorted(positions) for name, positions in result.items()}
-
-
-def normal(
-    generator: torch.Generator, shapes: Mapping[str, tuple[int, ...]], scale: float, dtype: torch.dtype
-) -> State:
-    return {n: (scale * torch.randn(s, generator=generator)).to(dtype) for n, s in shapes.items()}
-
-
-SHAPES = {"embed": (50, 8), "layers.0.mlp.up": (40, 33), "layers.0.norm": (33,), "scalar": (), "none": (0, 4)}
-
-
-def small_steps(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    """bf16 rounding swallows most of such steps and leaves the others at a few magnitudes: many ties."""
-    before = normal(generator, SHAPES, 0.02, dtype)
-    return before, {
-        n: (t.float() + 1e-4 * torch.randn(t.shape, generator=generator)).to(dtype) for n, t in before.items()
-    }
-
-
-def few_values(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    before = {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
-    return before, {n: torch.randint(-2, 3, s, generator=generator).to(dtype) for n, s in SHAPES.items()}
-
-
-def all_equal(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    before = {n: torch.zeros(s, dtype=dtype) for n, s in SHAPES.items()}
-    return before, {n: torch.full(s, -0.5, dtype=dtype) for n, s in SHAPES.items()}
-
-
-def unequal_tensors(generator: torch.Generator, dtype: torch.dtype) -> tuple[State, State]:
-    """Tensors whose scales differ so much that the floors decide."""
-    before = normal(generator, SHAPES, 1.0, dtype)
-    scales = dict(zip(SHAPES, (8.0, 1e-3, 1.0, 1e-6, 1.0), strict=True))
-    return before, {
-        n: (t.float() + scales[n] * torch.randn(t.shape, generator=generator)).to(dtype) for n, t in before.items()
-    }
-
-
-@pytest.mark.parametrize("pool", ["global", "tensor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("change", [small_steps, few_values, all_equal, unequal_tensors])
-@pytest.mark.filterwarnings("ignore:only .* elements have a magnitude score")
-def test_equals_sorting_everything(
-    tmp_path: Path, change: Callable[[torch.Generator, torch.dtype], tuple[State, State]], dtype: torch.dtype, pool: str
-) -> None:
-    before, after = change(torch.Generator().manual_seed(3), dtype)
-    log = log_of(tmp_path / "log", before, after)
-    for sparsity, keep in [(97.5, 0.0025), (50.0, 0.2), (3.0, 0.01), (99.96, 0.0)]:
-        mask = find_magnitude(log, sparsity=sparsity, min_tensor_keep=keep, pool=pool)
-        expected = sorted_mask(before, after, sparsity, keep, pool)
-        assert {name: mask[name].tolist() for name in mask.names} == expected, (sparsity, keep)
 
 
 def test_unchanged_elements_are_never_kept(tmp_path: Path) -> None:
@@ -122,47 +49,10 @@ def test_unchanged_elements_are_never_kept(tmp_path: Path) -> None:
         assert find_magnitude(log, sparsity=99.5, min_tensor_keep=0).nnz == 1
 
 
-def test_a_step_that_moved_nothing_gives_no_mask(tmp_path: Path) -> None:
-    before = {"a": torch.zeros(100), "b": torch.zeros(8)}
-    log = log_of(tmp_path / "log", before, {"a": torch.zeros(100), "b": torch.ones(8)})
-    for pool in ("global", "tensor"):
-        with pytest.raises(MaskError, match="no element of the chosen tensors has a magnitude score above zero"):
-            find_magnitude(log, sparsity=90, include=["a"], pool=pool)
+def test_a_step_without_changes_an_unknown_step_and_no_tensor_are_refused(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log", {"w": torch.zeros(300)}, {"w": torch.ones(300)})
     with pytest.raises(MaskError, match="no element of step 0 has changed since step 0: it is the first logged step"):
         find_magnitude(log, sparsity=90, target_step=0)
-
-
-def test_infinite_and_tiny_changes_have_their_place(tmp_path: Path) -> None:
-    before = {"w": torch.zeros(6)}
-    after = {"w": torch.tensor([1e-45, float("-inf"), 1e-38, 3e38, 0.0, -1e-45])}
-    log = log_of(tmp_path / "log", before, after)
-    for keep, expected in [(1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 5])]:
-        assert find_magnitude(log, sparsity=100 - 100 * keep / 6, min_tensor_keep=0)["w"].tolist() == expected
-
-
-def test_fp64_weights_are_not_rounded_before_the_subtraction(tmp_path: Path) -> None:
-    """A change of 1e-12 of 1.0 is lost in fp32, where the two weights are equal."""
-    before = {"w": torch.ones(4, dtype=torch.float64)}
-    after = {"w": before["w"] + torch.tensor([0.0, 1e-12, 3e-12, 2e-12], dtype=torch.float64)}
-    mask = find_magnitude(log_of(tmp_path / "log", before, after), sparsity=50)
-    assert mask["w"].tolist() == [2, 3]
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 100.0, -1.0, 101.0, float("nan")])
-def test_sparsity_out_of_range(tmp_path: Path, sparsity: float) -> None:
-    log = log_of(tmp_path / "log", {"w": torch.zeros(3)}, {"w": torch.ones(3)})
-    with pytest.raises(MaskError, match="expected above 0 and below 100"):
-        find_magnitude(log, sparsity=sparsity)
-
-
-def test_other_arguments_out_of_range(tmp_path: Path) -> None:
-    log = log_of(tmp_path / "log", {"w": torch.zeros(300)}, {"w": torch.ones(300)})
-    with pytest.raises(MaskError, match=r"min_tensor_keep is 1.5"):
-        find_magnitude(log, sparsity=50, min_tensor_keep=1.5)
-    with pytest.raises(MaskError, match=r"keeps 60 elements, but sparsity 90.0 leaves 30: lower one of the two"):
-        find_magnitude(log, sparsity=90.0, min_tensor_keep=0.2)
-    with pytest.raises(MaskError, match="pool is 'layer', expected global or tensor"):
-        find_magnitude(log, sparsity=90, pool="layer")
     with pytest.raises(MaskError, match="no tensor of .* is chosen"):
         find_magnitude(log, sparsity=90, include=["v*"])
     with pytest.raises(DeltaLogError, match="step 7 is not logged"):
@@ -175,22 +65,10 @@ def test_target_step_and_metadata(tmp_path: Path) -> None:
         for step in (10, 20, 30):
             state["w"][step // 10] = step
             log.append(step)
-        at_20, at_0 = log.digest(20), log.digest(0)
     early = find_magnitude(log, sparsity=80, target_step=20, min_tensor_keep=0)
     assert early["w"].tolist() == [1, 2]
-    assert early.metadata == {
-        "method": "magnitude",
-        "sparsity": "80.0",
-        "step": "20",
-        "model": "org/name",
-        "pool": "global",
-        "min_tensor_keep": "0",
-        "log_digest": at_20,
-        "base_step": "0",
-        "base_digest": at_0,
-        "steps_read": "2",
-        "made_by": f"sparse-opt {__version__}",
-    }
+    expected = {"method": "magnitude", "step": "20", "base_step": "0", "model": "org/name", "pool": "global"}
+    assert early.metadata.items() >= expected.items()
     last = find_magnitude(log, sparsity=80)
     assert last["w"].tolist() == [2, 3]
     assert last.metadata["step"] == "30"
@@ -233,15 +111,3 @@ def test_select_names() -> None:
     assert select_names(names, mlp_only=True) == [names[0], names[4], names[5]]
     assert select_names(names, include=["*.weight", "*.w1"], mlp_only=True) == [names[0], names[5]]
     assert select_names(names, include=[]) == []
-
-
-@pytest.mark.parametrize(
-    ("sparsity", "method", "step", "name"),
-    [
-        (97.5, "magnitude", 50, "sparsity_97.5pct_magnitude_step50.safetensors"),
-        (90, "fisher", 0, "sparsity_90.0pct_fisher_step0.safetensors"),
-        (99.99, "momentum_w25", 25, "sparsity_99.99pct_momentum_w25_step25.safetensors"),
-    ],
-)
-def test_file_names(sparsity: float, method: str, step: int, name: str) -> None:
-    assert mask_file_name(sparsity, method, step) == name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,21 @@ def test_round_trip(tmp_path: Path, pattern: str) -> None:
     assert loaded["b"].dtype == torch.int32
 
 
-def test_round_trip_of_int64_positions(tmp_path: Path) -> None:
-    huge = MaskSet({"w": torch.tensor([5, 2**31 + 3])}, {"w": (2**20, 2**12)})
-    loaded = MaskSet.load(huge.save(tmp_path / "m.safetensors"))
-    assert loaded == huge
-    assert loaded["w"].dtype == torch.int64
-
-
-def test_an_empty_mask_is_a_file_too(tmp_path: Path) -> None:
-    for i, mask in enumerate([MaskSet({}, {}), MaskSet.random({"w": (3, 3)}, density=0)]):
-        assert MaskSet.load(mask.save(tmp_path / f"{i}.safetensors")) == mask
+@pytest.mark.parametrize(
+    ("indices", "shapes"),
+    [
+        ({"w": torch.tensor([5, 2**31 + 3])}, {"w": (2**20, 2**12)}),
+        ({}, {}),
+        # Such a tensor's stride is 0, with which torch refuses to view its bytes.
+        ({"w": torch.from_numpy(np.empty(0, dtype=np.int32))}, {"w": (3,)}),
+    ],
+    ids=["int64", "no_tensor", "empty_numpy_array"],
+)
+def test_round_trip_of_odd_masks(tmp_path: Path, indices: Any, shapes: Any) -> None:
+    mask = MaskSet(indices, shapes)
+    loaded = MaskSet.load(mask.save(tmp_path / "m.safetensors"))
+    assert loaded == mask
+    assert all(loaded[name].dtype == mask[name].dtype for name in mask.names)
 
 
 def test_what_the_file_says(mask: MaskSet, tmp_path: Path) -> None:
@@ -180,23 +186,34 @@ def test_metadata_that_files_cannot_hold_are_refused(mask: MaskSet, tmp_path: Pa
         mask.save(tmp_path / "mask.safetensors")
 
 
-@pytest.mark.parametrize("broken_call", ["save_file", "fsync", "replace"])
+@pytest.mark.parametrize("broken_call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("save", [MaskSet.save, MaskSet.save_bool], ids=["safetensors", "pt"])
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(
-    mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_call: str
+    mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., Path], broken_call: str
 ) -> None:
-    path = mask.save(tmp_path / "m.safetensors")
+    name = "m.safetensors" if save is MaskSet.save else "m.pt"
+    path = save(mask, tmp_path / name)
     before = path.read_bytes()
 
     def disk_full(*args: Any, **kwargs: Any) -> None:
-        if broken_call == "save_file":
+        if broken_call != "write":
+            raise OSError(28, "No space left on device")
+        if save is MaskSet.save:
             Path(args[1]).write_bytes(before[:100])
-        raise OSError(28, "No space left on device")
+            raise OSError(28, "No space left on device")
+        args[1].write(before[:100])
+        raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
 
-    monkeypatch.setattr(atomic_files if broken_call == "save_file" else os, broken_call, disk_full)
+    if broken_call != "write":
+        monkeypatch.setattr(os, broken_call, disk_full)
+    elif save is MaskSet.save:
+        monkeypatch.setattr(atomic_files, "save_file", disk_full)
+    else:
+        monkeypatch.setattr(torch, "save", disk_full)
     with pytest.raises(MaskError, match="No space left on device"):
-        MaskSet.random({"w": (3,)}, density=1).save(path)
+        save(MaskSet.random({"w": (3,)}, density=1), path)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["m.safetensors"]
+    assert os.listdir(tmp_path) == [name]
 
 
 def bool_masks(mask: MaskSet) -> dict[str, Any]:
@@ -251,8 +268,12 @@ def test_pt_with_any_other_object_is_refused(
         ({"w": "x"}, "mask of w is str, expected a bool tensor"),
         ({3: torch.ones(2, dtype=torch.bool)}, "holds the key 3, expected parameter names"),
         ({}, "holds no masks"),
+        (
+            {"masks": {"w": torch.ones(2, dtype=torch.bool)}, "b": torch.ones(7, dtype=torch.bool)},
+            "holds a tensor 'b' next to 'masks', expected all masks under that key",
+        ),
     ],
-    ids=["list", "float", "int8", "string", "number_as_name", "nothing"],
+    ids=["list", "float", "int8", "string", "number_as_name", "nothing", "next_to_masks"],
 )
 def test_pt_of_other_content(tmp_path: Path, content: Any, message: str) -> None:
     torch.save(content, tmp_path / "m.pt")
@@ -312,29 +333,3 @@ def test_pt_that_cannot_be_written(mask: MaskSet, tmp_path: Path) -> None:
     with pytest.raises(MaskError, match="m.pt: cannot write the mask: "):
         mask.save_bool(tmp_path / "file" / "m.pt")
     assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("broken_call", ["torch.save", "os.fsync", "os.replace"])
-def test_a_failed_pt_leaves_the_old_file_and_nothing_else(
-    mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_call: str
-) -> None:
-    path = mask.save_bool(tmp_path / "m.pt")
-    before = path.read_bytes()
-
-    def disk_full(*args: Any, **kwargs: Any) -> None:
-        if broken_call == "torch.save":
-            args[1].write(before[:100])
-            raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(broken_call, disk_full)
-    with pytest.raises(MaskError, match="No space left on device"):
-        MaskSet.random({"w": (3,)}, density=1).save_bool(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["m.pt"]
-
-
-def test_positions_from_an_empty_numpy_array_are_written(tmp_path: Path) -> None:
-    """Such a tensor's stride is 0, with which torch refuses to view its bytes."""
-    mask = MaskSet({"w": torch.from_numpy(np.empty(0, dtype=np.int32))}, {"w": (3,)})
-    assert MaskSet.load(mask.save(tmp_path / "m.safetensors")) == mask

@@ -101,16 +101,3 @@ def test_from_bool_finds_what_all_tensors_keep_to() -> None:
     assert MaskSet.from_bool({"a": runs}).pattern == "run32"
     assert MaskSet.from_bool({"a": runs, "b": torch.ones(3, dtype=torch.bool)}).pattern == "run32"
     assert MaskSet.from_bool({"b": torch.tensor([True, False]), "a": runs}).pattern == "element"
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_ragged_edges_are_units_of_their_own(pattern: str) -> None:
-    shape = (130, 70)
-    units = math.prod(unit_grid(shape, pattern))
-    for number in (0, units - 1):
-        chosen = mask_patterns.expand_units(torch.tensor([number]), shape, pattern)
-        height, width = PATTERNS[pattern]
-        rows, columns = (1 if number == 0 else 130 % height or height), (1 if number == 0 else 70 % width or width)
-        expected = min(height, 130) * min(width, 70) if number == 0 else rows * columns
-        assert chosen.numel() == expected
-        assert broken_unit(chosen, shape, pattern) is None

@@ -274,22 +274,6 @@ def test_all_sources_agree(tmp_path: Path) -> None:
             assert mask.shapes == {name: tuple(values.shape) for name, values in masks.items()}
 
 
-def test_tensors_of_a_gpu_or_a_parameter(device: torch.device) -> None:
-    masks = random_bools({"w": (5, 7)})
-    expected = MaskSet.from_bool(masks)
-    assert MaskSet.from_bool({"w": masks["w"].to(device)}) == expected
-    assert MaskSet.from_bool({"w": nn.Parameter(masks["w"], requires_grad=False)}) == expected
-    assert expected["w"].device.type == "cpu"
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
-def test_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    masks = random_bools({"layer.w": (5, 7), "layer.b": (7,)})
-    numbers = {**masks, "layer.b": masks["layer.b"].to(dtype)}
-    for source, load in sources(numbers, tmp_path).items():
-        assert f"mask of layer.b is {dtype}, expected a bool tensor" in refusal(load), source
-
-
 def data_parallel(model: nn.Module) -> nn.Module:
     """Names as DistributedDataParallel has them, without a process group."""
     return nn.ModuleDict({"module": model})
@@ -326,39 +310,6 @@ def test_wrappers_inside_a_name(page: dict[str, Any]) -> None:
     assert page["without_wrappers"](mask).names == ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
-@pytest.mark.parametrize("names", [["lm_head"], ["model.embed_tokens"], ["model.embed_tokens", "lm_head"]], ids=str)
-def test_tied_weights_by_either_name(tmp_path: Path, names: list[str]) -> None:
-    model = llama(tie_word_embeddings=True)
-    values = random_bools({"w": (97, 32)})["w"]
-    masks = {f"{name}.weight": values.clone() for name in names}
-    for source, load in sources(masks, tmp_path).items():
-        mask = load().resolve(model)
-        assert mask.names == ("model.embed_tokens.weight",), source
-        assert torch.equal(mask.bool("model.embed_tokens.weight"), values)
-        for parameters, resolved in ((model.named_parameters(), mask), (model, load())):
-            opt = SparseAdamW(parameters, resolved, lr=0.1)
-            assert opt.mask == mask
-            opt.close()
-        if "lm_head" in names:  # which named_parameters() leaves out
-            text = refusal(lambda load=load: SparseAdamW(model.named_parameters(), load()))
-            assert "lm_head.weight is not a parameter of the model" in text
-    if len(names) == 2:
-        masks["lm_head.weight"][3, 4] ^= True
-        for load in sources(masks, tmp_path).values():
-            text = refusal(lambda load=load: load().resolve(model))
-            assert "lm_head.weight is tied to model.embed_tokens.weight in the model, but the mask differs" in text
-    untied = llama(tie_word_embeddings=False)
-    assert MaskSet.from_bool(masks).resolve(untied).names == tuple(sorted(masks, reverse=True))
-
-
-def test_nothing_active_is_no_mask_to_train_under(tmp_path: Path) -> None:
-    masks = {UP: torch.zeros(72, 32, dtype=torch.bool)}
-    for load in sources(masks, tmp_path).values():
-        assert load().nnz == 0
-        text = refusal(lambda load=load: SparseAdamW(llama().named_parameters(), load()), ValueError)
-        assert "the mask has no active element" in text
-
-
 def test_what_is_no_mask_in_memory() -> None:
     values = torch.ones(2, 3, dtype=torch.bool)
     for given, message in [
@@ -369,11 +320,3 @@ def test_what_is_no_mask_in_memory() -> None:
         assert refusal(lambda given=given: MaskSet.from_bool(given)) == message
     text = refusal(lambda: MaskSet.from_bool({"w": values}, metadata={"step": 50}))
     assert text == "mask metadata 'step' is 50, expected a string"
-
-
-def test_a_tensor_next_to_masks_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "m.pt"
-    torch.save({"masks": random_bools({"w": (5, 7)}), "b": torch.ones(7, dtype=torch.bool)}, path)
-    assert refusal(lambda: MaskSet.load(path)) == (
-        f"{path}: holds a tensor 'b' next to 'masks', expected all masks under that key"
-    )

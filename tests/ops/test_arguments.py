@@ -84,18 +84,9 @@ BAD = {
         lambda c: {"run_length": 12},
         "run_length is 12, expected a power of two from 1 to 1073741824",
     ),
-    "run length of nothing": (lambda c: {"run_length": 0}, "run_length is 0, expected a power of two"),
-    "run length past what kernels hold": (
-        lambda c: {"run_length": 2**31},
-        "run_length is 2147483648, expected a power",
-    ),
     "start inside a run": (
         lambda c: {"run_length": 16},
         r"segment 0 is \[\d+, \d+\), expected multiples of run_length 16",
-    ),
-    "end inside a run": (
-        lambda c: {"run_length": 2, "starts": [0] * 6, "ends": [2, 3, 0, 0, 0, 0]},
-        r"segment 1 is \[0, 3\), expected multiples of run_length 2",
     ),
     "too few indices of runs": (
         lambda c: {"run_length": 4, "indices": c.indices[:2], "starts": [0] * 6, "ends": [12, 0, 0, 0, 0, 0]},
@@ -174,12 +165,6 @@ def test_other_ops():
         ops.delta_encode([], [])
     with pytest.raises(ValueError, match=r"delta_apply_: values has 4 elements"):
         ops.delta_apply_(c.params, c.indices, c.grad[:4], c.starts, c.ends)
-    with pytest.raises(ValueError, match=r"indexed_swap_: run_length is 6, expected a power of two"):
-        ops.indexed_swap_(c.params, c.grad, *segments, run_length=6)
-    with pytest.raises(
-        ValueError, match=r"masked_grad_gather_: segment 0 is \[\d+, \d+\), expected multiples of run_length 64"
-    ):
-        ops.masked_grad_gather_(c.grad, c.dense_grads, *segments, run_length=64)
 
 
 def test_narrow_indices():
@@ -223,6 +208,7 @@ def test_narrow_indices():
     [
         (12, [32], "run_length is 12, expected a power of two from 1 to 1073741824"),
         (-16, [32], "run_length is -16, expected a power of two"),
+        (0, [32], "run_length is 0, expected a power of two"),
         (2**31, [32], "run_length is 2147483648, expected a power of two"),
         (16, [24], r"segment 0 is \[0, 24\), expected multiples of run_length 16"),
         (16, [48], r"segment 0 is \[0, 48\), expected within \[0, 32\)"),

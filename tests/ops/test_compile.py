@@ -67,62 +67,27 @@ def step_with_everything(op: str) -> Function:
 
 def gather(case: Case, backend: str) -> list[Tensor]:
     sum_sq, found_inf = torch.zeros_like(case.steps), torch.zeros_like(case.lr)
-    ops.masked_grad_gather_(
-        case.grad,
-        case.dense_grads,
-        case.indices,
-        case.starts,
-        case.ends,
-        scale=case.lr,
-        accumulate=True,
-        sum_sq=sum_sq,
-        found_inf=found_inf,
-        **case.layout,
-        backend=backend,
-    )
+    segments = case.indices, case.starts, case.ends
+    options = {"scale": case.lr, "accumulate": True, "sum_sq": sum_sq, "found_inf": found_inf, "backend": backend}
+    ops.masked_grad_gather_(case.grad, case.dense_grads, *segments, **case.layout, **options)
     return [case.grad * 2, sum_sq * 2, found_inf]
 
 
 def tile_grad(case: Case, backend: str) -> list[Tensor]:
     matrices = [(g * 0.5, p) for g, p in zip(case.dense_grads, case.params, strict=True) if p.dim() > 1]
     sum_sq, found_inf = case.steps.new_zeros(len(matrices)), torch.zeros_like(case.lr)
-    ops.tile_weight_grad_(
-        case.tile_grad,
-        [g for g, _ in matrices],
-        [p for _, p in matrices],
-        case.tiles,
-        case.tile_starts,
-        case.tile_ends,
-        tile_size=64,
-        scale=case.lr,
-        accumulate=True,
-        sum_sq=sum_sq,
-        found_inf=found_inf,
-        backend=backend,
-    )
+    operands = [g for g, _ in matrices], [p for _, p in matrices]
+    options = {"scale": case.lr, "accumulate": True, "sum_sq": sum_sq, "found_inf": found_inf, "backend": backend}
+    tiles = case.tiles, case.tile_starts, case.tile_ends
+    ops.tile_weight_grad_(case.tile_grad, *operands, *tiles, tile_size=64, **options)
     return [case.tile_grad * 2, sum_sq * 2, found_inf]
 
 
 def swap(case: Case, backend: str) -> list[Tensor]:
     inside, outside = [p * 2 for p in case.params], case.master.to(case.params[0].dtype)
-    ops.indexed_swap_(
-        inside,
-        outside,
-        case.indices,
-        case.starts,
-        case.ends,
-        **case.layout,
-        backend=backend,
-    )
-    ops.indexed_swap_(
-        case.params,
-        outside,
-        case.indices,
-        case.starts,
-        case.ends,
-        **case.layout,
-        backend=backend,
-    )
+    segments = case.indices, case.starts, case.ends
+    for dense in (inside, case.params):
+        ops.indexed_swap_(dense, outside, *segments, **case.layout, backend=backend)
     return [*inside, outside]
 
 

@@ -70,13 +70,18 @@ def test_delta(large):
     assert torch.equal(bits_of(old), bits_of(tensor))
 
 
+@pytest.fixture
+def gpu_place(place):
+    if place[0] != "cuda":
+        pytest.skip("needs a CUDA device")
+    return place
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_tensors", [1, 900])
-def test_changes_that_are_other_than_before(place, n_tensors):
+def test_changes_that_are_other_than_before(gpu_place, n_tensors):
     """The CUDA backend allocates for the number of changes of the previous call, and must detect that it is too low."""
-    device, backend = place
-    if device != "cuda":
-        pytest.skip("needs a CUDA device")
+    device, backend = gpu_place
     numel = 2**25 // n_tensors
     old = torch.randint(-(2**15), 2**15, (n_tensors * numel,), dtype=torch.int16, device=device)
     olds = [old[i * numel : (i + 1) * numel] for i in range(n_tensors)]
@@ -94,11 +99,9 @@ def test_changes_that_are_other_than_before(place, n_tensors):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_tensors", [1, 900])
-def test_changes_that_a_sample_misses(place, n_tensors):
+def test_changes_that_a_sample_misses(gpu_place, n_tensors):
     """The CUDA backend allocates for an estimate from every 512th block, and must detect that it is too low."""
-    device, backend = place
-    if device != "cuda":
-        pytest.skip("needs a CUDA device")
+    device, backend = gpu_place
     numel = 2**27 // n_tensors
     old = torch.zeros(n_tensors * numel, dtype=torch.bfloat16, device=device)
     new = old.clone()

@@ -22,16 +22,9 @@ def name_of(value):
 
 
 def gather(case, backend, **options):
-    ops.masked_grad_gather_(
-        case.grad,
-        case.dense_grads,
-        case.indices,
-        case.starts,
-        case.ends,
-        **case.layout,
-        backend=backend,
-        **{**case.extra, **options},
-    )
+    segments = case.indices, case.starts, case.ends
+    options = {**case.layout, **case.extra, **options}
+    ops.masked_grad_gather_(case.grad, case.dense_grads, *segments, backend=backend, **options)
 
 
 @pytest.mark.parametrize("mask", MASKS)

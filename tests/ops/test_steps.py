@@ -276,21 +276,6 @@ def test_runs_shorter_than_a_vector_and_longer_than_a_block(op, layout, place):
     check(op, case, place, compact=False, stochastic_rounding=True)
 
 
-@pytest.mark.parametrize("held", ["weights", "master"])
-@pytest.mark.parametrize("op", STEP_OPS)
-def test_runs_shorter_than_a_vector_of_params_that_are_not_read(op, held, place):
-    device, backend = torch.device(place[0]), place[1]
-    case = make(device, dtype=torch.bfloat16, mask="full", shapes=[(2100,), (3, 201)], layout="run2")
-    changing(case)
-    got = case.clone()
-    known = {"params_hold_master": True} if held == "master" else {"weights": got.taken()}
-    expected_known = copied(known)
-    run_step(op, case, "reference", master=held == "master", **expected_known)
-    run_step(op, got, backend, master=held == "master", **known)
-    assert_same_bits(got, case)
-    assert held == "master" or torch.equal(bits_of(known["weights"]), bits_of(expected_known["weights"]))
-
-
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_offsets_past_the_sign_bit(op, place):
     """256 elements that span nearly all that two bytes can hold, and segments that begin and end inside a frame."""

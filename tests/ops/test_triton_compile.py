@@ -13,7 +13,8 @@ import re
 import subprocess
 import sys
 import unittest.mock
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -297,39 +298,48 @@ def _options(name: str, expected: dict[str, Any], sizes: Any) -> dict[str, Any]:
     return launch.SLOT_OPTIONS
 
 
-def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, Any]]:
-    """In the child: the PTX of each variant, and which scalars the launcher would specialise on their values."""
+def cuda_target(capability: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", capability, 32)
+
+
+def compile_variant(name: str, target: Any) -> tuple[Any, list[str]]:
+    """In a child: a variant for a GPU, and the scalars on whose values the launcher would specialise it."""
     import importlib
 
     import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from sparse_opt.triton_kernels import launch
 
+    sizes = launch.SIZES_OF_SM_90 if target.arch == 90 else launch.Sizes()
+    module, kernel_name, expected = VARIANTS[name]
+    expected = {**expected, **_sizes(name, sizes)}
+    kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
+    signature, constants, specialized = {}, {}, []
+    for p in kernel.params:
+        kind = expected[p.name]
+        if p.is_constexpr or kind is None:
+            signature[p.name] = "constexpr"
+            constants[p.name] = getattr(tl, kind) if isinstance(kind, str) else kind
+        else:
+            signature[p.name] = kind
+            if not kind.startswith("*") and not p.do_not_specialize:
+                specialized.append(p.name)
+            if kind in ("i32", "i64") and p.annotation_type != kind:
+                specialized.append(f"{p.name} (width by value)")
+    assert set(signature) == set(expected), name
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=target, options=_options(name, expected, sizes)), specialized
+
+
+def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, Any]]:
+    """In the child: the PTX of each variant, and what `compile_variant` has found."""
     compiled = {}
-    sizes = launch.SIZES_OF_SM_90 if capability == 90 else launch.Sizes()
     for name in names:
-        module, kernel_name, expected = VARIANTS[name]
-        expected = {**expected, **_sizes(name, sizes)}
-        kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
-        signature, constants, specialized = {}, {}, []
-        for p in kernel.params:
-            kind = expected[p.name]
-            if p.is_constexpr or kind is None:
-                signature[p.name] = "constexpr"
-                constants[p.name] = getattr(tl, kind) if isinstance(kind, str) else kind
-            else:
-                signature[p.name] = kind
-                if not kind.startswith("*") and not p.do_not_specialize:
-                    specialized.append(p.name)
-                if kind in ("i32", "i64") and p.annotation_type != kind:
-                    specialized.append(f"{p.name} (width by value)")
-        assert set(signature) == set(expected), name
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        options = _options(name, expected, sizes)
-        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        result, specialized = compile_variant(name, cuda_target(capability))
         compiled[name] = {
             "ptx": result.asm["ptx"],
             "cubin": len(result.asm["cubin"]),
@@ -340,22 +350,34 @@ def _compile_all(names: Iterable[str], capability: int) -> dict[str, dict[str, A
     return compiled
 
 
-class _Driver:
-    """The part of a device that Triton uses before the launch itself."""
+@contextmanager
+def launchers_that_only_compile(target: Any, note: Callable[..., None]) -> Iterator[None]:
+    """In a child: launchers on CPU tensors compile for this GPU; `note(kernel, args, compiled)` is called instead of
+    each launch.
+    """
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    class Driver:
+        """The part of a device that Triton uses before the launch itself."""
 
-    def get_current_device(self) -> int:
-        return 0
+        def get_current_device(self) -> int:
+            return 0
 
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
+        def get_current_stream(self, device: int | None = None) -> int:
+            return 0
 
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
+        def get_current_target(self) -> Any:
+            return target
 
-        return GPUTarget("cuda", self.capability, 32)
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        note(kernel, args, run(kernel, *args, grid=grid, warmup=True, **kwargs))
+
+    driver.set_active(Driver())
+    with unittest.mock.patch.object(JITFunction, "run", compile_only):
+        yield
 
 
 def _step_case(
@@ -372,17 +394,11 @@ def _step_case(
 
 def _compile_steps(names: Iterable[str], capability: int) -> dict[str, dict[str, Any]]:
     """In the child: what the launchers of the step ops compile, as `_compile_all` describes it."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
     from sparse_opt import triton_kernels
 
-    driver.set_active(_Driver(capability))
     compiled: dict[str, dict[str, Any]] = {}
-    run = JITFunction.run
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        result = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+    def note(kernel: Any, args: Any, result: Any) -> None:
         integers = [p for p, value in zip(kernel.params, args, strict=False) if isinstance(value, int)]
         compiled[name if kernel.__name__ == "_step_kernel" else f"{op}-scalars"] = {
             "ptx": result.asm["ptx"],
@@ -393,7 +409,7 @@ def _compile_steps(names: Iterable[str], capability: int) -> dict[str, dict[str,
             "shared": result.metadata.shared,
         }
 
-    with unittest.mock.patch.object(JITFunction, "run", compile_only):
+    with launchers_that_only_compile(cuda_target(capability), note):
         for name in names:
             op, how = STEPS[name]
             case, how = _step_case(**how)
@@ -412,18 +428,11 @@ def _varied(op: str) -> list[dict[str, Any]]:
 
 def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
     """In the child: kernel -> how often it was compiled, of each launcher, called up to the launch on CPU tensors."""
-    import torch
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
     from sparse_opt import triton_kernels as ops
 
-    driver.set_active(_Driver(90))
     launched: dict[str, set[int]] = {}
-    run = JITFunction.run
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+    def note(kernel: Any, args: Any, compiled: Any) -> None:
         launched.setdefault(kernel.__name__, set()).add(id(compiled))
 
     n = 40
@@ -482,7 +491,7 @@ def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
         "delta_apply_": [lambda: ops.delta_apply_(dense, indices, compact, [0, 16], [16, 17])],
     }
     counts = {}
-    with unittest.mock.patch.object(JITFunction, "run", compile_only):
+    with launchers_that_only_compile(cuda_target(90), note):
         for name, launches in calls.items():
             launched.clear()
             for call in launches:
@@ -491,17 +500,17 @@ def _launch_with_varying_scalars() -> dict[str, dict[str, int]]:
     return counts
 
 
-def _run_child(*words: str) -> dict[str, Any]:
+def run_child(file: str, *words: str) -> Any:
+    """What a test's file prints as a program, in a process without TRITON_INTERPRET."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    finished = subprocess.run([sys.executable, __file__, *words], env=environment, capture_output=True, text=True)
+    finished = subprocess.run([sys.executable, file, *words], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, [line for line in finished.stderr.splitlines() if "rror" in line][-5:]
-    result: dict[str, Any] = json.loads(finished.stdout)
-    return result
+    return json.loads(finished.stdout)
 
 
 @pytest.fixture(scope="module")
 def child() -> dict[str, Any]:
-    return _run_child()
+    return run_child(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -528,7 +537,7 @@ def test_other_gpus_have_one_variant_of_each_kernel() -> None:
 
 @pytest.mark.parametrize("capability", OTHER_GPUS)
 def test_compiles_for_other_gpus(capability: int) -> None:
-    found = _run_child(str(capability))
+    found = run_child(__file__, str(capability))
     assert set(found) >= {*ON_OTHER_GPUS, *STEPS_ON_OTHER_GPUS}
     assert all(f".target sm_{capability}" in one["ptx"] and one["cubin"] > 0 for one in found.values())
     # What a block may have of 7.5 and of 10.0 (CUDA C++ Programming Guide, technical specifications).

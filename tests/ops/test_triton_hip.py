@@ -6,12 +6,8 @@ Compiled in a child process without TRITON_INTERPRET, whose torch says that it i
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import subprocess
 import sys
-import unittest.mock
 from typing import Any
 
 import pytest
@@ -23,40 +19,25 @@ from sparse_opt.ops import STEP_OPS
 
 pytest.importorskip("triton.backends.amd", reason="needs a triton with its AMD backend")
 
-from sparse_opt.triton_kernels import launch, step_rules, steps
+from sparse_opt.triton_kernels import step_rules, steps
 
 WAVEFRONT = 64
 SHARED_BYTES = 64 << 10  # of a workgroup on gfx942 (its local data share)
 
 
-class _Gfx942Driver:
-    """The part of a device that Triton uses before the launch itself."""
+def _gfx942() -> Any:
+    from triton.backends.compiler import GPUTarget
 
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("hip", "gfx942", WAVEFRONT)
+    return GPUTarget("hip", "gfx942", WAVEFRONT)
 
 
 def _launch_all() -> list[str]:
     """In the child: the kernels that the launchers compiled, called up to the launch on CPU tensors."""
-    from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
-
     from sparse_opt import triton_kernels as ops
 
-    driver.set_active(_Gfx942Driver())
     launched: set[str] = set()
-    run = JITFunction.run
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+    def note(kernel: Any, args: Any, compiled: Any) -> None:
         assert "amdgcn" in compiled.asm
         assert compiled.metadata.shared <= SHARED_BYTES, kernel.__name__
         launched.add(kernel.__name__)
@@ -64,7 +45,7 @@ def _launch_all() -> list[str]:
     n = 40
     dense, compact, one = [torch.zeros(n)], torch.zeros(n), torch.ones(1)
     where = torch.arange(n, dtype=torch.int32), [0], [n]
-    with unittest.mock.patch.object(JITFunction, "run", compile_only):
+    with variants.launchers_that_only_compile(_gfx942(), note):
         for op in STEP_OPS:
             arguments, keywords = step_call(op, make(torch.device("cpu")), stochastic_rounding=True)
             getattr(ops, op)(*arguments, **keywords)
@@ -103,36 +84,15 @@ def _launch_weight_sync(kernels: Any) -> None:
 
 def _compile_delta_encode() -> list[str]:
     """In the child: the kernels of the launcher that reads results of one kernel before it launches another."""
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    compiled = []
-    for name in ("delta-mark", "delta-write"):
-        module, kernel_name, expected = variants.VARIANTS[name]
-        expected = {**expected, **variants._sizes(name, launch.Sizes())}
-        kernel = getattr(importlib.import_module(f"sparse_opt.triton_kernels.{module}"), kernel_name)
-        constants = {
-            p.name: getattr(tl, expected[p.name]) if isinstance(expected[p.name], str) else expected[p.name]
-            for p in kernel.params
-            if p.is_constexpr
-        }
-        signature = {p.name: "constexpr" if p.is_constexpr else expected[p.name] for p in kernel.params}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        target = GPUTarget("hip", "gfx942", WAVEFRONT)
-        options = variants._options(name, expected, launch.Sizes())
-        assert "amdgcn" in triton.compile(source, target=target, options=options).asm
-        compiled.append(kernel_name)
-    return compiled
+    names = ("delta-mark", "delta-write")
+    assert all("amdgcn" in variants.compile_variant(name, _gfx942())[0].asm for name in names)
+    return [variants.VARIANTS[name][1] for name in names]
 
 
 def test_every_kernel_is_launched_on_an_amd_gpu() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    finished = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    found = variants.run_child(__file__)
     of_steps = {name for module in (steps, step_rules) for name in vars(module) if name.endswith("_kernel")}
-    assert set(json.loads(finished.stdout)) == {kernel for _, kernel, _ in variants.VARIANTS.values()} | of_steps
+    assert set(found) == {kernel for _, kernel, _ in variants.VARIANTS.values()} | of_steps
 
 
 if __name__ == "__main__":

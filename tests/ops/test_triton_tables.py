@@ -19,45 +19,6 @@ def empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "BLOCK_TABLES", tables.TableCache(4))
 
 
-def test_same_tensors_share_a_table() -> None:
-    tensors = [torch.zeros(3), torch.zeros(2, 2)]
-    table = tables.pointer_table("params", tensors, CPU)
-    assert table.tolist() == [t.data_ptr() for t in tensors]
-    assert tables.pointer_table("params", list(tensors), CPU) is table
-
-
-def test_moved_tensor_gets_a_new_table() -> None:
-    tensors = [torch.zeros(3), torch.zeros(2, 2)]
-    table = tables.pointer_table("params", tensors, CPU)
-    before = table.tolist()
-    moved = [tensors[0], tensors[1].clone()]
-    assert tables.pointer_table("params", moved, CPU).tolist() == [t.data_ptr() for t in moved]
-    assert table.tolist() == before
-    assert tables.pointer_table("params", tensors, CPU) is table
-
-
-def test_order_is_content() -> None:
-    a, b = torch.zeros(3), torch.zeros(3)
-    assert tables.pointer_table("p", [a, b], CPU).tolist() == tables.pointer_table("p", [b, a], CPU).tolist()[::-1]
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (torch.zeros(4, 4).t(), r"params\[1\] of shape \[4, 4\] has strides \[1, 4\], expected contiguous"),
-        (torch.zeros(4, dtype=torch.float64), r"params\[1\] is torch.float64, but params\[0\] is torch.float32"),
-        (torch.zeros(4, device="meta"), r"params\[1\] is on meta, expected cpu"),
-    ],
-    ids=["strides", "dtype", "device"],
-)
-def test_unseen_tensors_are_checked(bad: torch.Tensor, message: str) -> None:
-    if bad.is_meta:
-        bad.data_ptr = lambda: 0  # type: ignore[method-assign]  # a meta tensor has none
-    with pytest.raises(ValueError, match=message):
-        tables.pointer_table("params", [torch.zeros(4), bad], CPU)
-    assert len(tables.POINTER_TABLES) == 0
-
-
 def test_same_address_of_another_dtype_is_checked_again() -> None:
     tensors = [torch.zeros(4), torch.zeros(4)]
     tables.pointer_table("params", tensors, CPU)
@@ -73,32 +34,6 @@ def test_least_recently_used_table_goes_first() -> None:
     assert len(tables.POINTER_TABLES) == 4
     assert tables.pointer_table("params", lists[0], CPU) is made[0]
     assert tables.pointer_table("params", lists[1], CPU) is not made[1]
-
-
-@pytest.mark.parametrize(
-    ("starts", "ends"),
-    [
-        ([0, 8, 8], [8, 8, 20]),
-        ([3, 40, 9], [9, 41, 40]),
-        ([0], [0]),
-        ([5, 2**33], [6, 2**33 + 17]),
-        ([], []),
-    ],
-    ids=["empty-segment", "out-of-order", "no-slots", "past-32-bits", "no-tensor"],
-)
-def test_blocks_cover_each_segment_once(starts: list[int], ends: list[int]) -> None:
-    block = 8
-    expected, firsts = [], [0]
-    for tensor, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        while start < end:
-            stop = min(end, (start // block + 1) * block)
-            expected.append((tensor, start, stop - start))
-            start = stop
-        firsts.append(len(expected))
-    blocks = tables.block_table(starts, ends, block, CPU)
-    assert [(packed >> 32, first, packed & 0xFFFFFFFF) for first, packed in blocks.rows.tolist()] == expected
-    assert blocks.firsts.tolist() == firsts
-    assert blocks.programs == len(expected)
 
 
 def test_blocks_are_kept_by_segments_and_size() -> None:

@@ -85,7 +85,7 @@ def test_a_graph_made_outside_is_refused_inside(make, mode):
     loss = model.forward()
     with optimizer.base_weights(), pytest.raises(RuntimeError, match=r"'.*weight' arrived inside base_weights\(\)"):
         loss.backward()
-    assert gradient_of(model, optimizer) is None
+    assert weight_of(model).grad is None and gradient_of(model, optimizer) is None
     model.forward().backward()  # the refusal has no lasting effect
     assert gradient_of(model, optimizer) is not None
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import device, launch
+from launch import device, launch, ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,18 +26,6 @@ from sparse_opt.optim.gradients import reduction
 pytestmark = pytest.mark.dist
 
 STEPS, MICRO_BATCHES, ROWS, WIDTH = 20, 2, 4, 64
-
-
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def group_backend(request: pytest.FixtureRequest) -> str:
-    """The backends of process groups; a test with n ranks over NCCL needs n GPUs."""
-    return request.param
-
-
-def launch_on(group_backend: str, function: Any, n: int, *args: Any, **limits: float) -> None:
-    if group_backend == "nccl" and torch.cuda.device_count() < n:
-        pytest.skip(f"needs {n} GPUs, there are {torch.cuda.device_count()}")
-    launch(function, n, *args, backend=group_backend, **limits)
 
 
 def make_model() -> nn.Module:
@@ -94,7 +82,7 @@ def assert_close(model: nn.Module, alone: nn.Module, tolerance: float) -> None:
 SGD_TOLERANCE = STEPS * 0.1 * 1e-2 * 2**-20 + 2**-24
 
 
-def equals_one_process(rank: int) -> None:
+def check_equality_with_one_process(rank: int) -> None:
     reduction.MAX_PIECE_BYTES = 4096  # several pieces
     for pattern, backend, sync in (
         ("element", None, "last"),
@@ -111,12 +99,18 @@ def equals_one_process(rank: int) -> None:
         assert_close(model, alone, SGD_TOLERANCE)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_equals_one_process_with_the_global_batch(n: int, group_backend: str) -> None:
-    launch_on(group_backend, equals_one_process, n)
+@ranks(2)
+def test_two_ranks_equal_one_process_with_the_global_batch(rank: int) -> None:
+    check_equality_with_one_process(rank)
 
 
-def trains_with_every_optimizer(rank: int) -> None:
+@ranks(3)
+def test_three_ranks_equal_one_process_with_the_global_batch(rank: int) -> None:
+    check_equality_with_one_process(rank)
+
+
+@ranks(2)
+def test_every_optimizer_with_bf16_gradients_and_state(rank: int) -> None:
     mask = MaskSet.random(make_model(), density=0.3, pattern="run16", seed=0)
     for kind in OPTIMIZERS:
 
@@ -137,11 +131,8 @@ def trains_with_every_optimizer(rank: int) -> None:
         assert_close(model, alone, STEPS * 4e-4 if kind is not SparseSGD else 1e-4)
 
 
-def test_every_optimizer_with_bf16_gradients_and_state(group_backend: str) -> None:
-    launch_on(group_backend, trains_with_every_optimizer, 2)
-
-
-def counts_collectives(rank: int) -> None:
+@ranks(2)
+def test_only_the_compact_gradients_are_sent_once_per_step(rank: int) -> None:
     mask = MaskSet.random(make_model(), density=0.3, seed=0)
     reduction.MAX_PIECE_BYTES = 4096
     sent: list[tuple[int, int]] = []
@@ -175,11 +166,8 @@ def counts_collectives(rank: int) -> None:
             dist.all_reduce = all_reduce
 
 
-def test_only_the_compact_gradients_are_sent_once_per_step(group_backend: str) -> None:
-    launch_on(group_backend, counts_collectives, 2)
-
-
-def tolerates_missing_gradients(rank: int) -> None:
+@ranks(2)
+def test_gradients_that_a_rank_lacks_count_as_zero(rank: int) -> None:
     """Ranks use different layers in different orders, rank 1 has no backward pass in some steps."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)]).to(device())
@@ -211,11 +199,8 @@ def tolerates_missing_gradients(rank: int) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_that_a_rank_lacks_count_as_zero(group_backend: str) -> None:
-    launch_on(group_backend, tolerates_missing_gradients, 2)
-
-
-def agrees_with_a_scaler(rank: int) -> None:
+@ranks(2)
+def test_a_grad_scaler_skips_the_step_on_all_ranks(rank: int) -> None:
     model = make_model()
     mask = MaskSet.random(model, density=0.3, seed=0)
     optimizer = SparseAdamW(model, mask, amp_scaling=True, process_group=dist.group.WORLD)
@@ -241,11 +226,8 @@ def agrees_with_a_scaler(rank: int) -> None:
         scaler.step(optimizer)
 
 
-def test_a_grad_scaler_skips_the_step_on_all_ranks(group_backend: str) -> None:
-    launch_on(group_backend, agrees_with_a_scaler, 2)
-
-
-def refuses_ranks_that_differ(rank: int) -> None:
+@ranks(3)
+def test_ranks_that_differ_are_named(rank: int) -> None:
     model = make_model()
     mask = MaskSet.random(model, density=0.3, seed=0)
     group = dist.group.WORLD
@@ -271,11 +253,8 @@ def refuses_ranks_that_differ(rank: int) -> None:
         SparseAdamW(model, mask, process_group=group)
 
 
-def test_ranks_that_differ_are_named(group_backend: str) -> None:
-    launch_on(group_backend, refuses_ranks_that_differ, 3)
-
-
-def changes_the_mask(rank: int) -> None:
+@ranks(2)
+def test_masks_states_base_weights_and_dropped_gradients(rank: int) -> None:
     model = make_model()
     alone = copy.deepcopy(model)
     masks = [MaskSet.random(model, density=0.3, seed=seed) for seed in range(2)]
@@ -303,11 +282,8 @@ def changes_the_mask(rank: int) -> None:
         torch.testing.assert_close(p, q, rtol=0.0, atol=10 * SGD_TOLERANCE)
 
 
-def test_masks_states_base_weights_and_dropped_gradients(group_backend: str) -> None:
-    launch_on(group_backend, changes_the_mask, 2)
-
-
-def is_wrapped_in_ddp(rank: int) -> None:
+@ranks(2)
+def test_a_model_wrapped_in_ddp_is_refused(rank: int) -> None:
     model = make_model()
     mask = MaskSet.random(model, density=0.3)
     optimizer = SparseAdamW(model, mask, process_group=dist.group.WORLD)
@@ -317,11 +293,8 @@ def is_wrapped_in_ddp(rank: int) -> None:
         optimizer.step()
 
 
-def test_a_model_wrapped_in_ddp_is_refused(group_backend: str) -> None:
-    launch_on(group_backend, is_wrapped_in_ddp, 2)
-
-
-def trains_dense_gradients_in_ddp(rank: int) -> None:
+@ranks(2)
+def test_ddp_averages_dense_gradients(rank: int) -> None:
     model = make_model()
     mask = MaskSet.random(model, density=1.0)
     averaged = copy.deepcopy(model)
@@ -338,11 +311,8 @@ def trains_dense_gradients_in_ddp(rank: int) -> None:
         assert torch.equal(p, q) and not torch.equal(p, start)
 
 
-def test_ddp_averages_dense_gradients(group_backend: str) -> None:
-    launch_on(group_backend, trains_dense_gradients_in_ddp, 2)
-
-
-def freezes_all_tiles(rank: int) -> None:
+@ranks(2)
+def test_a_pass_without_gradients_does_not_reduce_those_of_the_last_step(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
     mask = MaskSet.random(model, density=1.0, pattern="tile64")
@@ -359,10 +329,6 @@ def freezes_all_tiles(rank: int) -> None:
     assert torch.equal(model[0].weight, before)  # the gradient is zero, and not that of the first step
 
 
-def test_a_pass_without_gradients_does_not_reduce_those_of_the_last_step(group_backend: str) -> None:
-    launch_on(group_backend, freezes_all_tiles, 2)
-
-
 class Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -373,7 +339,8 @@ class Raises(torch.autograd.Function):
         raise ValueError("this layer has no gradient")
 
 
-def ends_a_pass_early(rank: int) -> None:
+@ranks(2)
+def test_a_pass_that_fails_after_its_first_reductions_cannot_be_repeated(rank: int) -> None:
     model = make_model()
     reduction.MAX_PIECE_BYTES = 4096
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3), process_group=dist.group.WORLD)
@@ -382,10 +349,6 @@ def ends_a_pass_early(rank: int) -> None:
     for repeat in (optimizer.step, optimizer.zero_grad, loss_of(model, torch.ones(1, WIDTH, device=device())).backward):
         with pytest.raises(RuntimeError, match=r"ended after \d+ of the \d+ reductions.*resume from a checkpoint"):
             repeat()
-
-
-def test_a_pass_that_fails_after_its_first_reductions_cannot_be_repeated(group_backend: str) -> None:
-    launch_on(group_backend, ends_a_pass_early, 2)
 
 
 def loses_a_rank(rank: int, how: str) -> str:
@@ -443,7 +406,8 @@ def use_python_notifier() -> None:
     backends.autograd_module = lambda: (None, "for a test")
 
 
-def frees_an_optimizer(rank: int, python: bool) -> None:
+@ranks(2)
+def test_an_optimizer_with_a_process_group_is_freed(rank: int, python: bool) -> None:
     if python:
         use_python_notifier()
     model = make_model()
@@ -460,11 +424,8 @@ def frees_an_optimizer(rank: int, python: bool) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_an_optimizer_with_a_process_group_is_freed(python: bool, group_backend: str) -> None:
-    launch_on(group_backend, frees_an_optimizer, 2, python)
-
-
-def nests_passes(rank: int, python: bool) -> None:
+@ranks(2)
+def test_reentrant_checkpointing_is_refused(rank: int, python: bool) -> None:
     if python:
         use_python_notifier()
     reduction.MAX_PIECE_BYTES = 4096
@@ -476,7 +437,3 @@ def nests_passes(rank: int, python: bool) -> None:
         with pytest.raises(RuntimeError, match=r"a backward pass inside another one.*use use_reentrant=False"):
             loss.backward()
         optimizer.close()
-
-
-def test_reentrant_checkpointing_is_refused(python: bool, group_backend: str) -> None:
-    launch_on(group_backend, nests_passes, 2, python)

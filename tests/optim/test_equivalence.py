@@ -24,23 +24,34 @@ def masks_of(model, mask):
     return {name: mask.bool(name).to(p.device) for name, p in model.named_parameters()}
 
 
+def twins(device, **mask):
+    """Two equal models, a random mask, its bool tensors, and the weights at the start."""
+    dense, sparse = make_model(device), make_model(device)
+    mask = MaskSet.random(sparse, **mask)
+    return dense, sparse, mask, masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+
+
 def dense_step(optimizer, model, active, start):
     """torch's optimizer with gradients times mask; what its decay did to inactive elements is undone."""
     for name, p in model.named_parameters():
-        p.grad.mul_(active[name])
+        if p.grad is not None:
+            p.grad.mul_(active[name])
     optimizer.step()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.where(active[name], p, start[name]))
 
 
-def set_gradients(model, seed, scale=1.0):
-    """The same pseudo-random gradients for any model of these shapes, through autograd, so that hooks run."""
+def set_gradients(model, seed, used=lambda i: True):
+    """The same pseudo-random gradients for any model of these shapes, through autograd, so that hooks run.
+
+    Parameter i has one if `used(i)`.
+    """
     generator = torch.Generator().manual_seed(seed)
     loss = 0.0
-    for p in model.parameters():
-        g = torch.randn(p.shape, generator=generator).mul_(scale)
-        loss = loss + (p * g.to(p.device, p.dtype)).sum()
+    for i, p in enumerate(model.parameters()):
+        g = torch.randn(p.shape, generator=generator)
+        loss = loss + (p * g.to(p.device, p.dtype)).sum() if used(i) else loss
     loss.backward()
 
 
@@ -69,9 +80,7 @@ PAIRS = {
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_many_steps_equal_torch_in_fp32(pair, grads, device):
-    dense, sparse = make_model(device), make_model(device)
-    mask = MaskSet.random(sparse, density=0.3, seed=1)
-    active, start = masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+    dense, sparse, mask, active, start = twins(device, density=0.3, seed=1)
     theirs, ours = PAIRS[pair][0](dense.parameters()), PAIRS[pair][1](sparse, mask, grads=grads)
     for step in range(STEPS):
         set_gradients(dense, step)
@@ -156,9 +165,7 @@ def test_groups_of_any_seeds_round_independently(device):
 
 
 def test_parameter_groups_and_schedulers(device):
-    dense, sparse = make_model(device), make_model(device)
-    mask = MaskSet.random(sparse, density=0.5, seed=3)
-    active, start = masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+    dense, sparse, mask, active, start = twins(device, density=0.5, seed=3)
 
     def groups(model):
         named = list(model.named_parameters())
@@ -208,23 +215,13 @@ def test_tensor_lr_and_closure(sparse_optimizer, device):
 
 
 def test_parameters_without_gradient_are_passed_over_as_in_torch(device):
-    dense, sparse = make_model(device), make_model(device)
-    mask = MaskSet.random(sparse, density=0.5, seed=3)
-    active, start = masks_of(dense, mask), {n: p.detach().clone() for n, p in dense.named_parameters()}
+    dense, sparse, mask, active, start = twins(device, density=0.5, seed=3)
     theirs, ours = PAIRS["adamw"][0](dense.parameters()), PAIRS["adamw"][1](sparse, mask)
     for step in range(12):
         for model, optimizer in ((dense, theirs), (sparse, ours)):
             optimizer.zero_grad()
-            used = [p for i, p in enumerate(model.parameters()) if (i + step) % 3]
-            generator = torch.Generator().manual_seed(step)
-            sum((p * torch.randn(p.shape, generator=generator).to(device)).sum() for p in used).backward()
-        for name, p in dense.named_parameters():
-            if p.grad is not None:
-                p.grad.mul_(active[name])
-        theirs.step()
-        with torch.no_grad():
-            for name, p in dense.named_parameters():
-                p.copy_(torch.where(active[name], p, start[name]))
+            set_gradients(model, step, used=lambda i, step=step: (i + step) % 3 > 0)
+        dense_step(theirs, dense, active, start)
         ours.step()
     for p, q in zip(sparse.parameters(), dense.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=4 * 24**0.5 * EPS32 * q.abs().max().item())

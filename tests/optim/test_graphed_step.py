@@ -92,31 +92,27 @@ def assert_same(got, expected):
         assert torch.equal(a, x)
 
 
+REPLAYED = [
+    *(
+        {"pattern": pattern, "checkpointing": checkpointing, "n_micro": n_micro, "optimizer_class": optimizer_class}
+        for pattern in ("element", "tile64")
+        for checkpointing in (False, True)
+        for n_micro in (1, 2)
+        for optimizer_class in (SparseAdamW, SparseLion)
+    ),
+    # Tiles of a backend without native layers.
+    *({"pattern": "tile64", "checkpointing": checkpointing, "backend": "triton"} for checkpointing in (False, True)),
+    *(pytest.param({"pattern": p, "compiled": True}, marks=pytest.mark.slow) for p in ("element", "tile64")),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("optimizer_class", [SparseAdamW, SparseLion])
-@pytest.mark.parametrize("n_micro", [1, 2])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("pattern", ["element", "tile64"])
-def test_replays_give_the_bits_of_eager_steps(pattern, checkpointing, n_micro, optimizer_class):
+@pytest.mark.parametrize("options", REPLAYED)
+def test_replays_give_the_bits_of_eager_steps(options):
     inputs = random_inputs(12)
-    options = {
-        "pattern": pattern,
-        "checkpointing": checkpointing,
-        "n_micro": n_micro,
-        "optimizer_class": optimizer_class,
-    }
     eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
     assert_same(graphed, eager)
     assert len({loss.item() for loss, _ in eager[0]}) == len(inputs)  # each step has its own inputs
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_tiles_of_a_backend_without_native_layers_replay(checkpointing):
-    inputs = random_inputs(8)
-    options = {"pattern": "tile64", "checkpointing": checkpointing, "backend": "triton"}
-    eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
-    assert_same(graphed, eager)
 
 
 def load_other_base(model, optimizer):
@@ -185,11 +181,15 @@ def test_changes_between_calls_reach_the_next_step(change):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-@pytest.mark.gpu
-def test_changes_that_a_graph_cannot_follow_are_refused():
+def small_on_gpu():
     model = nn.Linear(8, 8, device="cuda")
     lr = torch.tensor(1e-2, device="cuda")
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+    return model, SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+
+
+@pytest.mark.gpu
+def test_changes_that_a_graph_cannot_follow_are_refused():
+    model, optimizer = small_on_gpu()
 
     def function(x):
         model(x).sum().backward()
@@ -198,7 +198,7 @@ def test_changes_that_a_graph_cannot_follow_are_refused():
     step, x = GraphedStep(function, optimizer, n_warmup=1), torch.ones(2, 8, device="cuda")
     for _ in range(3):
         step(x)
-    optimizer.param_groups[0]["lr"] = 0.1
+    lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.1
     with pytest.raises(ValueError, match="lr of parameter group 0 is 0.1, expected a tensor on the GPU"):
         step(x)
     optimizer.param_groups[0]["lr"] = lr
@@ -266,19 +266,8 @@ def test_parameters_without_a_gradient_are_skipped_in_replays(backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["element", "tile64"])
-def test_compiled_layers_replay(pattern):
-    inputs = random_inputs(10)
-    eager, graphed = (train(graphs, inputs, pattern=pattern, compiled=True) for graphs in (False, True))
-    assert_same(graphed, eager)
-
-
-@pytest.mark.gpu
 def test_gradients_without_a_step_are_refused():
-    model = nn.Linear(8, 8, device="cuda")
-    lr = torch.tensor(1e-2, device="cuda")
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+    model, optimizer = small_on_gpu()
     x = torch.ones(2, 8, device="cuda")
     step = GraphedStep(lambda x: model(x).sum().backward(), optimizer)
     with pytest.raises(RuntimeError, match="no step has used, after a call"):
@@ -290,9 +279,7 @@ def test_gradients_without_a_step_are_refused():
 
 @pytest.mark.gpu
 def test_a_failed_capture_leaves_an_optimizer_that_trains():
-    model = nn.Linear(8, 8, device="cuda")
-    lr = torch.tensor(1e-2, device="cuda")
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=lr)
+    model, optimizer = small_on_gpu()
 
     def function(x):
         loss = model(x).sum()

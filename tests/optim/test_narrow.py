@@ -24,14 +24,14 @@ def make_mask(model, seed=0):
     return MaskSet({**mask.indices, "2.weight": far}, mask.shapes, pattern="element")
 
 
-def train(model, optimizer, seeds, without=()):
+def train(model, optimizer, seeds, first=0):
+    """Train the layers from the `first` one on: the parameters of the others have no gradient."""
     for seed in seeds:
         for micro_batch in range(2):
             x = torch.randn(4, 300, generator=torch.Generator().manual_seed(2 * seed + micro_batch))
-            model(x.to(model[0].weight)).float().square().mean().backward()
-            for name, param in model.named_parameters():
-                if name in without and optimizer.grads == "dense":
-                    param.grad = None
+            with torch.no_grad():
+                x = model[:first](x.to(model[0].weight))
+            model[first:](x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -81,26 +81,11 @@ def test_training_gives_the_same_bits(grads, both):
     (narrow, a), (wide, b) = both(grads=grads, master_weights=True)
     for model, optimizer in ((narrow, a), (wide, b)):
         train(model, optimizer, range(4))
-        train(model, optimizer, range(4, 6), without=("0.bias",))  # a call with some of the segments
-        train(model, optimizer, range(6, 8), without=("0.weight", "3.weight"))
+        train(model, optimizer, range(4, 6), first=2)  # a call with some of the segments
+        train(model, optimizer, range(6, 8), first=3)
     assert same(a, b)
     for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-def test_a_frozen_branch(both):
-    """With compact gradients, a step for which some parameters received nothing."""
-    (narrow, a), (wide, b) = both()
-    for model, optimizer in ((narrow, a), (wide, b)):
-        train(model, optimizer, range(2))
-        for seed in range(2, 4):
-            x = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed)).to(model[0].weight)
-            with torch.no_grad():
-                hidden = model[1](model[0](x))
-            model[3](model[2](hidden)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(a, b)
 
 
 def test_state_base_weights_and_a_new_mask(both):

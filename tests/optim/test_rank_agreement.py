@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import device, launch
+from launch import device, ranks
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW
@@ -27,17 +27,6 @@ DIFFERENCES = {
 }
 
 
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def group_backend(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def launch_on(group_backend: str, function: Any, n: int, *args: Any) -> None:
-    if group_backend == "nccl" and torch.cuda.device_count() < n:
-        pytest.skip(f"needs {n} GPUs, there are {torch.cuda.device_count()}")
-    launch(function, n, *args, backend=group_backend)
-
-
 def build(**options: Any) -> tuple[nn.Module, SparseAdamW]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).to(device())
@@ -49,7 +38,8 @@ def backward(model: nn.Module) -> None:
     model(torch.full((2, 32), 1.0 + dist.get_rank(), device=device())).square().mean().backward()
 
 
-def differs_in_step_2(rank: int, what: str, options: dict[str, Any]) -> None:
+def check_that_all_raise(rank: int, what: str, **options: Any) -> None:
+    """The last rank differs in step 2 by `what`."""
     reduction.MAX_PIECE_BYTES = 2048  # several pieces
     model, optimizer = build(**options)
     group, last = optimizer.param_groups[0], dist.get_world_size() - 1
@@ -86,17 +76,20 @@ def differs_in_step_2(rank: int, what: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", *DIFFERENCES])
-def test_all_ranks_raise(what: str, group_backend: str) -> None:
-    launch_on(group_backend, differs_in_step_2, 2, what, {})
+@ranks(2)
+def test_all_ranks_raise(rank: int, what: str) -> None:
+    check_that_all_raise(rank, what)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("what", ["nothing", "skips"])
-def test_three_ranks_and_narrow_gradients(what: str, dtype: torch.dtype, group_backend: str) -> None:
-    launch_on(group_backend, differs_in_step_2, 3, what, {"grad_dtype": dtype})
+@ranks(3)
+def test_three_ranks_and_narrow_gradients(rank: int, what: str, dtype: torch.dtype) -> None:
+    check_that_all_raise(rank, what, grad_dtype=dtype)
 
 
-def changes_the_rate_before_the_step(rank: int) -> None:
+@ranks(2)
+def test_a_rate_that_all_ranks_change_before_the_step_is_no_difference(rank: int) -> None:
     model, optimizer = build()
     for step in range(4):
         with optimizer.no_sync() if rank == 1 and step == 2 else contextlib.nullcontext():
@@ -106,11 +99,8 @@ def changes_the_rate_before_the_step(rank: int) -> None:
     optimizer.check_ranks()
 
 
-def test_a_rate_that_all_ranks_change_before_the_step_is_no_difference(group_backend: str) -> None:
-    launch_on(group_backend, changes_the_rate_before_the_step, 2)
-
-
-def loads_another_state(rank: int) -> None:
+@ranks(2)
+def test_ranks_that_load_different_states_raise(rank: int) -> None:
     model, optimizer = build()
     backward(model)
     optimizer.step()
@@ -126,10 +116,6 @@ def loads_another_state(rank: int) -> None:
     backward(model)
     optimizer.step()
     optimizer.check_ranks()
-
-
-def test_ranks_that_load_different_states_raise(group_backend: str) -> None:
-    launch_on(group_backend, loads_another_state, 2)
 
 
 def test_steps_whose_random_bits_would_repeat_are_refused() -> None:

@@ -135,16 +135,6 @@ def test_dense_gradients_are_applied_again_as_in_torch(backend, device):
         torch.testing.assert_close(p, q, rtol=2.0**-22, atol=2.0**-24)
 
 
-def test_a_closure_without_a_backward_pass(backend, device):
-    model = make_model(device)
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=1e-2, backend=backend)
-    backward(model)
-    optimizer.step()
-    before = snapshot(model, optimizer)
-    assert optimizer.step(lambda: 3.0) == 3.0
-    assert_same(snapshot(model, optimizer), before)
-
-
 def test_a_step_that_the_scaler_refuses_consumes_the_gradients(backend, device):
     """Only the device knows whether the step is skipped; torch keeps the infinite gradients until zero_grad."""
     model = make_model(device)

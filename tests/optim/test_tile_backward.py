@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiled_models import EPS32, FIRST_LAYERS, SIZES, assert_same_gradients, batch, loss_of, make, pair
+from tiled_models import EPS32, FIRST_LAYERS, SIZES, assert_same_gradients, batch, loss_of, pair
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -88,60 +88,6 @@ def test_tile_gradients_are_the_dense_ones_over_micro_batches(pattern, device):
     loss_of(model, batch(device, 9)).backward()  # overwrites
     loss_of(twin, batch(device, 9)).backward()
     assert_same_gradients(tiles, dense)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_hundred_tile_steps_err_as_little_as_dense_ones(kind, device):
-    """Both runs against one in fp64: the error of tiles is at most twice that of the dense path."""
-    make_optimizer = {
-        "adamw": lambda *a, **kw: SparseAdamW(*a, lr=1e-3, weight_decay=0.0, **kw),
-        "sgd": lambda *a, **kw: SparseSGD(*a, lr=0.05, momentum=0.9, **kw),
-    }[kind]
-    exact, model, twin = make(device, torch.float64), make(device), make(device)
-    mask = MaskSet.random(model, density=0.3, pattern="tile64", seed=1)
-    params = list(exact.parameters())
-    reference = (
-        torch.optim.AdamW(params, lr=1e-3, weight_decay=0.0)
-        if kind == "adamw"
-        else torch.optim.SGD(params, lr=0.05, momentum=0.9)
-    )
-    start = [p.detach().clone() for p in params]
-    optimizers = [make_optimizer(m, mask, tile_backward=t) for m, t in ((model, True), (twin, False))]
-    for step in range(100):
-        x = batch(device, step % 4)[0]
-        for m, o in zip((model, twin), optimizers, strict=True):
-            o.zero_grad()
-            loss_of(m, x).backward()
-            o.step()
-        reference.zero_grad()
-        exact(x.double()).square().mean().backward()
-        for name, p in exact.named_parameters():
-            p.grad.mul_(mask.bool(name).to(device))
-        reference.step()
-
-    def distance(a, b):
-        return sum((p.double() - q.double()).square().sum() for p, q in zip(a, b, strict=True)).sqrt().item()
-
-    ours, theirs = distance(model.parameters(), params), distance(twin.parameters(), params)
-    assert 0 < ours <= 2 * theirs
-    assert theirs < 1e-3 * distance(params, start)  # the runs have changed the weights, in the same way
-
-
-def test_tile_clipping_is_the_dense_one(device):
-    model, tiles, twin, dense = pair(device, max_grad_norm=1e-3)
-    for seed in range(3):
-        for m, o in ((model, tiles), (twin, dense)):
-            o.zero_grad()
-            loss_of(m, batch(device, 2 * seed)).backward()
-            loss_of(m, batch(device, 2 * seed + 1)).backward()
-        found = [g.clone() for p in model.parameters() if (g := tiles.compact_grad(p)) is not None]
-        for o in (tiles, dense):
-            o.step()
-        # Sums of some ten thousand squares in two orders, of gradients as assert_same_gradients has them, and of
-        # weights that have moved apart by as much.
-        torch.testing.assert_close(tiles.grad_norm, dense.grad_norm, rtol=300 * EPS32, atol=0)
-    expected = torch.cat(found).norm()
-    torch.testing.assert_close(tiles.grad_norm, expected, rtol=100 * EPS32, atol=0)
 
 
 def test_tile_norm_after_passes_of_both_kinds(device):
@@ -329,13 +275,15 @@ def test_a_queued_operand_that_is_changed_in_place_raises(device, native):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_tiles_under_checkpointing(reentrant, device):
-    model, tiles, twin, dense = pair(device)
+def test_tiles_under_checkpointing(reentrant, device, first_layer):
+    make, batch = first_layer
+    model, tiles, twin, dense = pair(device, make)
+    required = torch.zeros(1, device=device, requires_grad=True)  # reentrant checkpoints need such an input
     for seed in range(2):
-        x = batch(device, seed).requires_grad_()
-        y = checkpoint(model[:3], x, use_reentrant=reentrant)
+        x = batch(device, seed)
+        y = checkpoint(lambda zero, x=x: model[:3](x) + zero, required, use_reentrant=reentrant)
         checkpoint(model[3:], y, use_reentrant=reentrant).square().mean().backward()
-        loss_of(twin, batch(device, seed)).backward()
+        loss_of(twin, x).backward()
     assert_same_gradients(tiles, dense)
 
 
@@ -385,19 +333,24 @@ def test_tiles_under_a_grad_scaler(unscale, device, first_layer):
         torch.testing.assert_close(p, q, rtol=3 * EPS32, atol=3 * 1e-2 * 300 * EPS32)
 
 
-def test_vmap_over_a_model_with_tiles(device, native):
-    model, _, twin, _ = pair(device)
+def test_vmap_over_a_model_with_tiles(device, native, first_layer):
+    make, batch = first_layer
+    model, _, twin, _ = pair(device, make)
     x = batch(device)
-    torch.testing.assert_close(torch.func.vmap(model[2:])(model[:2](x)), twin(x))
+    hidden = torch.func.vmap(model[0])(x)
+    torch.testing.assert_close(torch.func.vmap(model[2:])(model[1](hidden.clone())), twin(x))
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-def test_autograd_grad_with_tiles(backend, device):
-    model, tiles, twin, _ = pair(device, backend=backend)
-    x = batch(device).requires_grad_()
-    (ours,) = torch.autograd.grad(loss_of(model, x), x)
-    (theirs,) = torch.autograd.grad(loss_of(twin, x), x)
-    assert torch.equal(ours, theirs)
+def test_autograd_grad_with_tiles(backend, device, first_layer):
+    make, batch = first_layer
+    model, tiles, twin, _ = pair(device, make, backend=backend)
+    x = batch(device)
+    if x.is_floating_point():
+        x.requires_grad_()
+        (ours,) = torch.autograd.grad(loss_of(model, x), x)
+        (theirs,) = torch.autograd.grad(loss_of(twin, x), x)
+        assert torch.equal(ours, theirs)
     asked = [torch.autograd.grad(loss_of(m, x), [m[0].weight, m[2].weight]) for m in (model, twin)]
     assert all(torch.equal(a, b) for a, b in zip(*asked, strict=True))
     assert all(tiles.compact_grad(p) is None for p in model.parameters())
@@ -419,11 +372,11 @@ def test_nodes_of_autograd_are_not_kept(backend, device):
         tiles.step()
 
 
-def test_a_tile_layer_is_not_differentiated_twice(device):
-    model, _tiles, _, _ = pair(device)
-    x = batch(device).requires_grad_()
+def test_a_tile_layer_is_not_differentiated_twice(device, first_layer):
+    make, batch = first_layer
+    model, _tiles, _, _ = pair(device, make)
     with pytest.raises(RuntimeError, match="can't be differentiated twice"):
-        loss_of(model, x).backward(create_graph=True)
+        loss_of(model[:1], batch(device)).backward(create_graph=True)
 
 
 def test_two_backward_passes_of_one_graph_add_tiles_twice(device):

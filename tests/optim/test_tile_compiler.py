@@ -103,31 +103,27 @@ def test_one_call_for_the_layers_of_a_block(device, calls):
     assert not any("auto_functionalized" in name for name in calls[0])  # `tile_linear_backward`
 
 
-def test_gradients_accumulate(device, calls):
-    def backward(model, x):
-        for _ in range(2):
-            once(model, x)
-
-    assert_same_gradients(device, backward)
+def twice(model, x):
+    for _ in range(2):
+        once(model, x)
 
 
-def test_a_layer_that_is_called_twice(device, calls):
-    assert_same_gradients(device, once, twice=True)
-    assert calls[0].count("tile_products") == 1
+# (backward pass, options of the model, calls for tiles, dense products)
+CASES = {
+    "accumulated": (twice, {}, 1, 3),
+    "layer-called-twice": (once, {"twice": True}, 1, None),
+    "transposed": (once, {"transposed": True}, 1, 3),
+    "parameter-groups": (once, {"groups": 2}, None, None),  # each has a buffer of its own
+    "input-without-gradient": (lambda model, x: once(model, x.detach()), {}, None, 1),
+}
 
 
-def test_a_transposed_weight(device, calls):
-    assert_same_gradients(device, once, transposed=True)
-    assert calls[0].count("tile_products") == 1 and calls[0].count("mm") == 3
-
-
-def test_parameter_groups_have_buffers_of_their_own(device, calls):
-    assert_same_gradients(device, once, groups=2)
-
-
-def test_an_input_without_gradient(device, calls):
-    assert_same_gradients(device, lambda model, x: once(model, x.detach()))
-    assert calls[0].count("mm") == 1
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_eager_layers(case, device, calls):
+    backward, options, n_tile_calls, n_products = CASES[case]
+    assert_same_gradients(device, backward, **options)
+    assert n_tile_calls is None or calls[0].count("tile_products") == n_tile_calls
+    assert n_products is None or calls[0].count("mm") == n_products
 
 
 def test_large_operands_do_not_wait(device, calls, monkeypatch):

@@ -274,29 +274,6 @@ def test_embeddings_are_tiled_at_low_densities(device, monkeypatch):
     assert optimizer.tiled_parameters == ("0.weight",) and has_route(head) and not has_route(embedding)
 
 
-def test_autograd_grad_of_an_embedding_with_tiles(device):
-    model, tiles, twin, _ = embedding_pair(device)
-    found, expected = (torch.autograd.grad(m(batch(device)).square().sum(), m.weight)[0] for m in (model, twin))
-    assert torch.equal(found, expected) and tiles.compact_grad(model.weight) is None
-
-
-def test_a_tiled_embedding_is_not_differentiated_twice(device):
-    model, _tiles, _, _ = embedding_pair(device)
-    with pytest.raises(RuntimeError, match="can't be differentiated twice"):
-        model(batch(device)).square().sum().backward(create_graph=True)
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_a_tiled_embedding_under_checkpointing(reentrant, device):
-    model, tiles, twin, dense = embedding_pair(device)
-    dummy = torch.zeros(1, device=device, requires_grad=True)
-    ids = batch(device)
-    out = torch.utils.checkpoint.checkpoint(lambda x: model(ids) + x, dummy, use_reentrant=reentrant)
-    out.square().sum().backward()
-    twin(ids).square().sum().backward()
-    assert torch.equal(tiles.compact_grad(model.weight), dense.compact_grad(twin.weight))
-
-
 def test_an_embedding_with_tiles_under_autocast(device):
     model, tiles, twin, dense = model_pair(device)
     losses = []
@@ -307,11 +284,6 @@ def test_an_embedding_with_tiles_under_autocast(device):
     assert torch.equal(*losses)
     # The dense gradient of the output layer is rounded to bf16, half a unit of 2^-8.
     assert_same_gradients(tiles, dense, rtol=2**-8)
-
-
-def test_vmap_over_an_embedding_with_tiles(device):
-    model, _tiles, twin, _ = embedding_pair(device)
-    assert torch.equal(torch.func.vmap(model)(batch(device)), twin(batch(device)))
 
 
 def test_a_compiled_model_has_a_dense_embedding_gradient(device):

@@ -299,35 +299,11 @@ def test_tile_backward_that_no_layer_supports_is_an_error(device):
     assert optimizer.compact_grad(model[0].weight) is not None
 
 
-def test_a_run_with_tiles_resumes(device):
-    model = make(device)
-    tiles = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64"), lr=1e-2, tile_backward=True)
-    loss_of(model, batch(device)).backward()
-    tiles.step()
-    again = make(device)
-    again.load_state_dict(model.state_dict())
-    resumed = SparseAdamW(again, tiles.mask, lr=1e-2, tile_backward=True)
-    resumed.load_state_dict(copy.deepcopy(tiles.state_dict()))
-    for m, o in ((model, tiles), (again, resumed)):
-        o.zero_grad()
-        loss_of(m, batch(device, 1)).backward()
-        o.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
-
-
-def test_a_second_optimizer_on_tile_weights_is_refused_when_gradients_come(device):
-    model = make(device)
-    mask = MaskSet.random(model, density=0.3, pattern="tile64")
-    first, second = (SparseAdamW(model, mask, tile_backward=True) for _ in range(2))
-    with pytest.raises(RuntimeError, match="second sparse optimizer"):
-        loss_of(model, batch(device)).backward()
-    assert first.mask == second.mask
-
-
-def test_model_and_optimizer_are_freed_without_garbage_collection():
+@pytest.mark.parametrize(("pattern", "tiled"), [("tile64", True), ("element", False)])
+def test_model_and_optimizer_are_freed_without_garbage_collection(pattern, tiled):
     model = nn.Sequential(nn.Linear(128, 192), nn.ReLU(), nn.Linear(192, 64))
     weights = {name: param for name, param in model.named_parameters() if param.dim() == 2}
-    optimizer = SparseAdamW(model, MaskSet.random(weights, density=0.3, pattern="tile64"), tile_backward=True)
+    optimizer = SparseAdamW(model, MaskSet.random(weights, density=0.3, pattern=pattern), tile_backward=tiled)
     model(torch.randn(5, 128)).square().mean().backward()
     optimizer.step()
     seen = [weakref.ref(param) for param in model.parameters()]

@@ -1,4 +1,4 @@
-"""Weight gradients made tile by tile in transformers' models, and under torch.compile."""
+"""Weight gradients made tile by tile under torch.compile, and their ops."""
 
 from __future__ import annotations
 
@@ -12,17 +12,8 @@ from torch import nn
 from sparse_opt import MaskSet, SparseSGD
 
 EPS32 = torch.finfo(torch.float32).eps
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
-
-
-def batch(seed=0):
-    return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(seed))
-
-
-def loss_of(model, tokens):
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def pair(model, density=0.4, **options):
@@ -30,24 +21,6 @@ def pair(model, density=0.4, **options):
     mask = MaskSet.random(model, density=density, pattern="tile64", seed=1)
     tiles = SparseSGD(model, mask, lr=1e-2, tile_backward=True, **options)
     return tiles, twin, SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
-
-
-def test_tiles_with_tied_embeddings(tiny_llama):
-    """The parts of the output layer and of the embedding both come by tiles, and they add up."""
-    model = tiny_llama(num_hidden_layers=1, tie_word_embeddings=True, **SIZES)
-    tiles, twin, dense = pair(model, max_grad_norm=1e-3)
-    assert "model.embed_tokens.weight" in tiles.tiled_parameters
-    for seed in range(2):
-        for m in (model, twin):
-            loss_of(m, batch(seed)).backward()
-        # A sum of 48 products and of the embedding's 48 rows, in each of two passes.
-        assert_same_gradients(tiles, dense, rtol=4 * 48 * EPS32)
-    for optimizer in (tiles, dense):
-        optimizer.step()
-    torch.testing.assert_close(tiles.grad_norm, dense.grad_norm, rtol=4 * 48 * EPS32, atol=0)
-
-
-# torch.compile
 
 
 class Block(nn.Module):

@@ -113,11 +113,3 @@ def test_errors_are_found(statement: str, error: str, tmp_path: Path):
     source.write_text(f"__device__ float missing(float);\n__global__ void kernel(float* x) {{ {statement} }}\n")
     with pytest.raises(AssertionError, match=error):
         compile_for([OLDEST], source, tmp_path, *HOST_SYNTAX, UNOPTIMIZED)
-
-
-@pytest.mark.nvcc
-def test_errors_in_host_code_are_found(tmp_path: Path):
-    source = tmp_path / "host.cu"
-    source.write_text("template <typename T> T call(T) { return T::missing; }\nint main() { return call(1); }\n")
-    with pytest.raises(AssertionError, match="missing"):
-        compile_for([OLDEST], source, tmp_path, *HOST_SYNTAX, UNOPTIMIZED)

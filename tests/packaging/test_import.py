@@ -5,10 +5,6 @@ from __future__ import annotations
 import importlib
 import tomllib
 
-import pytest
-
-import sparse_opt
-
 
 def test_import_loads_neither_torch_nor_transformers(python, tmp_path):
     look = (
@@ -16,20 +12,6 @@ def test_import_loads_neither_torch_nor_transformers(python, tmp_path):
     )
     imported = python("-c", look, cwd=tmp_path)
     assert imported.stdout.strip() == "[]", imported.stderr
-
-
-@pytest.mark.parametrize("name", sparse_opt.__all__)
-def test_every_exported_name_resolves(name):
-    assert getattr(sparse_opt, name) is not None
-    assert name in dir(sparse_opt)
-
-
-# The page that documents what a package exports.
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'sparse_opt' has no attribute 'SparseAdam'"):
-        _ = sparse_opt.SparseAdam
 
 
 def test_optimizers_do_not_need_the_training_libraries(forked_python, tmp_path):

@@ -153,12 +153,6 @@ def test_no_module_imports_itself_in_a_circle(imports, modules):
         pytest.fail(f"import cycle: {' -> '.join(reversed(error.args[1]))}")
 
 
-def test_the_library_does_not_import_its_command_line(imports):
-    entry_points = ("sparse_opt/cli/", "sparse_opt/__main__.py")
-    library = [i for i in imports if own_folder(i) == "sparse_opt" and not i.file.startswith(entry_points)]
-    assert [str(i) for i in library if f"{i.module}.".startswith("sparse_opt.cli.")] == []
-
-
 def test_only_the_backend_layer_imports_the_triton_kernels(imports):
     importers = {
         i.file

@@ -20,22 +20,17 @@ from test_engine import save_mask
 SAVED, LAST = 3, 6
 
 
-def saving_run(rank: int, model: str, mask: str, folder: str) -> Any:
+def whole_or_resumed_run(rank: int, model: str, mask: str, folder: str, resumed: bool) -> Any:
+    """Saves a checkpoint on its way, or continues from it."""
     from verl_lab import engine, train, weights
 
     built = engine(Path(model), "sparse_fsdp2", override={"mask": mask, "momentum": 0.9}, **SGD)
     ranks = torch.distributed.get_world_size()
-    train(built, range(SAVED), rank, ranks)
-    built.save_checkpoint(folder, global_step=SAVED)
-    return train(built, range(SAVED, LAST), rank, ranks), weights(built), built.lr_scheduler.state_dict()
-
-
-def resumed_run(rank: int, model: str, mask: str, folder: str) -> Any:
-    from verl_lab import engine, train, weights
-
-    built = engine(Path(model), "sparse_fsdp2", override={"mask": mask, "momentum": 0.9}, **SGD)
-    ranks = torch.distributed.get_world_size()
-    built.load_checkpoint(folder)
+    if resumed:
+        built.load_checkpoint(folder)
+    else:
+        train(built, range(SAVED), rank, ranks)
+        built.save_checkpoint(folder, global_step=SAVED)
     return train(built, range(SAVED, LAST), rank, ranks), weights(built), built.lr_scheduler.state_dict()
 
 
@@ -52,7 +47,7 @@ def test_continues_on_any_number_of_ranks(ranks: int, backend: str, saved: Calla
     if backend == "nccl" and ranks > 2:
         pytest.skip("needs 4 CUDA GPUs; runs with gloo")
     model, mask, folder, (_, weights, schedule) = saved(backend)
-    for _, found, its_schedule in launch_verl(resumed_run, ranks, model, mask, folder, backend=backend):
+    for _, found, its_schedule in launch_verl(whole_or_resumed_run, ranks, model, mask, folder, True, backend=backend):
         assert its_schedule == schedule
         for name, tensor in found.items():
             # Sums have no fixed order on a GPU.
@@ -72,7 +67,7 @@ def saved(tmp_path_factory) -> Callable[[str], tuple[Any, ...]]:
         model = save_model(folder / "model")
         mask = save_mask(model, 0.3)
         checkpoint = str(folder / "global_step_3")
-        results = launch_verl(saving_run, 2, str(model), str(mask), checkpoint, backend=backend)
+        results = launch_verl(whole_or_resumed_run, 2, str(model), str(mask), checkpoint, False, backend=backend)
         return str(model), str(mask), checkpoint, results[0]
 
     return run

@@ -87,22 +87,17 @@ def assert_same(found: Any, expected: Any, model: Path, backend: str) -> None:
 
 
 @BACKENDS
-@pytest.mark.parametrize(("pattern", "tied"), [("element", False), ("tile64", True)], ids=["untied", "tied-tiles"])
-def test_trains_like_verls_engine_with_masked_gradients(pattern: str, tied: bool, backend: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("density", "pattern", "tied", "options"),
+    [(0.2, "element", False, {}), (0.2, "tile64", True, {}), (1.0, "element", False, {"weight_decay": 0.1})],
+    ids=["untied", "tied-tiles", "all-elements"],
+)
+def test_trains_like_verls_engine_with_masked_gradients(
+    density: float, pattern: str, tied: bool, options: dict[str, Any], backend: str, tmp_path: Path
+):
     from verl_lab import save_model
 
     model = save_model(tmp_path / "model", tied=tied)
-    mask = save_mask(model, 0.2, pattern)
-    found = launch_verl(sparse_run, 2, str(model), str(mask), {}, backend=backend)
-    assert_same(found, launch_verl(masked_run, 2, str(model), str(mask), {}, backend=backend), model, backend)
-
-
-@BACKENDS
-def test_all_elements_train_like_verls_adamw(backend: str, tmp_path: Path):
-    from verl_lab import save_model
-
-    model = save_model(tmp_path / "model")
-    mask = save_mask(model, 1.0)
-    options = {"weight_decay": 0.1}
-    found = launch_verl(sparse_run, 2, str(model), str(mask), options, backend=backend)
-    assert_same(found, launch_verl(masked_run, 2, str(model), str(mask), options, backend=backend), model, backend)
+    arguments = str(model), str(save_mask(model, density, pattern)), options
+    found, expected = (launch_verl(run, 2, *arguments, backend=backend) for run in (sparse_run, masked_run))
+    assert_same(found, expected, model, backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
-from sparse_opt import MaskSet, SparseAdamW, SparseLion, SparseSGD
+from sparse_opt import SparseAdamW, SparseLion, SparseSGD
 from sparse_opt.errors import ConfigError, MaskError
-from sparse_opt.integrations.verl import SparseFSDPEngineConfig
 from sparse_opt.integrations.verl.options import build_optimizer, require_supported
 
 
@@ -29,36 +27,6 @@ def model() -> torch.nn.Module:
 def optim(**options: Any) -> FSDPOptimizerConfig:
     override = options.pop("override", {"mask_density": 0.5})
     return FSDPOptimizerConfig(lr=1e-3, override_optimizer_config=override, **options)
-
-
-def test_the_ppo_trainers_overrides_reach_the_engine_and_the_optimizer(model: torch.nn.Module, tmp_path: Path):
-    mask = MaskSet.random(model, density=0.25, seed=1).save(tmp_path / "mask.safetensors")
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose(
-            "ppo_trainer",
-            [
-                "actor_rollout_ref.actor.strategy=sparse_fsdp2",
-                f"+actor_rollout_ref.actor.optim.override_optimizer_config.mask={mask}",
-                "+actor_rollout_ref.actor.optim.override_optimizer_config.state_dtype=bfloat16",
-                "actor_rollout_ref.actor.optim.lr=2e-6",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-            ],
-        )
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert actor.engine.strategy == "sparse_fsdp2"
-    optimizer = build_optimizer(model, actor.optim)
-    assert isinstance(optimizer, SparseAdamW) and optimizer.mask.nnz == MaskSet.load(mask).nnz
-    assert optimizer.state_dtype == torch.bfloat16
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (2e-6, (0.9, 0.999), 0.01)
-
-
-def test_the_sft_trainers_overrides_reach_the_engine():
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        target = "sparse_opt.integrations.verl.SparseFSDPEngineConfig"
-        config = compose("sft_trainer_engine", [f"engine._target_={target}", "engine.strategy=sparse_fsdp2"])
-    engine = omega_conf_to_dataclass(config.engine)
-    assert isinstance(engine, SparseFSDPEngineConfig) and engine.strategy == "sparse_fsdp2"
 
 
 def test_the_checkpoint_engines_overrides_find_its_class():
@@ -94,8 +62,9 @@ def test_the_checkpoint_engines_overrides_find_its_class():
     ("name", "kind"), [("AdamW", SparseAdamW), ("SparseLion", SparseLion), ("SGD", SparseSGD), ("Lion", SparseLion)]
 )
 def test_optimizers_by_name(name: str, kind: type, model: torch.nn.Module):
-    optimizer = build_optimizer(model, optim(optimizer=name, betas=(0.8, 0.9)))
-    assert type(optimizer) is kind
+    override = {"mask_density": 0.5, "state_dtype": "bfloat16"}
+    optimizer = build_optimizer(model, optim(optimizer=name, betas=(0.8, 0.9), override=override))
+    assert type(optimizer) is kind and optimizer.state_dtype == torch.bfloat16
     if kind is SparseAdamW:
         assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 

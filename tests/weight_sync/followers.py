@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from samples import bits, clones, make_weights
@@ -57,6 +57,22 @@ class Follower(threading.Thread):
     def ended(self) -> bool:
         self.join(PATIENCE)
         return not self.is_alive()
+
+
+@contextmanager
+def followed_by(*names: str, timeout: float = PATIENCE) -> Iterator[tuple[Weights, MaskSet, ProcessGroupSender, list]]:
+    """Weights, their mask, a channel, and followers of these names that have joined with the same weights."""
+    weights, mask = weights_and_mask()
+    with sending(WeightSender(weights, mask), timeout=timeout) as channel:
+        followers = [Follower(channel.address, clones(weights), name) for name in names]
+        channel.wait_for_receivers(len(names), PATIENCE)
+        yield weights, mask, channel, followers
+
+
+def started(work: Callable[..., object], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

@@ -88,13 +88,17 @@ def test_other_calls_wait_for_finish_update(weights, mask, channel, engine):
     assert channel.update() == 2 and same_bits(weights, engine.weights)
 
 
-def test_the_error_of_the_background_is_raised_by_finish_update(weights, mask, channel, engine):
+def test_the_error_of_the_background_is_raised_by_finish_update_or_close(weights, mask, channel, engine):
     change(weights, mask, 0.2, seed=1)
     channel.begin_update()  # the engine does not receive
     with pytest.raises(WeightSyncError, match="^version 1: engine has not replied within 1 s$"):
         channel.finish_update()
     engine.gate.release()
     assert channel.update(receivers=1) == 2 and same_bits(weights, engine.weights)
+    channel.begin_update()
+    with pytest.raises(WeightSyncError, match="^version 3: engine has not replied within 1 s$"):
+        channel.close()
+    assert channel.address == ""
 
 
 def test_close_finishes_an_update(channel, engine):
@@ -103,13 +107,6 @@ def test_close_finishes_an_update(channel, engine):
     channel.close()
     engine.join(PATIENCE)
     assert not engine.is_alive() and engine.channel.weights.version == 1
-
-
-def test_close_raises_the_error_of_an_update(channel, engine):
-    channel.begin_update()  # the engine does not receive
-    with pytest.raises(WeightSyncError, match="^version 1: engine has not replied within 1 s$"):
-        channel.close()
-    assert channel.address == ""
 
 
 def test_an_update_that_is_made_already_can_be_sent(weights, mask, channel, engine):

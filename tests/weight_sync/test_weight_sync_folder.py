@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,29 @@ from sparse_opt.weight_sync import Destination, WeightReceiver
 from sparse_opt.weight_sync.transports import FolderReceiver
 
 PATTERNS = ["element", "run16", "tile64"]
+
+
+class Followed:
+    """Weights in bf16, their mask, and a receiver with a copy of them, at a log that is not there yet."""
+
+    def __init__(self, folder: Path, density: float = 0.3) -> None:
+        self.weights, self.folder = make_weights("bf16"), folder / "log"
+        self.mask, self.copy = MaskSet.random(self.weights, density=density), clones(self.weights)
+        self.receiver = FolderReceiver(WeightReceiver(self.copy), self.folder)
+
+    def log(self, **options: Any) -> DeltaLog:
+        return DeltaLog.create(self.folder, self.weights, mask=self.mask, **options)
+
+    def change(self, share: float, seed: int) -> None:
+        change(self.weights, self.mask, share, seed)
+
+    def receives(self, step: int) -> None:
+        assert self.receiver.receive(0) == step and same_bits(self.weights, self.copy)
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path)
 
 
 @pytest.mark.parametrize("keyframe_every", [None, 3])
@@ -62,24 +86,20 @@ def test_weights_on_a_gpu_follow(tmp_path: Path) -> None:
             assert receiver.receive(0) == step and same_bits(weights, copy)
 
 
-def test_a_receiver_may_start_before_the_log(tmp_path: Path) -> None:
-    weights = make_weights("bf16")
-    mask = MaskSet.random(weights, density=0.1)
-    copy = clones(weights)
-    receiver = FolderReceiver(WeightReceiver(copy), tmp_path / "log")
+def test_a_receiver_may_start_before_the_log(followed: Followed) -> None:
     with pytest.raises(WeightSyncError, match=r"log: no new step within 0 s, none was found$"):
-        receiver.receive(0)
+        followed.receiver.receive(0)
 
     def train() -> None:
         time.sleep(0.2)
-        change(weights, mask, 0.5, seed=1)
-        DeltaLog.create(tmp_path / "log", weights, mask=mask).close()
+        followed.change(0.5, seed=1)
+        followed.log().close()
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert receiver.receive(60) == 0
+    assert followed.receiver.receive(60) == 0
     thread.join()
-    assert same_bits(weights, copy)
+    assert same_bits(followed.weights, followed.copy)
 
 
 def test_steps_are_written_to_destinations(tmp_path: Path) -> None:
@@ -101,43 +121,35 @@ def test_steps_are_written_to_destinations(tmp_path: Path) -> None:
             assert torch.equal(bits(fused), bits(torch.cat([weights["q"][:, :4], weights["k"][:, :4]]).clone()))
 
 
-def test_a_run_that_is_continued_from_an_earlier_step(tmp_path: Path) -> None:
-    weights = make_weights("bf16")
-    mask = MaskSet.random(weights, density=0.3)
-    copy = clones(weights)
-    receiver = FolderReceiver(WeightReceiver(copy), tmp_path)
-    log = DeltaLog.create(tmp_path, weights, mask=mask)
+def test_a_run_that_is_continued_from_an_earlier_step(followed: Followed) -> None:
+    log = followed.log()
     kept = {}
     for step in range(1, 7):
-        change(weights, mask, 0.1, seed=step)
+        followed.change(0.1, seed=step)
         log.append(step).wait()
-        kept[step] = clones(weights)
-    assert receiver.receive(0) == 6
+        kept[step] = clones(followed.weights)
+    followed.receives(6)
     log.truncate(after=4)
-    assert receiver.receive(0) == 4 and same_bits(kept[4], copy)
-    log = DeltaLog.open(tmp_path)
-    change(weights, mask, 0.1, seed=7)  # another step 6
-    log.append(6, weights).wait()
-    assert receiver.receive(0) == 6 and same_bits(weights, copy)
-    change(weights, mask, 0.1, seed=8)
-    log.append(8, weights).wait()
-    assert receiver.receive(0) == 8 and same_bits(weights, copy)
+    assert followed.receiver.receive(0) == 4 and same_bits(kept[4], followed.copy)
+    log = DeltaLog.open(followed.folder)
+    followed.change(0.1, seed=7)  # another step 6
+    log.append(6, followed.weights).wait()
+    followed.receives(6)
+    followed.change(0.1, seed=8)
+    log.append(8, followed.weights).wait()
+    followed.receives(8)
     log.close()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "another run"])
-def test_damage_is_named_and_leaves_the_weights(tmp_path: Path, damage: str) -> None:
-    weights = make_weights("bf16")
-    mask = MaskSet.random(weights, density=0.3)
-    copy = clones(weights)
-    receiver = FolderReceiver(WeightReceiver(copy), tmp_path / "log")
-    with DeltaLog.create(tmp_path / "log", weights, mask=mask) as log:
-        assert receiver.receive(0) == 0
-        before = clones(weights)
+def test_damage_is_named_and_leaves_the_weights(followed: Followed, tmp_path: Path, damage: str) -> None:
+    with followed.log() as log:
+        followed.receives(0)
+        before = clones(followed.weights)
         for step in (1, 2):
-            change(weights, mask, 0.1, seed=step)
+            followed.change(0.1, seed=step)
             log.append(step).wait()
-    file = tmp_path / "log" / "step_00000001.patch.safetensors"
+    file = followed.folder / "step_00000001.patch.safetensors"
     data = file.read_bytes()
     if damage == "flipped":
         file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
@@ -146,53 +158,44 @@ def test_damage_is_named_and_leaves_the_weights(tmp_path: Path, damage: str) -> 
     elif damage == "missing":
         file.unlink()
     else:
-        with DeltaLog.create(tmp_path / "other", before, mask=mask) as other:
-            other.append(1, weights).wait()
+        with DeltaLog.create(tmp_path / "other", before, mask=followed.mask) as other:
+            other.append(1, followed.weights).wait()
         file.write_bytes((tmp_path / "other" / file.name).read_bytes())
     for _ in range(2):
         with pytest.raises(DeltaLogError, match="step 1"):
-            receiver.receive(0)
-        assert same_bits(before, copy) and receiver.weights.version == 0
+            followed.receiver.receive(0)
+        assert same_bits(before, followed.copy) and followed.receiver.weights.version == 0
     file.write_bytes(data)
-    assert receiver.receive(0) == 2 and same_bits(weights, copy)
+    followed.receives(2)
 
 
 @pytest.mark.parametrize("keyframe_every", [None, 1])
-def test_steps_that_change_other_elements_are_refused(tmp_path: Path, keyframe_every: int | None) -> None:
-    weights = make_weights("bf16")
-    mask = MaskSet.random(weights, density=0.3)
-    copy = clones(weights)
-    receiver = FolderReceiver(WeightReceiver(copy), tmp_path)
-    with DeltaLog.create(tmp_path, weights, mask=mask, keyframe_every=keyframe_every) as log:
-        assert receiver.receive(0) == 0
-        change(weights, mask, 0.1, seed=1)
-        bits(weights["z"])[~mask.bool("z").view(-1)] ^= 1
-        before = clones(copy)
+def test_steps_that_change_other_elements_are_refused(followed: Followed, keyframe_every: int | None) -> None:
+    with followed.log(keyframe_every=keyframe_every) as log:
+        followed.receives(0)
+        followed.change(0.1, seed=1)
+        bits(followed.weights["z"])[~followed.mask.bool("z").view(-1)] ^= 1
+        before = clones(followed.copy)
         log.append(1).wait()
     with pytest.raises(DeltaLogError, match="step 1: changes .*elements outside of the mask"):
-        receiver.receive(0)
-    assert same_bits(before, copy)
+        followed.receiver.receive(0)
+    assert same_bits(before, followed.copy)
 
 
-def test_a_log_without_a_mask_is_refused(tmp_path: Path) -> None:
-    weights = make_weights("bf16")
-    DeltaLog.create(tmp_path, weights).close()
+def test_a_log_without_a_mask_is_refused(followed: Followed) -> None:
+    DeltaLog.create(followed.folder, followed.weights).close()
     with pytest.raises(DeltaLogError, match="the log has no mask"):
-        FolderReceiver(WeightReceiver(weights), tmp_path).receive(0)
+        followed.receiver.receive(0)
 
 
-def test_weights_that_others_have_changed_are_written_whole(tmp_path: Path) -> None:
-    weights = make_weights("bf16")
-    mask = MaskSet.random(weights, density=0.3)
-    copy = clones(weights)
-    receiver = FolderReceiver(WeightReceiver(copy), tmp_path)
-    with DeltaLog.create(tmp_path, weights, mask=mask) as log:
-        assert receiver.receive(0) == 0
-        for name, positions in mask.indices.items():
-            bits(copy[name])[positions.long()] ^= 1
-        receiver.request_state()
-        assert receiver.receive(0) == 0 and same_bits(weights, copy)
-        bits(copy["z"])[mask["z"].long()] ^= 1
-        change(weights, mask, 0.01, seed=1)
+def test_weights_that_others_have_changed_are_written_whole(followed: Followed) -> None:
+    with followed.log() as log:
+        followed.receives(0)
+        for name, positions in followed.mask.indices.items():
+            bits(followed.copy[name])[positions.long()] ^= 1
+        followed.receiver.request_state()
+        followed.receives(0)
+        bits(followed.copy["z"])[followed.mask["z"].long()] ^= 1
+        followed.change(0.01, seed=1)
         log.append(1).wait()
-    assert receiver.receive(0) == 1 and same_bits(weights, copy)
+    followed.receives(1)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from launch import BACKENDS, device, launch
+from launch import device, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -110,14 +110,17 @@ def same_messages(rank: int, pattern: str, sharding: str) -> None:
             assert message is None
 
 
-def two_shards_or_replicas(rank: int) -> None:
+@ranks(2)
+def test_the_messages_of_two_ranks(rank: int) -> None:
     for pattern in ("element", "run16", "tile64"):
         same_messages(rank, pattern, "fsdp")
     same_messages(rank, "element", "hsdp")
     same_messages(rank, "element", "replicate")
 
 
-def a_lost_rank(rank: int, sharding: str) -> None:
+@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
+@ranks(2, nccl=False, timeout=60, collective_timeout=5)
+def test_a_lost_rank_is_named(rank: int, sharding: str) -> None:
     """Rank 1 leaves after the first update."""
     model, mask = whole_weights("element")
     if sharding == "fsdp":
@@ -134,7 +137,8 @@ def a_lost_rank(rank: int, sharding: str) -> None:
     dist.destroy_process_group()
 
 
-def errors_of_rank_0(rank: int) -> None:
+@ranks(2, timeout=60, collective_timeout=20)
+def test_an_error_of_rank_0_is_raised_on_both_ranks(rank: int) -> None:
     """An error on rank 0 alone is raised on both ranks, and the versions stay equal."""
     model, mask = whole_weights("element")
     model.to(device())
@@ -155,22 +159,8 @@ def errors_of_rank_0(rank: int) -> None:
     assert message is None or message.version == 1
 
 
-@BACKENDS
-def test_an_error_of_rank_0_is_raised_on_both_ranks(backend: str) -> None:
-    launch(errors_of_rank_0, 2, backend=backend, timeout=60, collective_timeout=20)
-
-
-@pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
-def test_a_lost_rank_is_named(sharding: str) -> None:
-    launch(a_lost_rank, 2, sharding, timeout=60, collective_timeout=5)
-
-
-@BACKENDS
-def test_the_messages_of_two_ranks(backend: str) -> None:
-    launch(two_shards_or_replicas, 2, backend=backend)
-
-
-def three_shards(rank: int) -> None:
+@ranks(3, nccl=False)
+def test_the_messages_of_three_ranks_and_their_errors(rank: int) -> None:
     same_messages(rank, "element", "fsdp")
     same_messages(rank, "tile64", "fsdp")
     same_messages(rank, "one element", "fsdp")
@@ -244,7 +234,3 @@ def a_channel_of_all_ranks(rank: int) -> None:
         for name, positions in mask.indices.items():
             at = positions.long()
             assert torch.equal(whole[name].view(-1)[at], copy[name].view(-1)[at]), name
-
-
-def test_the_messages_of_three_ranks_and_their_errors() -> None:
-    launch(three_shards, 3)

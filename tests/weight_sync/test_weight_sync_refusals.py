@@ -237,28 +237,18 @@ def test_a_sender_with_a_new_mask():
 
 
 def test_positions_that_are_no_mask():
+    """Those that test_independent_receiver.py has not."""
     pair = Pair(pattern="run16", density=0.3)
     i = next(i for i, name in enumerate(sorted(pair.mask.names)) if name == "z")
     good = pair.mask_message.tensors[f"positions.{i}"]
     for odd, message in [
-        (good.flip(0), "is not ascending"),
-        (torch.cat([good[:1], good[:-1]]), "is not ascending"),
         (good - 4000, "has numbers outside of 0:3200"),
-        (good + 4000, "has numbers outside of 0:3200"),
-        (good[:-1], f"are {16 * (good.numel() - 1)} elements, expected {16 * good.numel()}"),
         (good.long(), "is torch.int64"),
         (good[None], r"expected torch.int32 \[n\]"),
         (None, "has no positions"),
     ]:
         tensors = {n: t for n, t in {**pair.mask_message.tensors, f"positions.{i}": odd}.items() if t is not None}
         pair.refuses(dataclasses.replace(pair.mask_message, tensors=tensors), DamagedMessage, message)
-    moved = good.clone()
-    moved[-1] += 1
-    if moved[-1] < 3200:
-        tensors = {**pair.mask_message.tensors, f"positions.{i}": moved}
-        pair.refuses(
-            dataclasses.replace(pair.mask_message, tensors=tensors), DamagedMessage, "the positions have digest"
-        )
     pair.works(pair.next(0.1))
 
 

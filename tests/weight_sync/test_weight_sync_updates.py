@@ -20,15 +20,20 @@ from sparse_opt.weight_sync.index import choose
 SHARES = (0.01, 0.9, 0.0, 0.3, 1.0)
 
 
+def connected(weights, mask, **options):
+    """A sender of the weights, a receiver that has the mask, and the receiver's weights."""
+    copy = clones(weights)
+    sender, receiver = WeightSender(weights, mask, **options), WeightReceiver(copy, backend=options.get("backend"))
+    assert receiver.receive(sender.mask_message().to_bytes()) == 0
+    return sender, receiver, copy
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_updates_equal_a_full_copy(place, pattern):
     device, backend = place
     weights = make_weights("mixed", device)
     mask = MaskSet.random(weights, density=0.3, pattern=pattern)
-    copy = clones(weights)
-    sender = WeightSender(weights, mask, backend=backend)
-    receiver = WeightReceiver(copy, backend=backend)
-    assert receiver.receive(sender.mask_message().to_bytes()) == 0
+    sender, receiver, copy = connected(weights, mask, backend=backend)
     for version, share in enumerate(SHARES, start=1):
         change(weights, mask, share, seed=version)
         assert receiver.receive(sender.update().to_bytes()) == version
@@ -78,17 +83,13 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 def test_dtypes_and_encodings(dtypes):
     weights = make_weights(dtypes)
     mask = MaskSet.random(weights, density=0.1)
-    senders = {encoding: WeightSender(weights, mask, encoding=encoding) for encoding in ("values", "bitmap", "auto")}
-    copies = {encoding: clones(weights) for encoding in senders}
-    receivers = {encoding: WeightReceiver(copy) for encoding, copy in copies.items()}
-    for encoding, sender in senders.items():
-        receivers[encoding].receive(sender.mask_message())
+    pairs = {encoding: connected(weights, mask, encoding=encoding) for encoding in ("values", "bitmap", "auto")}
     for version, share in enumerate(SHARES, start=1):
         change(weights, mask, share, seed=version)
-        messages = {encoding: sender.update().wait() for encoding, sender in senders.items()}
-        for encoding, message in messages.items():
-            assert receivers[encoding].receive(message) == version
-            assert same_bits(weights, copies[encoding])
+        messages = {encoding: sender.update().wait() for encoding, (sender, _, _) in pairs.items()}
+        for encoding, (_, receiver, copy) in pairs.items():
+            assert receiver.receive(messages[encoding]) == version
+            assert same_bits(weights, copy)
         values, bitmap, auto = (sizes(message.tensors) for message in messages.values())
         assert {name.rpartition(".")[2] for name in messages["values"].tensors} == {"values"}
         assert {name.rpartition(".")[2] for name in messages["bitmap"].tensors} <= {"bitmap", "changed"}
@@ -100,9 +101,7 @@ def test_empty_and_full_masks(place, density):
     device, backend = place
     weights = make_weights("mixed", device)
     mask = MaskSet.random(weights, density=density)
-    copy = clones(weights)
-    sender, receiver = WeightSender(weights, mask, backend=backend), WeightReceiver(copy, backend=backend)
-    assert receiver.receive(sender.mask_message().to_bytes()) == 0
+    sender, receiver, copy = connected(weights, mask, backend=backend)
     change(weights, mask, 0.5, seed=1)
     assert receiver.receive(sender.update().to_bytes()) == 1
     assert receiver.receive(sender.state_message().to_bytes()) == 1
@@ -115,9 +114,7 @@ def test_scattered_elements_of_large_tensors(place):
     shapes = {"long": (3, 300_001), "vector": (500_000,), "narrow": (400_000, 1)}
     weights = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
     mask = MaskSet.random(weights, density=2e-5, seed=1)
-    copy = clones(weights)
-    sender, receiver = WeightSender(weights, mask, backend=backend), WeightReceiver(copy, backend=backend)
-    receiver.receive(sender.mask_message())
+    sender, receiver, copy = connected(weights, mask, backend=backend)
     for version, share in enumerate((1.0, 0.1), start=1):
         change(weights, mask, share, seed=version)
         receiver.receive(sender.update().wait())
@@ -129,9 +126,7 @@ def test_more_elements_than_the_reference_expands_at_once(pattern):
     """1.2 million active elements of a tensor; the reference computes the positions of about a million at a time."""
     weights = {"w": torch.zeros(1200, 2000, dtype=torch.bfloat16)}
     mask = MaskSet.random(weights, density=0.5, pattern=pattern)
-    copy = clones(weights)
-    sender, receiver = WeightSender(weights, mask), WeightReceiver(copy)
-    assert receiver.receive(sender.mask_message()) == 0
+    sender, receiver, copy = connected(weights, mask)
     change(weights, mask, 0.3, seed=1)
     assert receiver.receive(sender.update()) == 1
     assert same_bits(weights, copy)
@@ -256,9 +251,7 @@ def test_a_module_with_tied_weights_receives():
 def test_messages_are_not_overwritten_by_later_updates():
     weights = make_weights("mixed")
     mask = MaskSet.random(weights, density=0.3)
-    copy = clones(weights)
-    sender, receiver = WeightSender(weights, mask), WeightReceiver(copy)
-    receiver.receive(sender.mask_message())
+    sender, receiver, copy = connected(weights, mask)
     pending = []
     for seed, share in enumerate((1.0, 0.1, 0.0, 0.9)):
         change(weights, mask, share, seed)

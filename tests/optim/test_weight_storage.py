@@ -1,25 +1,45 @@
-"""compact_weights: the same training to the bit, and writes by other code are taken over."""
+"""compact_weights and offload_base_weights: the same training to the bit as without them."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 
 import pytest
 import torch
 from torch import nn
 
-from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt import GraphedStep, MaskSet, SparseAdamW, backends
 from sparse_opt.optim.buckets import BucketStep
 
 pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
-KINDS = {
-    "copy": {"stochastic_rounding": True, "state_dtype": torch.bfloat16},
-    "master": {"master_weights": True},
+COPY = {"stochastic_rounding": True, "state_dtype": torch.bfloat16}
+MASTER = {"master_weights": True}
+# The options of both optimizers of a pair, and those of the first one alone.
+STORAGES = {
+    "copy": (COPY, {"compact_weights": True}),
+    "master": (MASTER, {"compact_weights": True}),
+    "offloaded": ({}, {"offload_base_weights": True}),
+    "offloaded copy": ({**COPY, "compact_weights": True}, {"offload_base_weights": True}),
+    "offloaded master": ({**MASTER, "compact_weights": True}, {"offload_base_weights": True}),
 }
+COMPACT = ("copy", "master")
+OFFLOADED = ("offloaded", "offloaded copy", "offloaded master")
 
 
-@pytest.fixture(params=KINDS)
-def kind(request):
+@pytest.fixture(params=STORAGES)
+def storage(request):
+    return request.param
+
+
+@pytest.fixture(params=COMPACT)
+def compact(request):
+    return request.param
+
+
+@pytest.fixture(params=OFFLOADED)
+def offloaded(request):
     return request.param
 
 
@@ -29,26 +49,29 @@ def make_model(device, dtype=torch.bfloat16):
     return nn.Sequential(*layers).to(device, dtype)
 
 
-def pair(device, kind, dtype=torch.bfloat16, pattern="element", make=SparseAdamW, **options):
-    """A model with compact weights, its optimizer, and the same without them."""
+def pair(device, storage, dtype=torch.bfloat16, pattern="element", make=SparseAdamW, **options):
+    """A model and its optimizer with the storage, and the same without it."""
+    common, ours = STORAGES[storage]
     made = []
-    for compact_weights in (True, False):
+    for own in (ours, {}):
         model = make_model(device, dtype)
         mask = MaskSet.random(model, density=0.3, pattern=pattern, seed=1)
-        options = {"lr": 1e-3, "max_grad_norm": 1.0, **KINDS[kind], **options}
-        made += [model, make(model, mask, compact_weights=compact_weights, **options)]
+        made += [model, make(model, mask, **{"lr": 1e-3, "max_grad_norm": 1.0, **common, **own, **options})]
     return made
+
+
+def step(model, optimizer, x):
+    with torch.no_grad(), optimizer.base_weights():
+        base = model(x)
+    (model(x) - base + 0.1).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def train(model, optimizer, seeds):
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     for seed in seeds:
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-        with torch.no_grad(), optimizer.base_weights():
-            base = model(x)
-        (model(x) - base + 0.1).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(device, dtype))
 
 
 def weights(model):
@@ -59,12 +82,18 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
 
 
-@pytest.mark.parametrize("pattern", ["element", "run32", "tile64"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
-def test_training_has_the_same_bits(kind, dtype, pattern, device, sparse_optimizer):
-    if kind == "copy" and dtype == torch.float32:
-        pytest.skip("its weights are their own masters")
-    model, ours, plain, theirs = pair(device, kind, dtype, pattern, sparse_optimizer)
+@pytest.mark.parametrize(
+    ("storage", "dtype", "pattern"),
+    [
+        *(("copy", dtype, pattern) for dtype in (torch.bfloat16, torch.float16) for pattern in ("element", "run32")),
+        *(("master", dtype, "element") for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        *((storage, torch.bfloat16, "tile64") for storage in COMPACT),
+        *((storage, torch.bfloat16, "element") for storage in OFFLOADED),
+    ],
+    ids=str,
+)
+def test_training_has_the_same_bits(storage, dtype, pattern, device, sparse_optimizer):
+    model, ours, plain, theirs = pair(device, storage, dtype, pattern, sparse_optimizer)
     start = copy.deepcopy(plain)
     for _ in range(3):
         train(model, ours, range(2))
@@ -76,12 +105,12 @@ def test_training_has_the_same_bits(kind, dtype, pattern, device, sparse_optimiz
     assert not same(model, start)
     state, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
     for key, entry in expected.items():
-        assert all(torch.equal(state[key][name], value) for name, value in entry.items())
+        assert all(torch.equal(state[key][name].to(device), value) for name, value in entry.items())
 
 
-def test_nothing_is_read_from_the_model(kind, device):
+def test_nothing_is_read_from_the_model(compact, device):
     """Weights that nobody could know are in the model, written where no version counter sees it."""
-    model, ours, plain, theirs = pair(device, kind, lr=1e-6)
+    model, ours, plain, theirs = pair(device, compact, lr=1e-6)
     train(model, ours, range(1))
     train(plain, theirs, range(1))
     hidden = []
@@ -140,8 +169,8 @@ def test_writes_beside_masters(refresh, device):
     assert same(model, plain)
 
 
-def test_masks_that_change(kind, device):
-    model, ours, plain, theirs = pair(device, kind)
+def test_masks_that_change(storage, device):
+    model, ours, plain, theirs = pair(device, storage)
     start = copy.deepcopy(plain)
     for seed in (1, 2, 3, 3):
         for m, optimizer in ((model, ours), (plain, theirs)):
@@ -152,18 +181,31 @@ def test_masks_that_change(kind, device):
             assert same(model, start) and same(plain, start)
 
 
-def test_a_saved_state_continues(kind, device):
-    model, ours, plain, theirs = pair(device, kind)
+def test_a_saved_state_continues(storage, device):
+    model, ours, plain, theirs = pair(device, storage)
+    start = copy.deepcopy(plain)
     train(plain, theirs, range(3))
     model.load_state_dict(plain.state_dict())
     ours.load_state_dict(theirs.state_dict())
     train(model, ours, range(3, 5))
     train(plain, theirs, range(3, 5))
     assert same(model, plain)
+    with ours.base_weights():
+        assert same(model, start)
 
 
-def test_a_step_that_fails_may_be_repeated(kind, device, monkeypatch):
-    model, ours, plain, theirs = pair(device, kind)
+def test_an_error_inside_base_weights_restores_the_weights(storage, device):
+    model, ours, plain, theirs = pair(device, storage)
+    for m, optimizer in ((model, ours), (plain, theirs)):
+        train(m, optimizer, range(1))
+        with pytest.raises(KeyError), optimizer.base_weights():
+            raise KeyError
+        train(m, optimizer, range(1, 2))
+    assert same(model, plain)
+
+
+def test_a_step_that_fails_may_be_repeated(compact, device, monkeypatch):
+    model, ours, plain, theirs = pair(device, compact)
     x = torch.ones(2, 64, device=device, dtype=torch.bfloat16)
     for m in (model, plain):
         m(x).square().mean().backward()
@@ -180,9 +222,9 @@ def test_a_step_that_fails_may_be_repeated(kind, device, monkeypatch):
     assert same(model, plain)
 
 
-def test_skipped_updates(kind, device):
+def test_skipped_updates(compact, device):
     """found_inf leaves the weights, their copy and the masters as they are."""
-    model, ours, plain, theirs = pair(device, kind, amp_scaling=True)
+    model, ours, plain, theirs = pair(device, compact, amp_scaling=True)
     for m, optimizer in ((model, ours), (plain, theirs)):
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0, growth_interval=1)
         for factor in (1.0, float("inf"), 1.0):
@@ -193,32 +235,56 @@ def test_skipped_updates(kind, device):
     assert same(model, plain)
 
 
-def test_memory(kind, device):
-    _, ours, _, theirs = pair(device, kind)
+def test_memory(storage, device):
+    _, ours, _, theirs = pair(device, storage)
     extra = {name: size - theirs.nbytes()[name] for name, size in ours.nbytes().items()}
-    assert extra.pop("compact_weights") == (2 * ours.mask.nnz if kind == "copy" else 0) and not any(extra.values())
+    assert extra.pop("compact_weights") == (2 * ours.mask.nnz if storage == "copy" else 0) and not any(extra.values())
+
+
+def test_base_weights_must_be_kept():
+    with pytest.raises(ValueError, match="offload_base_weights=True needs keep_base_weights=True"):
+        pair("cpu", "offloaded", keep_base_weights=False)
+
+
+@pytest.mark.gpu
+def test_the_gpu_holds_offloaded_base_weights_only_inside(offloaded):
+    def make(offload):
+        model = nn.Sequential(nn.Linear(64, 2048), nn.Linear(2048, 64)).to("cuda", torch.bfloat16)
+        options = {**STORAGES[offloaded][0], "offload_base_weights": offload}
+        return model, SparseAdamW(model, MaskSet.random(model, density=0.5, seed=1), lr=1e-3, **options)
+
+    train(*make(False), range(2))  # loads kernels, and allocates torch's workspaces
+    sizes = {}
+    for offload in (False, True):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        model, optimizer = make(offload)
+        train(model, optimizer, range(2))
+        sizes[offload] = torch.cuda.memory_allocated() - before
+        if offload:
+            with optimizer.base_weights():
+                inside = torch.cuda.memory_allocated() - before
+        base = optimizer.nbytes()["base"]
+        del model, optimizer
+    assert base > 2**17
+    assert sizes[False] - sizes[True] == pytest.approx(base, abs=2**12)  # the allocator rounds sizes up
+    assert inside - sizes[True] == pytest.approx(base, abs=2**12)
+    _, optimizer = make(True)
+    values = [entry["base"] for entry in optimizer.state.values()]
+    assert values and all(value.is_pinned() for value in values)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-def test_replays_of_a_graph(kind, backend):
+def test_replays_of_a_graph(storage, backend):
     """A write by other code between two replays is taken over, too."""
-    from sparse_opt import GraphedStep
-
     if cause := backends.why_unavailable(backend, "cuda"):
         pytest.skip(cause)
     device = torch.device("cuda")
     lr = torch.tensor(1e-3, device=device)
-    model, ours, plain, theirs = pair(device, kind, lr=lr, backend=backend)
+    model, ours, plain, theirs = pair(device, storage, lr=lr, backend=backend)
     for m, optimizer, graphs in ((model, ours, True), (plain, theirs, False)):
-
-        def function(x, m=m, optimizer=optimizer):
-            with torch.no_grad(), optimizer.base_weights():
-                base = m(x)
-            (m(x) - base + 0.1).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        function = functools.partial(step, m, optimizer)
         call = GraphedStep(function, optimizer) if graphs else function
         for i in range(10):
             call(torch.full((4, 64), i / 10, device=device, dtype=torch.bfloat16))
