@@ -14,8 +14,9 @@ from ..file_lock import FileLock
 from ..files import one_line
 from .checkpoints import MANIFEST, CheckpointError, VerifiedCheckpointCallback
 
-# Stays in the folder, and holds the name of the last run. `push_to_hub` leaves out names that begin like this.
+# Both stay in the folder. `push_to_hub` leaves out names that begin like these.
 LOCK = "_run.lock"
+LAST = "_run.txt"  # the name of the last run; not in the locked file, which filelock may truncate
 # Files that a killed run was writing: of `written_aside`, and of safetensors.
 _UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp|\.tmp\w{6}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -49,7 +50,7 @@ class RunFolder:
         path = self._folder / LOCK
         try:
             self._lock = FileLock(path)
-            last = path.read_text(encoding="utf-8")
+            last = last_run(self._folder)
             for file in (*self._folder.glob(".*"), *self._folder.glob("checkpoint-*/.*")):
                 if _UNFINISHED.fullmatch(file.name):
                     file.unlink()
@@ -69,7 +70,7 @@ class RunFolder:
                 problem = f"checkpoint {checkpoint}: is of an earlier run in its folder, not of the last one, {last}"
                 raise CheckpointError(problem, Path(checkpoint), last)
         run = run or secrets.token_hex(8)
-        path.write_text(run, encoding="utf-8")
+        (self._folder / LAST).write_text(run, encoding="utf-8")
         return run
 
     def end(self) -> None:
@@ -79,10 +80,15 @@ class RunFolder:
             self._lock = None
 
 
+def last_run(folder: Path) -> str:
+    """The name of the last run that saved checkpoints in the folder; empty if none did."""
+    name = folder / LAST
+    return name.read_text(encoding="utf-8") if name.exists() else ""
+
+
 def last_checkpoint(folder: str) -> str | None:
     """The newest complete checkpoint of the last run in the folder; its files are not compared with their manifest."""
-    lock = Path(folder, LOCK)
-    run = lock.read_text(encoding="utf-8") if lock.exists() else None
+    run = last_run(Path(folder))
     found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{MANIFEST}")]
     steps = [
         int(path.name.rpartition("-")[2])

@@ -29,7 +29,7 @@ from ...errors import ConfigError, SparseOptError
 from ...files import written_aside
 from ...integrations import DeltaLogCallback, SparseArguments, sparse_trainer
 from ...integrations.rates import rate_factor
-from ...integrations.run_folder import LOCK, RunFolder
+from ...integrations.run_folder import LAST, LOCK, RunFolder
 from ...integrations.trl.console import ProgressLines
 from ...masks.mask_set import MaskSet
 from ...tables import format_bytes, table
@@ -92,7 +92,7 @@ def _folder(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output_dir is {folder}, which is not a folder")
     is_earlier = (folder / RESULTS).is_file()
-    if not is_earlier and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+    if not is_earlier and folder.is_dir() and any(path.name not in (LOCK, LAST) for path in folder.iterdir()):
         raise ConfigError(f"--output_dir is {folder}, which holds other files: choose a new or empty folder")
     lock = RunFolder(str(folder))
     lock.begin(None, newest=False, saves=True)
