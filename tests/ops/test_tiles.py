@@ -6,8 +6,9 @@ and results are compared bit by bit.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -263,6 +264,37 @@ def test_tokens_in_parts_are_all_there(side, dtype, tile_size, backend):
         assert flag.item() == math.inf
 
 
+def of_experts(call: Call, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Make the matrices of a call stacks of one for each expert; return the offsets of their tokens, and the gradient."""
+    bounds = [0, *itertools.accumulate(counts)]
+    for i, g in enumerate(call.grad_outputs):
+        call.grad_outputs[i] = g[:, : g.shape[1] // len(counts)].contiguous()
+    expected = []
+    for g, x, mask in zip(call.grad_outputs, call.inputs, call.masks, strict=True):
+        parts = [g[a:b].double().T @ x[a:b].double() for a, b in itertools.pairwise(bounds)]
+        expected.append(torch.cat(parts)[mask.to(g.device)])
+    return torch.tensor(bounds[1:], dtype=torch.int32).to(call.out.device), torch.cat(expected)
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 9, 1), pytest.param((3000, 0, 5000, 20), marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("tile_size", [64, 128])
+def test_tiles_of_experts(tile_size, counts, any_place):
+    """Of sorted tokens, with experts that have none, and tokens of no expert at the end."""
+    device, backend = any_place
+    small = backend == "triton" and device == "cpu"
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = ((4 * 128, 130),) if small else ((4 * 128, 130), (4 * 256, 64))
+        call = make(device, shapes=shapes, tokens=(sum(counts) + 3,), tile_size=tile_size, dtype=dtype, density=0.3)
+        offsets, values = of_experts(call, counts)
+        sum_sq = torch.full((len(shapes),), math.nan, device=device)
+        got = call.run(backend, token_offsets=offsets, sum_sq=sum_sq)
+        assert torch.equal(got[PADDING:-PADDING].double(), values)
+        assert_sums(sum_sq, call, got)
+        held = call.out[PADDING:-PADDING].double()
+        added = call.run(backend, token_offsets=offsets, accumulate=True)
+        assert torch.equal(added[PADDING:-PADDING].double(), held + values)
+
+
 def test_tiles_keep_all_bits_of_fp32_operands(any_place):
     """One token for each row, and one for each column: every sum has one term, x or g itself, of 24 bits."""
     device, backend = any_place
@@ -446,6 +478,14 @@ BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
     ),
     "dtype of out": (lambda c: {"out": c.out.double()}, "out is torch.float64, expected"),
     "shape of out": (lambda c: {"out": c.out.view(1, -1)}, "out "),
+    "dtype of offsets": (
+        lambda c: {"token_offsets": torch.tensor([5])},
+        "token_offsets is torch.int64, expected int32",
+    ),
+    "rows of experts": (
+        lambda c: {"token_offsets": torch.tensor([5], dtype=torch.int32)},
+        r"grad_outputs\[0\] has shape \[5, 65\], expected a multiple of tile_size 64 rows with token_offsets",
+    ),
     "scale": (
         lambda c: {"scale": torch.ones(2)},
         r"scale is torch.float32 of shape \[2\], expected one float32 element",

@@ -22,17 +22,22 @@ class Tiles:
     ends: list[int]
     tile_size: int
     _first_rows: dict[int, list[int]] = field(default_factory=dict)
+    _own_tables: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Segments, which: Collection[int], tile_size: int) -> Tiles:
-        """Return the tiles of the parameters in `which`, matrices whose active elements are whole tiles."""
+        """Return the tiles of the parameters in `which`, whose active elements are whole tiles.
+
+        They are matrices, or stacks of matrices whose rows are multiples of the tile size: then of all rows together.
+        """
         parts: list[Tensor] = []
         starts, ends, n = [], [], 0
         for i, param in enumerate(segments.params):
             starts.append(n)
             if i in which:
                 first_slot = segments.starts[i]
-                parts.append(tile_table(segments.positions(i), tuple(param.shape), tile_size, first_slot=first_slot))
+                shape = param.numel() // param.shape[-1], param.shape[-1]
+                parts.append(tile_table(segments.positions(i), shape, tile_size, first_slot=first_slot))
                 n += len(parts[-1])
             ends.append(n)
         return cls(torch.cat(parts), starts, ends, tile_size)
@@ -40,6 +45,14 @@ class Tiles:
     def has(self, i: int) -> bool:
         """Whether parameter i is tiled."""
         return self.starts[i] < self.ends[i]
+
+    def of_first_slot(self, i: int, first_slot: int) -> Tensor:
+        """Return the tiles of parameter i, as a table whose slots count from its first one, `first_slot`."""
+        if i not in self._own_tables:
+            own = self.table[self.starts[i] : self.ends[i]].clone()
+            own[:, 2] -= first_slot
+            self._own_tables[i] = own
+        return self._own_tables[i]
 
     def of_rows(self, i: int, begin: int, end: int) -> Tensor:
         """Return the tiles of rows [begin, end) of parameter i, as a table for the matrix of these rows.
