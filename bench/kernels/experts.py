@@ -93,7 +93,7 @@ class Tiled:
         )
 
     def bound_bytes(self) -> float:
-        """bf16 operands of tiles, each element read once, and fp32 gradients written; as if experts had equal tokens."""
+        """bf16 operands of tiles, each element read once, and fp32 gradients written; all experts with equal tokens."""
         widths, experts = 0, len(self.gradients.token_offsets)
         for (_, rows, columns), start, end in zip(self.gradients.shapes.values(), self.starts, self.ends, strict=True):
             first_row, first_column = self.tiles[start:end, 0], self.tiles[start:end, 1]

@@ -265,7 +265,7 @@ def test_tokens_in_parts_are_all_there(side, dtype, tile_size, backend):
 
 
 def of_experts(call: Call, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Make the matrices of a call stacks of one for each expert; return the offsets of their tokens, and the gradient."""
+    """Make each matrix a stack of one for each expert; return the offsets of their tokens, and the gradient."""
     bounds = [0, *itertools.accumulate(counts)]
     for i, g in enumerate(call.grad_outputs):
         call.grad_outputs[i] = g[:, : g.shape[1] // len(counts)].contiguous()
