@@ -105,10 +105,6 @@ struct TileCall {
     if (!offsets) return;
     check_dtype("token_offsets", *offsets, ScalarType::Int);
     check_flat("token_offsets", *offsets, offsets->numel, device);
-    for (int64_t size : rows) {
-      SPARSE_OPT_CHECK(size % args.tile_size == 0, "with token_offsets, grad_outputs have ", size,
-                       " columns, expected multiples of tile_size ", args.tile_size);
-    }
     args.token_offsets = offsets->as<const int32_t>();
     args.experts = offsets->numel;
   }

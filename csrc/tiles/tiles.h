@@ -12,8 +12,8 @@ namespace sparse_opt {
 // `tiles` holds a tile's first row, first column, first slot, and the slots from one of its rows to the next. Matrix i
 // has tiles [starts[i], ends[i]). Lists are in host memory.
 //
-// With token_offsets, each matrix is the stack [experts * rows[i], columns[i]] of one gradient for each expert. The
-// tokens are sorted by expert, those of expert e end before token_offsets[e], and no tile is in two experts.
+// With token_offsets, each matrix is a stack of one gradient for each expert, with rows [e * rows[i], (e + 1) * rows[i])
+// of expert e in `tiles`. The tokens are sorted by expert, and those of expert e end before token_offsets[e].
 struct TileArguments {
   int64_t count = 0;
   void* const* grad_outputs = nullptr;  // [count], [tokens, rows] each

@@ -146,8 +146,7 @@ def tile_weight_grad_(
             run of one backend, and equal up to rounding between backends.
         token_offsets: [experts] int32, of a mixture of experts, as for torch's `grouped_mm`: the tokens are sorted by
             expert, and those of expert e are [token_offsets[e - 1], token_offsets[e]), from 0 on for the first. Weight
-            i is then a stack of [rows, columns] for each expert, `tile_table` takes its shape as (experts * rows,
-            columns), and rows must be a multiple of the tile size. The gradient of an expert without tokens is 0.
+            i is then [experts, rows, columns], in `tile_table` too. The gradient of an expert without tokens is 0.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.

@@ -157,9 +157,6 @@ def choose(
             param = shard.unsharded
             if param not in layers:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
-            elif param.dim() > 2 and param.shape[-2] % tile_size:
-                reason = f"its matrices have {param.shape[-2]} rows, expected a multiple of {tile_size}"
-                refused[bucket.names[i]] = reason
             elif _tiled(layers[param], bucket, i, tile_size, everywhere=tile_backward is True):
                 chosen[-1].append(i)
     if tile_backward and not any(chosen):

@@ -26,18 +26,14 @@ class Tiles:
 
     @classmethod
     def of(cls, segments: Segments, which: Collection[int], tile_size: int) -> Tiles:
-        """Return the tiles of the parameters in `which`, whose active elements are whole tiles.
-
-        They are matrices, or stacks of matrices whose rows are multiples of the tile size: then of all rows together.
-        """
+        """Return the tiles of the parameters in `which`, matrices or stacks of them with masks of whole tiles."""
         parts: list[Tensor] = []
         starts, ends, n = [], [], 0
         for i, param in enumerate(segments.params):
             starts.append(n)
             if i in which:
                 first_slot = segments.starts[i]
-                shape = param.numel() // param.shape[-1], param.shape[-1]
-                parts.append(tile_table(segments.positions(i), shape, tile_size, first_slot=first_slot))
+                parts.append(tile_table(segments.positions(i), tuple(param.shape), tile_size, first_slot=first_slot))
                 n += len(parts[-1])
             ends.append(n)
         return cls(torch.cat(parts), starts, ends, tile_size)
