@@ -174,8 +174,12 @@ def test_whole_experts_and_experts_without_tokens(kind, device):
     flags = {name: torch.zeros(getattr(module, name).shape, dtype=torch.bool) for name in ("gate_up_proj", "down_proj")}
     for flag in flags.values():
         flag[experts] = True
+    if kind == "gpt_oss":  # the mask's pattern is that of the biases
+        flags["down_proj_bias"] = flags["down_proj"][:, 0].clone()
     mask = MaskSet.from_bool(flags)
+    assert mask.pattern.startswith("run" if kind == "gpt_oss" else "tile")
     tiles, twin, dense = pair_of(module, mask)
+    assert set(tiles.tiled_parameters) == {"gate_up_proj", "down_proj"}
     for m in (module, twin):
         m(*tokens(m, chosen=[1, 2, 3])).square().sum().backward()
     assert_same_gradients(tiles, dense)

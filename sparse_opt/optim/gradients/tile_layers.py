@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from ...masks.patterns import PATTERNS
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
+from ..segments import Segments
 from . import tile_backward, tile_embedding, tile_experts
 from .collector import Receiver
 from .tile_backward import LinearRoute, Route
@@ -137,28 +138,30 @@ def choose(
     Raises:
         ValueError: `tile_backward` is True and no parameter supports it; names the reasons.
     """
-    tile_size = PATTERNS[pattern][0]
     if tile_backward is False:
         return [None] * len(buckets)
-    if tile_size not in TILE_SIZES or grads != "compact" or model is None:
-        if tile_backward:
-            raise ValueError(
-                "tile_backward=True needs grads='compact', a model (params or model=) and a mask of pattern tile64 or "
-                f"tile128; grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
-                f"pattern {pattern!r}"
-            )
-        return [None] * len(buckets)
-    layers, why = find(model, _unsharded(buckets))
+    in_tiles = PATTERNS[pattern][0] in TILE_SIZES
+    tile_size = PATTERNS[pattern][0] if in_tiles else TILE_SIZES[-1]
+    possible = grads == "compact" and model is not None
+    layers, why = find(model, _unsharded(buckets)) if grads == "compact" and model is not None else ({}, {})
     refused: dict[str, str] = {}
     chosen: list[list[int]] = []
     for bucket in buckets:
         chosen.append([])
-        for i, shard in enumerate(bucket.shards):
+        for i, shard in enumerate(bucket.shards) if possible else ():
             param = shard.unsharded
+            if not in_tiles and not _are_whole_matrices(bucket.unsharded, i):
+                continue
             if param not in layers:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
             elif _tiled(layers[param], bucket, i, tile_size, everywhere=tile_backward is True):
                 chosen[-1].append(i)
+    if tile_backward and not any(chosen) and not (possible and (in_tiles or refused)):
+        raise ValueError(
+            "tile_backward=True needs grads='compact', a model (params or model=) and a mask of pattern tile64 or "
+            f"tile128; grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
+            f"pattern {pattern!r}"
+        )
     if tile_backward and not any(chosen):
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
         raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
@@ -166,6 +169,20 @@ def choose(
         Tiles.of(bucket.unsharded, which, tile_size) if which else None
         for bucket, which in zip(buckets, chosen, strict=True)
     ]
+
+
+def _are_whole_matrices(segments: Segments, i: int) -> bool:
+    """Whether parameter i is a stack of matrices, and the active elements are all of some of them.
+
+    They are whole tiles then, whatever the mask's pattern, which may be that of the biases of the same experts.
+    """
+    shape, nnz = segments.params[i].shape, segments.ends[i] - segments.starts[i]
+    size = shape[-1] * shape[-2] if len(shape) == 3 else 0
+    if not size or not nnz or nnz % size:
+        return False
+    positions = segments.positions(i).view(-1, size)
+    first, last = positions[:, 0], positions[:, -1]
+    return bool(((first % size == 0) & (last - first == size - 1)).all())
 
 
 def _unsharded(buckets: Iterable[Bucket]) -> dict[Parameter, Parameter]:
