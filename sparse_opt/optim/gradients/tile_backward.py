@@ -54,7 +54,7 @@ class Route:
         self.transposed = transposed
         self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
         self.i, self._receiver = i, weakref.ref(receiver)
-        routes[int(self.number)] = self
+        route_of_number[int(self.number)] = self
 
     def gradient_use(self) -> GradientUse:
         """Return how the running backward pass uses the weight's gradient."""
@@ -175,7 +175,7 @@ class LinearRoute(LayerRoute):
         return use
 
 
-routes: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()
+route_of_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()
 
 
 # It must be named `forward`: pickle looks for a method of that name in the layer.
@@ -333,7 +333,7 @@ def _add_products(
 ) -> None:
     products: dict[int, tuple[Receiver | None, list[Product]]] = {}
     for grad_output, input, number, swapped in zip(grad_outputs, inputs, routes, transposed, strict=True):
-        route = routes.get(int(number))
+        route = route_of_number.get(int(number))
         use = use_in_compiled(route)
         receiver = None if route is None else route.receiver()
         _, its = products.setdefault(id(receiver), (receiver, []))
@@ -389,7 +389,7 @@ class _TileLinear(torch.autograd.Function):
             return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
         grad_input = None if weight is None else _input_gradient(grad_output, input, weight, ctx.transposed)
         left, right = (input, grad_output) if ctx.transposed else (grad_output, input)
-        grad_weight = _dense_gradient(routes.get(int(ctx.route)), _rows(left), _rows(right))
+        grad_weight = _dense_gradient(route_of_number.get(int(ctx.route)), _rows(left), _rows(right))
         return grad_input, grad_weight, grad_bias, None, None
 
 

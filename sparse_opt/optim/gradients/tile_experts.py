@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .collector import Receiver
-from .tile_backward import LOST_OPTIMIZER, Route, has_others_hooks, library, routes, use_in_compiled
+from .tile_backward import LOST_OPTIMIZER, Route, has_others_hooks, library, route_of_number, use_in_compiled
 
 # Other implementations have kernels of their own, which may round differently.
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
@@ -179,7 +179,7 @@ def _fake_product(input: Tensor, weight: Tensor, token_offsets: Tensor, transpos
 
 
 def _add_grouped_product(left: Tensor, right: Tensor, token_offsets: Tensor, number: Tensor) -> None:
-    route = routes.get(int(number))
+    route = route_of_number.get(int(number))
     if use_in_compiled(route) == "unused":
         return
     if not isinstance(route, ExpertsRoute) or not route.add_grouped_product(left, right, token_offsets):
@@ -225,7 +225,7 @@ class _TileGroupedMM(torch.autograd.Function):
 
 def _dense_gradient(number: Tensor | None, left: Tensor, right: Tensor, token_offsets: Tensor) -> Tensor | None:
     """Compute the weight's dense gradient, unless it is unused or the optimizer takes it by tiles."""
-    route = None if number is None else routes.get(int(number))
+    route = None if number is None else route_of_number.get(int(number))
     if isinstance(route, ExpertsRoute):
         use = route.gradient_use()
         if use == "unused" or (use == "accumulated" and route.add_grouped_product(left, right, token_offsets)):

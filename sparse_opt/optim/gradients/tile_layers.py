@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...masks.patterns import PATTERNS
@@ -105,7 +105,7 @@ def _layer_type(module: nn.Module) -> type:
 def _why_not(name: str, module: nn.Module, param: Parameter) -> str:
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     kind = _layer_type(module)
-    forward = tile_backward.forward
+    forward: Callable[..., Tensor] = tile_backward.forward
     if name in tile_experts.weight_names(module):
         forward = tile_experts.forward
         if reason := tile_experts.why_not(module, param):
