@@ -170,7 +170,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 ("tile64-bf16-ragged", {**_RAGGED, "TILE": 64, "out": "*bf16"}),
                 ("tile64-bf16-split", {**_SPLIT, "TILE": 64}),
                 ("tile128-bf16-one", {**_ONE_MATRIX, "TILE": 128, "ACCUMULATE": False, "scale": None}),
-                ("tile64-bf16-experts", {**_ONE_MATRIX, "TILE": 64, "token_offsets": "*i32", "scale": None}),
+                ("tile64-bf16-experts-one", {**_ONE_MATRIX, "TILE": 64, "token_offsets": "*i32", "scale": None}),
                 ("tile128-bf16-experts", {"TILE": 128, "token_offsets": "*i32"}),
             ]
         ],
