@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet, ops
 
-from ..shapes import QWEN3_30B_A3B_SIZES
+from ..shapes import QWEN3_30B_A3B_SIZES, total_numel
 from .bounds import Traffic
 from .inputs import segments
 from .recorder import TORCH, Recorder
@@ -107,6 +107,7 @@ def time_rows(recorder: Recorder, generator: torch.Generator) -> None:
     cpu = recorder.device.type == "cpu"
     experts, tokens = (CPU_EXPERTS, CPU_TOKENS) if cpu else (QWEN3_30B_A3B_SIZES["experts"], TOKENS)
     gradients = ExpertGradients(experts, tokens, generator)
+    recorder.common = {**recorder.common, "numel": total_numel(gradients.shapes)}
     peers: dict[str, Any] = {GROUPED_MM: {"work": GROUPED_MM, "backend": TORCH, "density": None, "pattern": None}}
     works = [recorder.work(GROUPED_MM, TORCH, None, gradients.dense, tokens=tokens)]
     for pattern in PATTERNS:
