@@ -12,22 +12,22 @@ namespace sparse_opt {
 // `tiles` holds a tile's first row, first column, first slot, and the slots from one of its rows to the next. Matrix i
 // has tiles [starts[i], ends[i]). Lists are in host memory.
 //
-// With token_offsets, each matrix is a stack of one gradient for each expert, with rows [e * rows[i], (e + 1) * rows[i])
-// of expert e in `tiles`. The tokens are sorted by expert, and those of expert e end before token_offsets[e].
+// With token_offsets, each matrix is a stack of one gradient for each expert, with rows [e * rows[i], (e + 1) *
+// rows[i]) of expert e in `tiles`. The tokens are sorted by expert, and those of expert e end before token_offsets[e].
 struct TileArguments {
   int64_t count = 0;
-  void* const* grad_outputs = nullptr;  // [count], [tokens, rows] each
-  void* const* inputs = nullptr;        // [count], [tokens, columns] each
-  const int64_t* tokens = nullptr;      // [count]
-  const int64_t* rows = nullptr;        // [count]
-  const int64_t* columns = nullptr;     // [count]
-  const int64_t* starts = nullptr;      // [count]
-  const int64_t* ends = nullptr;        // [count]
-  const int64_t* tiles = nullptr;       // [tiles, 4], on the device
+  void* const* grad_outputs = nullptr;     // [count], [tokens, rows] each
+  void* const* inputs = nullptr;           // [count], [tokens, columns] each
+  const int64_t* tokens = nullptr;         // [count]
+  const int64_t* rows = nullptr;           // [count]
+  const int64_t* columns = nullptr;        // [count]
+  const int64_t* starts = nullptr;         // [count]
+  const int64_t* ends = nullptr;           // [count]
+  const int64_t* tiles = nullptr;          // [tiles, 4], on the device
   const int32_t* token_offsets = nullptr;  // [experts], on the device, may be null
   int64_t experts = 0;
-  int tile_size = 0;                    // 64 or 128
-  DType dtype = DType::kFloat32;        // of grad_outputs and inputs
+  int tile_size = 0;              // 64 or 128
+  DType dtype = DType::kFloat32;  // of grad_outputs and inputs
   DType out_dtype = DType::kFloat32;
   void* out = nullptr;           // [nnz]
   const float* scale = nullptr;  // [1], may be null
