@@ -71,6 +71,26 @@ def qwen2_config(sizes: Mapping[str, int], max_length: int) -> Any:
     )
 
 
+def qwen3_moe_config(sizes: Mapping[str, int], max_length: int) -> Any:
+    """The transformers configuration of a Qwen3 mixture of experts; ``sizes`` as `QWEN3_30B_A3B_SIZES`."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=sizes["vocab"],
+        hidden_size=sizes["hidden"],
+        moe_intermediate_size=sizes["expert_intermediate"],
+        num_experts=sizes["experts"],
+        num_experts_per_tok=sizes["experts_per_token"],
+        num_hidden_layers=sizes["n_layers"],
+        num_attention_heads=sizes["n_heads"],
+        num_key_value_heads=sizes["n_kv_heads"],
+        head_dim=sizes["head_dim"],
+        max_position_embeddings=max(2048, max_length),
+        tie_word_embeddings=False,
+        norm_topk_prob=True,
+    )
+
+
 def random_model(config: Any, device: torch.device, seed: int) -> nn.Module:
     """The causal language model of a configuration with random bf16 weights, created on the device."""
     from transformers import AutoModelForCausalLM
@@ -126,6 +146,18 @@ QWEN_2_5_14B_SIZES = {
     "vocab": 152064,
 }
 
+# 30.5 B elements, output layer not tied. https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+QWEN3_30B_A3B_SIZES = {
+    "hidden": 2048,
+    "expert_intermediate": 768,
+    "experts": 128,
+    "experts_per_token": 8,
+    "n_layers": 48,
+    "n_heads": 32,
+    "n_kv_heads": 4,
+    "head_dim": 128,
+    "vocab": 151936,
+}
 # 32.8 B elements, output layer not tied. https://huggingface.co/Qwen/Qwen2.5-32B/blob/main/config.json
 QWEN_2_5_32B_SIZES = {**QWEN_2_5_14B_SIZES, "intermediate": 27648, "n_layers": 64}
 # Whole tiles of 64 by 64, and so few weights that every variant of a benchmark runs on a CPU.

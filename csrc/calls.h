@@ -101,6 +101,14 @@ struct TileCall {
     args.found_inf = optional_float_data("found_inf", found_inf, 1, device);
   }
 
+  void set_token_offsets(const OptionalTensor& offsets, Device device) {
+    if (!offsets) return;
+    check_dtype("token_offsets", *offsets, ScalarType::Int);
+    check_flat("token_offsets", *offsets, offsets->numel, device);
+    args.token_offsets = offsets->as<const int32_t>();
+    args.experts = offsets->numel;
+  }
+
   void check_partly(const TensorView& partial_sums, Ints first_partials) const {
     check_dtype("partial_sums", partial_sums, ScalarType::Float);
     SPARSE_OPT_CHECK(first_partials.size() == tokens.size(), "there are ", first_partials.size(),

@@ -24,10 +24,12 @@ void masked_grad_gather_(const TensorView& out, TensorList dense, const TensorVi
 template <typename OnDevice>
 void tile_weight_grad_(const TensorView& out, TensorList grad_outputs, TensorList inputs, const TensorView& tiles,
                        Ints starts, Ints ends, int64_t tile_size, const OptionalTensor& scale, bool accumulate,
-                       const OptionalTensor& sum_sq, const OptionalTensor& found_inf) {
+                       const OptionalTensor& sum_sq, const OptionalTensor& found_inf,
+                       const OptionalTensor& token_offsets) {
   TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, accumulate, found_inf);
   call.args.scale = optional_float_data("scale", scale, 1, tiles.device);
   call.args.sum_sq = optional_float_data("sum_sq", sum_sq, call.args.count, tiles.device);
+  call.set_token_offsets(token_offsets, tiles.device);
   OnDevice::tiles(call.args, tiles.device.index);
 }
 

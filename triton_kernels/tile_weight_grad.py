@@ -130,7 +130,7 @@ def _store_rows(
     WHOLE: tl.constexpr,
 ):
     row = first + tl.arange(0, ROWS)
-    height = rows - tl.load(tiles + 4 * tile)
+    height = rows - tl.load(tiles + 4 * tile) % rows  # of an expert's matrix, if there are experts
     width = columns - tl.load(tiles + 4 * tile + 1)
     at = out + (tl.load(tiles + 4 * tile + 2) + row * tl.load(tiles + 4 * tile + 3))
     if scale is not None:
@@ -174,6 +174,7 @@ def _tile_weight_grad_kernel(
     sums,  # [splits, active tiles, TILE, TILE] fp32, or None without splits
     partials,  # [active tiles] fp32 or None
     found_inf,  # [1] or None
+    token_offsets,  # [experts] int32 or None
     start: tl.int64,  # first tile of the one matrix
     tokens: tl.int64,
     rows: tl.int64,
@@ -202,7 +203,15 @@ def _tile_weight_grad_kernel(
     # The compiler derives that an argument is a multiple of ALIGN from a computation only.
     rows = rows // ALIGN * ALIGN
     columns = columns // ALIGN * ALIGN
-    first_row = tl.multiple_of(tl.load(tiles + 4 * tile), TILE)
+    first_row = tl.load(tiles + 4 * tile)
+    if token_offsets is not None:
+        expert = first_row // rows
+        before = tl.load(token_offsets + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+        tokens = tl.minimum(tl.load(token_offsets + expert).to(tl.int64), tokens) - before
+        grad_output += before * rows
+        x += before * columns
+        first_row -= expert * rows
+    first_row = tl.multiple_of(first_row, TILE)
     first_column = tl.multiple_of(tl.load(tiles + 4 * tile + 1), TILE)
 
     steps_each = tl.cdiv(tl.cdiv(tokens, STEP), tl.num_programs(1))
@@ -341,6 +350,7 @@ def tile_weight_grad_(
     accumulate: bool = False,
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
+    token_offsets: Tensor | None = None,
 ) -> None:
     """`sparse_opt.ops.tile_weight_grad_` in one launch, a second one if tokens are split, and one for `sum_sq`."""
     n = len(grad_outputs)
@@ -359,7 +369,10 @@ def tile_weight_grad_(
         operand_size = grad_outputs[0].element_size()
         options = tile_options(tile_size, operand_size, sizes_of(device))
         matrices = operand_rows(grad_outputs, inputs)
-        splits = _splits(active, max(m.tokens for m in matrices), tile_size, device)
+        tokens = max(m.tokens for m in matrices)
+        if token_offsets is not None:
+            tokens //= max(1, len(token_offsets))  # of an expert, on average
+        splits = _splits(active, tokens, tile_size, device)
         bands = tile_size // BAND if splits > 1 else 1
 
         operands = blocks = grad_output = x = firsts = None
@@ -398,6 +411,7 @@ def tile_weight_grad_(
             sums,
             None if splits > 1 else partials,
             None if splits > 1 else found_inf,
+            token_offsets,
             start,
             tokens,
             rows,

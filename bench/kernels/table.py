@@ -22,12 +22,12 @@ from .. import rows
 from ..harness import Benchmark, comma_separated, one_of_each
 from ..rows import Run
 from ..shapes import LLAMA_3_2_3B, scaled, total_numel
-from . import inputs, tiles
+from . import experts, inputs, tiles
 from .cases import Active
 from .recorder import TORCH, Recorder
 from .weights import WeightRows
 
-PARTS = ("weights", "tiles", "deltas")
+PARTS = ("weights", "tiles", "experts", "deltas")
 DENSITIES, PATTERNS, DELTA_DENSITIES = (0.025, 0.1), ("run16", "run32", "tile64", "tile128"), (0.01, 0.025, 0.1)
 PATTERN_DENSITY = 0.025
 
@@ -82,6 +82,8 @@ def measure(args: Namespace, run: Run) -> None:
             ).run()
         elif part == "tiles":
             tiles.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
+        elif part == "experts":
+            experts.time_rows(recorder, generator)
         else:
             for density in DELTA_DENSITIES:
                 time_delta(recorder, delta_numel, density, generator)

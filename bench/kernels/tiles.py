@@ -45,7 +45,7 @@ ROUNDS = 10
 # has one sign: over the T / 16 additions of a tensor core's sum that ends at 7 standard deviations, it adds up to
 # T / 16 * 2^-24 * 3.5 sqrt(T), 10 * 2^-23 T at T = 8192. 32 covers both, on both sides. A token that is missing or
 # counted twice is an error of about 1, 32 times as much at T = 8192.
-_SUM_ULPS = 32
+SUM_ATOL = 32 * 2.0**-23  # for each token
 # The sum of squares has positive terms, and each addition rounds by at most 2^-24 of the sum. No chain of additions is
 # longer than this: a thread's share of a tile, then the tiles of a matrix of this shape.
 SUM_RTOL = 2048 * 2.0**-24
@@ -119,7 +119,7 @@ def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
     for written in (gradients.out, gradients.sum_sq):
         written.fill_(float("nan"))
     gradients.compute(backend, calls)
-    atol = _SUM_ULPS * 2.0**-23 * operands.tokens
+    atol = SUM_ATOL * operands.tokens
     for i, name in enumerate(operands.shapes):
         where = slice(mask.slots[i], mask.slots[i + 1])
         found = gradients.out[where]

@@ -15,11 +15,13 @@ from ..shapes import (
     LLAMA_3_1_8B_SIZES,
     LLAMA_3_2_3B_SIZES,
     LLAMA_3_70B_SIZES,
+    QWEN3_30B_A3B_SIZES,
     QWEN_2_5_14B_SIZES,
     QWEN_2_5_32B_SIZES,
     TINY_SIZES,
     llama_config,
     qwen2_config,
+    qwen3_moe_config,
 )
 from ..training.baseline.inputs import without_weights
 
@@ -30,7 +32,7 @@ Method = Literal["dense", "lora", "sparse", "lean"]
 class Shape:
     """A model's family and sizes; ``sizes`` as for `llama_matrices`."""
 
-    family: Literal["llama", "qwen2"]
+    family: Literal["llama", "qwen2", "qwen3_moe"]
     sizes: Mapping[str, int]
     tied: bool = False  # whether the output layer's weight is the embedding
 
@@ -38,6 +40,8 @@ class Shape:
         """The transformers configuration."""
         if self.family == "qwen2":
             return qwen2_config(self.sizes, max_length)
+        if self.family == "qwen3_moe":
+            return qwen3_moe_config(self.sizes, max_length)
         return llama_config(self.sizes, max_length, tie_word_embeddings=self.tied)
 
 
@@ -46,6 +50,7 @@ SHAPES = {
     "8b": Shape("llama", LLAMA_3_1_8B_SIZES),
     "14b": Shape("qwen2", QWEN_2_5_14B_SIZES),
     "32b": Shape("qwen2", QWEN_2_5_32B_SIZES),
+    "qwen3_30b_a3b": Shape("qwen3_moe", QWEN3_30B_A3B_SIZES),
     "70b": Shape("llama", LLAMA_3_70B_SIZES),
     "tiny": Shape("llama", TINY_SIZES, tied=True),
     "tiny_qwen2": Shape("qwen2", TINY_SIZES),
@@ -116,8 +121,8 @@ class Case:
         return SHAPES[self.shape].config(self.sequence_length)
 
     def masked(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the matrices that the mask is drawn for."""
-        matrices = {name: shape for name, shape in parameter_shapes(self.shape).items() if len(shape) == 2}
+        """Name -> shape of the matrices, and stacks of experts' matrices, that the mask is drawn for."""
+        matrices = {name: shape for name, shape in parameter_shapes(self.shape).items() if len(shape) > 1}
         return {name: matrices[name] for name in select_names(matrices, exclude=self.exclude)}
 
     def least_bytes(self) -> int:

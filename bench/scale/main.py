@@ -3,7 +3,8 @@
 Each row is a process of its own, with random bf16 weights made on the device layer by layer, in transformers' Llama and
 Qwen2 classes. Steps are those of `sparse-opt bench baseline dpo`, on one pair.
 
-Models (--shapes): 3b Llama-3.2-3B, 8b Llama-3.1-8B, 14b Qwen2.5-14B, 32b Qwen2.5-32B, 70b Llama-3-70B.
+Models (--shapes): 3b Llama-3.2-3B, 8b Llama-3.1-8B, 14b Qwen2.5-14B, 32b Qwen2.5-32B, 70b Llama-3-70B,
+qwen3_30b_a3b Qwen3-30B-A3B, a mixture of experts.
 Methods (--methods):
   dense   full fine-tuning, torch's fused AdamW with bf16 moments, a frozen reference model
   lora    adapters of rank --lora_rank, which are off for the reference

@@ -351,7 +351,7 @@ void GradientBuffer::multiply_tiles_(const Queue& queue) {
     return;
   }
   call_native("sparse_opt_native::tile_weight_grad_", direct, values_, lefts, rights, table, starts, ends, tile_size,
-              std::optional<at::Tensor>(), queue.accumulate, sums, found_inf_);
+              std::optional<at::Tensor>(), queue.accumulate, sums, found_inf_, std::optional<at::Tensor>());
   for (size_t k = 0; k < queue.list.size(); ++k)
     sum_sq_.mutable_data_ptr<float>()[queue.list[k].i] = sums.const_data_ptr<float>()[k];
 }

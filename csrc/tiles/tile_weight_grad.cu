@@ -130,8 +130,8 @@ struct alignas(2 * sizeof(Out)) OutPair {
 // Two neighbours are stored as one word if they are aligned: four threads then write a sector.
 template <typename Out, int Tile, typename Sums>
 __device__ __forceinline__ Stored store_tile(const Sums& sums, const PairRange& pairs, const TileArguments& args,
-                                             const int64_t* tile, int64_t rows, int64_t columns) {
-  const int64_t first_row = tile[0], first_column = tile[1], stride = tile[3];
+                                             const int64_t* tile, int64_t first_row, int64_t rows, int64_t columns) {
+  const int64_t first_column = tile[1], stride = tile[3];
   const int height = static_cast<int>(rows - first_row < Tile ? rows - first_row : Tile);
   const int width = static_cast<int>(columns - first_column < Tile ? columns - first_column : Tile);
   Out* out = static_cast<Out*>(args.out) + tile[2];
@@ -178,8 +178,9 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
     (table.first_block[middle] <= block ? matrix : high) = middle;
   }
   const int64_t* tile = args.tiles + 4 * (table.first_tile[matrix] + block - table.first_block[matrix]);
-  const int64_t first_row = tile[0], first_column = tile[1];
-  const int64_t tokens = table.tokens[matrix], rows = table.rows[matrix], columns = table.columns[matrix];
+  const int64_t rows = table.rows[matrix], columns = table.columns[matrix];
+  const TilePlace place = place_of(args, tile[0], rows, table.tokens[matrix]);
+  const int64_t first_row = place.row, first_column = tile[1], tokens = place.tokens;
 
   const int64_t all_steps = (tokens + Shape::kStep - 1) / Shape::kStep;
   const int64_t steps_each = (all_steps + splits - 1) / splits;
@@ -188,8 +189,8 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
   const int64_t steps = left_steps < steps_each ? left_steps : steps_each;  // negative if none are left
   const int64_t first_token = first_step * Shape::kStep;
 
-  OperandLoader<T, Tile, Aligned> a(table.grad_outputs[matrix], rows, first_row, first_token);
-  OperandLoader<T, Tile, Aligned> b(table.inputs[matrix], columns, first_column, first_token);
+  OperandLoader<T, Tile, Aligned> a(table.grad_outputs[matrix], rows, first_row, place.first_token + first_token);
+  OperandLoader<T, Tile, Aligned> b(table.inputs[matrix], columns, first_column, place.first_token + first_token);
   const auto load = [&](int64_t step) {
     if (step < steps) {
       char* stage = stages + step % Shape::kStages * Shape::kStageBytes;
@@ -220,13 +221,13 @@ __global__ void __launch_bounds__(TileShape<T, Tile>::kThreads)
   Stored stored;
   switch (args.out_dtype) {  // at run time: a kernel for each would take minutes to compile
     case DType::kFloat32:
-      stored = store_tile<float, Tile>(sums, pairs, args, tile, rows, columns);
+      stored = store_tile<float, Tile>(sums, pairs, args, tile, first_row, rows, columns);
       break;
     case DType::kBFloat16:
-      stored = store_tile<bfloat16, Tile>(sums, pairs, args, tile, rows, columns);
+      stored = store_tile<bfloat16, Tile>(sums, pairs, args, tile, first_row, rows, columns);
       break;
     case DType::kFloat16:
-      stored = store_tile<float16, Tile>(sums, pairs, args, tile, rows, columns);
+      stored = store_tile<float16, Tile>(sums, pairs, args, tile, first_row, rows, columns);
       break;
   }
   if (args.found_inf != nullptr && __syncthreads_or(stored.not_finite) && threadIdx.x == 0) {
@@ -287,8 +288,7 @@ int splits_of(const TileArguments& args) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   const double tiles = static_cast<double>(args.active()) / multiprocessors;
-  int64_t tokens = 0;
-  for (int64_t i = 0; i < args.count; ++i) tokens = std::max(tokens, args.tokens[i]);
+  const int64_t tokens = args.most_tokens();
   for (const SplitRule& rule : Tile == 64 ? std::span<const SplitRule>(kRules64) : std::span(kRules128)) {
     if (tiles <= rule.most_tiles && tokens >= rule.least_tokens) return rule.splits;
   }

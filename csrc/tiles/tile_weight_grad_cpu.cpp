@@ -163,12 +163,13 @@ class Strips {
     const int64_t strip = in_tile % strips_per_side_;
     const int64_t strips = std::min({end - begin, strips_per_side_ - strip, kSide / kStrip});
     const int64_t skip_rows = strip * kStrip, skip_columns = in_tile / strips_per_side_ * kSide;
-    const int64_t row = tile[0] + skip_rows, column = tile[1] + skip_columns;
+    const TilePlace place = place_of(args_, tile[0], args_.rows[matrix], args_.tokens[matrix]);
+    const int64_t row = place.row + skip_rows, column = tile[1] + skip_columns;
     const int64_t rows = std::min(args_.rows[matrix] - row, strips * kStrip);
     const int64_t columns = std::min(args_.columns[matrix] - column, kSide);
     if (rows > 0 && columns > 0) {
       alignas(64) Sums sums;
-      add_up(matrix, row, rows, column, columns, sums);
+      add_up(matrix, place, row, rows, column, columns, sums);
       for (int64_t s = 0; s * kStrip < rows; ++s) {
         Stored stored;
         for (int64_t r = s * kStrip; r < std::min(rows, (s + 1) * kStrip); ++r) {
@@ -186,13 +187,15 @@ class Strips {
   }
 
  private:
-  void add_up(int64_t matrix, int64_t row, int64_t rows, int64_t column, int64_t columns, Sums& sums) const {
+  void add_up(int64_t matrix, const TilePlace& place, int64_t row, int64_t rows, int64_t column, int64_t columns,
+              Sums& sums) const {
     alignas(64) Packed g, x;
     std::memset(sums, 0, sizeof(Sums));
     const int64_t all_rows = args_.rows[matrix], all_columns = args_.columns[matrix];
     const int64_t size = element_size(args_.dtype);
-    for (int64_t token = 0; token < args_.tokens[matrix]; token += kTokens) {
-      const int64_t tokens = std::min(kTokens, args_.tokens[matrix] - token);
+    const int64_t end = place.first_token + place.tokens;
+    for (int64_t token = place.first_token; token < end; token += kTokens) {
+      const int64_t tokens = std::min(kTokens, end - token);
       const char* grad_outputs = static_cast<const char*>(args_.grad_outputs[matrix]) + token * all_rows * size;
       const char* inputs = static_cast<const char*>(args_.inputs[matrix]) + token * all_columns * size;
       pack(args_.dtype, grad_outputs, all_rows, row, tokens, rows, g);
@@ -212,8 +215,7 @@ void tile_weight_grad(const TileArguments& args, ParallelFor parallel_for) {
   const Strips strips(args);
   std::vector<double> squares(args.sum_sq != nullptr ? strips.count() : 0);
   std::atomic<bool> not_finite = false;
-  int64_t tokens = 1;
-  for (int64_t i = 0; i < args.count; ++i) tokens = std::max(tokens, args.tokens[i]);
+  const int64_t tokens = std::max<int64_t>(1, args.most_tokens());
   const int64_t per_piece = std::max<int64_t>(1, kPieceProducts / (kStrip * kSide * tokens));
   parallel_for((strips.count() + per_piece - 1) / per_piece, [&](int64_t first, int64_t last) {
     const int64_t end = std::min(last * per_piece, strips.count());

@@ -231,6 +231,8 @@ def tile_weight_grad_(out, grad_outputs, inputs, tiles, starts, ends, **kw: Any)
     for (_, end), (start, _) in itertools.pairwise(order):
         if start < end:
             _fail(op, f"two matrices share tile {start}; expected ranges of tiles that do not overlap")
+    if kw["token_offsets"] is not None:
+        _flat(op, "token_offsets", kw["token_offsets"], device, (torch.int32,))
     _flat(op, "out", out, device, FLOAT_DTYPES)
     _scalar(op, "scale", kw["scale"], device)
     _scalar(op, "found_inf", kw["found_inf"], device)

@@ -140,14 +140,18 @@ def tile_weight_grad_(
     accumulate=False,
     sum_sq=None,
     found_inf=None,
+    token_offsets=None,
 ) -> None:
     if sum_sq is not None:
         sum_sq.zero_()
     table = tiles.tolist()
+    offsets = None if token_offsets is None else [0, *token_offsets.tolist()]
     for i, (grad_output, x) in enumerate(zip(grad_outputs, inputs, strict=True)):
         grad_output, x = grad_output.flatten(0, -2).float(), x.flatten(0, -2).float()
         for row, column, slot, stride in table[starts[i] : ends[i]]:
-            g = grad_output[:, row : row + tile_size].T @ x[:, column : column + tile_size]
+            expert, row = divmod(row, grad_output.shape[1])
+            tokens = slice(None) if offsets is None else slice(offsets[expert], offsets[expert + 1])
+            g = grad_output[tokens, row : row + tile_size].T @ x[tokens, column : column + tile_size]
             where = out.as_strided(g.shape, (stride, 1), out.storage_offset() + slot)
             if scale is not None:
                 g = g * scale

@@ -123,6 +123,7 @@ def tile_weight_grad_(
     accumulate: bool = False,
     sum_sq: Tensor | None = None,
     found_inf: Tensor | None = None,
+    token_offsets: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Compute only the active tiles of linear layers' weight gradients, without a dense gradient.
@@ -143,6 +144,9 @@ def tile_weight_grad_(
         scale, accumulate, found_inf: as in `masked_grad_gather_`.
         sum_sq: [n] fp32, set to the sum of squares of each weight's part of `out`, as stored; the same bits on every
             run of one backend, and equal up to rounding between backends.
+        token_offsets: [experts] int32, of a mixture of experts, as for torch's `grouped_mm`: the tokens are sorted by
+            expert, and those of expert e are [token_offsets[e - 1], token_offsets[e]), from 0 on for the first. Weight
+            i is then [experts, rows, columns], in `tile_table` too. The gradient of an expert without tokens is 0.
 
     Raises:
         ValueError, BackendUnavailable: as in `indexed_adamw_`.

@@ -6,6 +6,7 @@ and results are compared bit by bit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -251,6 +252,52 @@ def test_tokens_in_parts_are_all_there(side, dtype, tile_size, backend):
         assert flag.item() == math.inf
 
 
+def stack_mask(shape: tuple[int, int, int], tile_size: int) -> Tensor:
+    """The active elements of random tiles of each matrix of a stack; the first has all, the last none."""
+    experts, rows, columns = shape
+    mask = MaskSet.random({str(e): (rows, columns) for e in range(experts)}, density=0.5, pattern=f"tile{tile_size}")
+    dense = torch.stack([mask.bool(str(e)) for e in range(experts)])
+    dense[0], dense[-1] = True, False
+    return dense
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 9, 1), pytest.param((3000, 0, 5000, 20), marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("tile_size", [64, 128])
+@pytest.mark.parametrize("rows", [128, 200])
+def test_tiles_of_experts(rows, tile_size, counts, any_place):
+    """Of sorted tokens, with experts that have none, and tokens of no expert at the end."""
+    device, backend = any_place
+    generator = torch.Generator().manual_seed(0)
+    experts, tokens, bounds = len(counts), sum(counts) + 3, [0, *itertools.accumulate(counts)]
+    offsets = torch.tensor(bounds[1:], dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        tables, starts, ends, expected, first = [], [], [], [], 0
+        grad_outputs, inputs = [], []
+        for columns in (130,) if backend == "triton" and device == "cpu" else (130, 64):
+            g, x = integers((tokens, rows), generator), integers((tokens, columns), generator)
+            dense = stack_mask((experts, rows, columns), tile_size)
+            positions = dense.view(-1).nonzero().view(-1)
+            tables.append(ops.tile_table(positions, dense.shape, tile_size, first_slot=first))
+            starts.append(sum(map(len, tables[:-1])))
+            ends.append(starts[-1] + len(tables[-1]))
+            first += len(positions)
+            expected.append(torch.stack([g[a:b].T @ x[a:b] for a, b in itertools.pairwise(bounds)])[dense])
+            grad_outputs.append(g.to(device, dtype))
+            inputs.append(x.to(device, dtype))
+        sum_sq = torch.full((len(inputs),), math.nan, device=device)
+        for accumulate in (False, True):
+            out = torch.full((first,), 7.0, device=device)
+            operands = out, grad_outputs, inputs, torch.cat(tables).to(device), starts, ends
+            options = {"accumulate": accumulate, "sum_sq": sum_sq, "token_offsets": offsets.to(device)}
+            ops.tile_weight_grad_(*operands, tile_size=tile_size, backend=backend, **options)
+            assert torch.equal(out.cpu(), torch.cat(expected) + 7.0 * accumulate)
+            squares = [
+                part.double().square().sum()
+                for part in (torch.cat(expected) + 7.0 * accumulate).split([len(part) for part in expected])
+            ]
+            torch.testing.assert_close(sum_sq.cpu().double(), torch.stack(squares), rtol=2**-14, atol=0)
+
+
 def test_tiles_of_matrices_that_share_their_input(any_place):
     device, backend = any_place
     shapes = ((70, 33),) * 3 if backend == "triton" and device == "cpu" else ((190, 140),) * 3
@@ -420,6 +467,10 @@ BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
     ),
     "dtype of out": (lambda c: {"out": c.out.double()}, "out is torch.float64, expected"),
     "shape of out": (lambda c: {"out": c.out.view(1, -1)}, "out "),
+    "dtype of offsets": (
+        lambda c: {"token_offsets": torch.tensor([5])},
+        "token_offsets is torch.int64, expected int32",
+    ),
     "scale": (
         lambda c: {"scale": torch.ones(2)},
         r"scale is torch.float32 of shape \[2\], expected one float32 element",

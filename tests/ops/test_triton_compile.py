@@ -59,6 +59,7 @@ _TILES = {
     "sums": None,
     "partials": "*fp32",
     "found_inf": "*fp32",
+    "token_offsets": None,
     "start": "i64",
     "tokens": "i64",
     "rows": "i64",
@@ -72,7 +73,7 @@ _ONE_MATRIX = {"operands": None, "blocks": None, "grad_output": "*bf16", "x": "*
 _SPLIT = {"sums": "*fp32", "partials": None, "found_inf": None}
 _RAGGED = {"ALIGN": 1, "WHOLE": False}
 _ADD_SPLITS = {
-    **{name: kind for name, kind in _TILES.items() if name not in ("grad_output", "x", "tokens")},
+    **{name: kind for name, kind in _TILES.items() if name not in ("grad_output", "x", "tokens", "token_offsets")},
     "sums": "*fp32",
     "active": "i64",
     "splits": "i32",
@@ -170,6 +171,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 ("tile64-bf16-ragged", {**_RAGGED, "TILE": 64, "out": "*bf16"}),
                 ("tile64-bf16-split", {**_SPLIT, "TILE": 64}),
                 ("tile128-bf16-one", {**_ONE_MATRIX, "TILE": 128, "ACCUMULATE": False, "scale": None}),
+                ("tile64-bf16-experts-one", {**_ONE_MATRIX, "TILE": 64, "token_offsets": "*i32", "scale": None}),
+                ("tile128-bf16-experts", {"TILE": 128, "token_offsets": "*i32"}),
             ]
         ],
         ("tile64-add", "tile_weight_grad", "add_splits", {**_ADD_SPLITS, "TILE": 64}),

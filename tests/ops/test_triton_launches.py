@@ -127,3 +127,18 @@ def test_parts_make_the_same_gradient(
     # Positive terms, so each addition rounds by 2^-24 of the sum at most. The longest chain, where everything is added
     # one by one: 32 columns, 4 parts, 16 rows, 48 bands (6 tiles of 64).
     torch.testing.assert_close(sum_sq.double(), torch.stack(squares), rtol=100 * 2.0**-24, atol=0)
+
+
+def test_parts_of_the_tokens_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_weight_grad, "LEAST_TOKENS", 20)
+    monkeypatch.setattr(tile_weight_grad, "WHOLE_BELOW", 0)
+    generator = torch.Generator().manual_seed(0)
+    grad_output, x = (torch.randint(-4, 5, (170, n), generator=generator).to(DEVICE, torch.bfloat16) for n in (64, 70))
+    offsets = torch.tensor([150, 150, 163], dtype=torch.int32, device=DEVICE)  # the last 7 tokens are of no expert
+    tiles = ops.tile_table(torch.arange(3 * 64 * 70), (3 * 64, 70), 64).to(DEVICE)
+    assert tile_weight_grad._splits(len(tiles), 170 // 3, 64, DEVICE) == 2
+    made = []
+    for op in (reference.tile_weight_grad_, triton_kernels.tile_weight_grad_):
+        made.append(torch.ones(3 * 64 * 70, device=DEVICE))
+        op(made[-1], [grad_output], [x], tiles, [0], [len(tiles)], tile_size=64, token_offsets=offsets)
+    assert torch.equal(*made)

@@ -100,6 +100,32 @@ class GradientBuffer(Segments, ABC):
             del left  # free it before the next part is computed
         return values
 
+    def tiles_of_experts(self, i: int, left: Tensor, right: Tensor, token_offsets: Tensor) -> Tensor:
+        """Compute the active tiles of each expert's left^T @ right, as `tile_rows`.
+
+        Args:
+            left, right: [tokens, rows] and [tokens, columns] of an expert's matrix, sorted by expert.
+            token_offsets: as in `tile_weight_grad_`.
+        """
+        assert self.tiles is not None
+        tiles = self.tiles.of_first_slot(i, self.starts[i])
+        values = torch.empty(self.ends[i] - self.starts[i], dtype=torch.float32, device=self.device)
+        self.ops.tile_weight_grad_(
+            values,
+            [left.detach().contiguous()],
+            [right.detach().contiguous()],
+            tiles,
+            [0],
+            [len(tiles)],
+            tile_size=self.tiles.tile_size,
+            scale=None,
+            accumulate=False,
+            sum_sq=None,
+            found_inf=None,
+            token_offsets=token_offsets,
+        )
+        return values
+
     # Receiving gradients from autograd without the collector, if the implementation can
 
     def register_hook(self, i: int, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -1,4 +1,6 @@
-"""Layers whose backward pass computes only the active tiles of the weight gradient; embeddings: tile_embedding.py.
+"""Layers whose backward pass computes only the active tiles of the weight gradient.
+
+Embeddings are in tile_embedding.py, mixtures of experts in tile_experts.py.
 
 Such a layer has an instance attribute `forward`: the same output as its class's, with another backward pass. That of a
 linear layer is C++ (csrc/autograd/tile_linear.h), or the two ops of this module: under `torch.compile`, and without a
@@ -31,22 +33,28 @@ _numbers = itertools.count()
 GradientUse = Literal["accumulated", "hooked", "returned", "unused"]
 
 
-class Route(ABC):
+class Route:
     """Connects a layer's weight gradient to parameter i of a receiver, which it does not keep alive.
 
     In copies of a module, and in modules loaded from a file, it is None; they are ordinary modules.
+
+    Attributes:
+        attribute: the attribute of the layer that holds the route.
     """
+
+    attribute = "_tile_route"
+
+    @staticmethod
+    def layer_forward() -> Callable[..., Tensor]:
+        """Return the function that `install` makes the layer's `forward`."""
+        return forward
 
     def __init__(self, receiver: Receiver, i: int, *, transposed: bool = False) -> None:
         self.weight = receiver.buffer.params[i]
         self.transposed = transposed
         self.number = torch.tensor([next(_numbers)], dtype=torch.int64, device="cpu")
         self.i, self._receiver = i, weakref.ref(receiver)
-        _routes[int(self.number)] = self
-
-    @abstractmethod
-    def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
-        """Compute the output of the layer with this weight, with the tiled backward pass."""
+        route_of_number[int(self.number)] = self
 
     def gradient_use(self) -> GradientUse:
         """Return how the running backward pass uses the weight's gradient."""
@@ -130,7 +138,15 @@ class Route(ABC):
         return None
 
 
-class LinearRoute(Route):
+class LayerRoute(Route, ABC):
+    """A route of a layer of one weight."""
+
+    @abstractmethod
+    def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
+        """Compute the output of the layer with this weight, with the tiled backward pass."""
+
+
+class LinearRoute(LayerRoute):
     """A route of a linear layer."""
 
     def __init__(self, receiver: Receiver, i: int, *, transposed: bool) -> None:
@@ -159,13 +175,13 @@ class LinearRoute(Route):
         return use
 
 
-_routes: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()
+route_of_number: weakref.WeakValueDictionary[int, Route] = weakref.WeakValueDictionary()
 
 
 # It must be named `forward`: pickle looks for a method of that name in the layer.
 def forward(self: nn.Module, input: Tensor) -> Tensor:
     """Compute the forward of the layer's class; with grad enabled and a route, with the tiled backward pass."""
-    route: Route | None = getattr(self, "_tile_route", None)
+    route: LayerRoute | None = getattr(self, "_tile_route", None)
     weight = self._parameters["weight"]
     if (
         route is None
@@ -175,7 +191,7 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
         or type(input) is not Tensor
     ):
         return type(self).forward(self, input)
-    if not torch.compiler.is_compiling() and (_has_others_hooks(weight) or route.receiver() is None):
+    if not torch.compiler.is_compiling() and (has_others_hooks(weight) or route.receiver() is None):
         return type(self).forward(self, input)
     return route.output(self, input, weight)
 
@@ -184,7 +200,7 @@ def _no_hook(*gradients: Any) -> None:
     """Do nothing."""
 
 
-def _has_others_hooks(weight: Tensor) -> bool:
+def has_others_hooks(weight: Tensor) -> bool:
     """Whether hooks other than the optimizer's use the dense gradient."""
     return bool(weight._backward_hooks) or len(weight._post_accumulate_grad_hooks) != 1
 
@@ -195,16 +211,16 @@ def route_of(module: nn.Module) -> Route | None:
     return route if route is not None and module._parameters["weight"] is route.weight else None
 
 
-def has_plain_forward(module: nn.Module) -> bool:
-    """Whether the layer's forward is its class's or `forward` of this module."""
+def has_plain_forward(module: nn.Module, tiled: Callable[..., Tensor] = forward) -> bool:
+    """Whether the layer's forward is its class's or `tiled`, the one that `install` sets."""
     own = vars(module).get("forward")
-    return own is None or getattr(own, "__func__", None) in (forward, type(module).forward)
+    return own is None or getattr(own, "__func__", None) in (tiled, type(module).forward)
 
 
 def install(module: nn.Module, route: Route) -> None:
     """Set the layer's route, and replace its `forward`."""
-    module._tile_route = route  # type: ignore[assignment]
-    module.forward = types.MethodType(forward, module)
+    setattr(module, route.attribute, route)
+    module.forward = types.MethodType(route.layer_forward(), module)
 
 
 def remove(module: nn.Module, route: Route) -> None:
@@ -212,10 +228,10 @@ def remove(module: nn.Module, route: Route) -> None:
 
     Without a route, that `forward` computes the same as the class's.
     """
-    if vars(module).get("_tile_route") is not route:
+    if vars(module).get(route.attribute) is not route:
         return
-    del module._tile_route
-    if getattr(vars(module).get("forward"), "__func__", None) is forward:
+    delattr(module, route.attribute)
+    if getattr(vars(module).get("forward"), "__func__", None) is route.layer_forward():
         del module.forward
 
 
@@ -223,18 +239,18 @@ def remove(module: nn.Module, route: Route) -> None:
 # backward op out (`cudagraph_unsafe`): whether a gradient is the first one is decided on the host, so only a graph of
 # whole steps (`GraphedStep`) may hold it.
 
-_library = torch.library.Library("sparse_opt", "FRAGMENT")
-_library.define(
+library = torch.library.Library("sparse_opt", "FRAGMENT")
+library.define(
     "tile_linear(Tensor input, Tensor weight, Tensor? bias, Tensor route, bool transposed) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define(
+library.define(
     "tile_linear_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor(a!) route, bool transposed) "
     "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 # What `tile_compiler` leaves of the latter, for several layers.
-_library.define(
+library.define(
     "tile_products(Tensor[] grad_outputs, Tensor[] inputs, Tensor(a!)[] routes, bool[] transposed) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
@@ -295,19 +311,30 @@ def _input_gradient(grad_output: Tensor, input: Tensor, weight: Tensor, transpos
     return grad_input.view(*grad_output.shape[:-1], input.shape[-1])
 
 
+LOST_OPTIMIZER = (
+    "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
+)
+
+
+def use_in_compiled(route: Route | None) -> GradientUse:
+    """Return how the weight's gradient is used; raise a RuntimeError if it must be dense, which compiled code lacks."""
+    use = "accumulated" if route is None else route.gradient_use()
+    if use in ("hooked", "returned"):
+        needs = "torch.autograd.grad" if use == "returned" else "another hook on the weight"
+        raise RuntimeError(
+            f"{needs} needs a dense weight gradient, but this compiled layer computes only the active tiles, for "
+            "its optimizer; build the optimizer with tile_backward=False"
+        )
+    return use
+
+
 def _add_products(
     grad_outputs: Sequence[Tensor], inputs: Sequence[Tensor], routes: Sequence[Tensor], transposed: Sequence[bool]
 ) -> None:
     products: dict[int, tuple[Receiver | None, list[Product]]] = {}
     for grad_output, input, number, swapped in zip(grad_outputs, inputs, routes, transposed, strict=True):
-        route = _routes.get(int(number))
-        use = "accumulated" if route is None else route.gradient_use()
-        if use in ("hooked", "returned"):
-            needs = "torch.autograd.grad" if use == "returned" else "another hook on the weight"
-            raise RuntimeError(
-                f"{needs} needs a dense weight gradient, but this compiled layer computes only the active tiles, for "
-                "its optimizer; build the optimizer with tile_backward=False"
-            )
+        route = route_of_number.get(int(number))
+        use = use_in_compiled(route)
         receiver = None if route is None else route.receiver()
         _, its = products.setdefault(id(receiver), (receiver, []))
         if route is not None and use == "accumulated":
@@ -315,9 +342,7 @@ def _add_products(
             its.append(Product(route.i, *(operands[::-1] if swapped else operands)))
     for receiver, its in products.values():
         if receiver is None or (its and not receiver.receive_tiles(its)):
-            raise RuntimeError(
-                "a layer's optimizer was closed or detached, or got another mask, between its forward and backward pass"
-            )
+            raise RuntimeError(LOST_OPTIMIZER)
 
 
 def _fake_linear_backward(
@@ -364,14 +389,14 @@ class _TileLinear(torch.autograd.Function):
             return (grad_input if ctx.needs_input_grad[0] else None), None, grad_bias, None, None
         grad_input = None if weight is None else _input_gradient(grad_output, input, weight, ctx.transposed)
         left, right = (input, grad_output) if ctx.transposed else (grad_output, input)
-        grad_weight = _dense_gradient(_routes.get(int(ctx.route)), _rows(left), _rows(right))
+        grad_weight = _dense_gradient(route_of_number.get(int(ctx.route)), _rows(left), _rows(right))
         return grad_input, grad_weight, grad_bias, None, None
 
 
-_library.impl("tile_linear", lambda *operands: _TileLinear.apply(*operands), "Autograd")
-_library.impl("tile_linear", linear, "CompositeExplicitAutograd")
-_library.impl("tile_linear_backward", _linear_backward, "CompositeExplicitAutograd")
-_library.impl("tile_products", _add_products, "CompositeExplicitAutograd")
-torch.library.register_fake("sparse_opt::tile_linear", _fake_linear, lib=_library)
-torch.library.register_fake("sparse_opt::tile_linear_backward", _fake_linear_backward, lib=_library)
-torch.library.register_fake("sparse_opt::tile_products", lambda *operands: None, lib=_library)
+library.impl("tile_linear", lambda *operands: _TileLinear.apply(*operands), "Autograd")
+library.impl("tile_linear", linear, "CompositeExplicitAutograd")
+library.impl("tile_linear_backward", _linear_backward, "CompositeExplicitAutograd")
+library.impl("tile_products", _add_products, "CompositeExplicitAutograd")
+torch.library.register_fake("sparse_opt::tile_linear", _fake_linear, lib=library)
+torch.library.register_fake("sparse_opt::tile_linear_backward", _fake_linear_backward, lib=library)
+torch.library.register_fake("sparse_opt::tile_products", lambda *operands: None, lib=library)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..segments import Segments
 from .collector import Receiver
-from .tile_backward import Route
+from .tile_backward import LayerRoute
 from .tiles import Tiles
 
 # Of the fp32 sums that `gradient` computes at once. One call suffices for 1024 tokens of width 3072.
@@ -93,7 +93,7 @@ def unsupported_option(embedding: nn.Embedding) -> str:
     return "scale_grad_by_freq=True" if embedding.scale_grad_by_freq else "sparse=True" if embedding.sparse else ""
 
 
-class EmbeddingRoute(Route):
+class EmbeddingRoute(LayerRoute):
     """A route of an embedding. Under `torch.compile` and in torch.func's transforms its gradient is dense."""
 
     def __init__(self, receiver: Receiver, i: int) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...masks.patterns import PATTERNS
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
-from . import tile_backward, tile_embedding
+from ..segments import Segments
+from . import tile_backward, tile_embedding, tile_experts
 from .collector import Receiver
 from .tile_backward import LinearRoute, Route
 from .tile_embedding import EmbeddingRoute
+from .tile_experts import ExpertsRoute
 from .tiles import Tiles
 
 # Layers of weights of a higher density have a dense gradient unless tile_backward=True.
@@ -34,17 +36,27 @@ class Layer:
     """A layer that can compute its part of a weight's gradient by tiles."""
 
     module: nn.Module
-    is_embedding: bool
-    transposed: bool  # the weight is [in, out]
+    name: str  # of the weight in the module
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Layer:
-        kind = _layer_type(module)
-        return cls(module, kind is nn.Embedding, kind not in (nn.Embedding, nn.Linear))
+    @property
+    def kind(self) -> type:
+        return _layer_type(self.module)
 
     def is_worthwhile(self, density: float, tile_size: int) -> bool:
-        """Whether tiles are expected to be faster than the dense gradient of a weight of this density."""
-        return density < (MAX_TILED_EMBEDDING_DENSITY if self.is_embedding else MAX_TILED_DENSITY[tile_size])
+        """Whether tiles are expected to be faster than the dense gradient of a weight of this density.
+
+        Those of experts always are: the dense gradient is as large as all experts, few tokens as each of them has.
+        """
+        if self.name in tile_experts.weight_names(self.module):
+            return True
+        return density < (MAX_TILED_EMBEDDING_DENSITY if self.kind is nn.Embedding else MAX_TILED_DENSITY[tile_size])
+
+    def route(self, receiver: Receiver, i: int) -> Route:
+        if self.name in tile_experts.weight_names(self.module):
+            return ExpertsRoute(receiver, i, self.name)
+        if self.kind is nn.Embedding:
+            return EmbeddingRoute(receiver, i)
+        return LinearRoute(receiver, i, transposed=self.kind is not nn.Linear)
 
 
 def find(
@@ -52,9 +64,9 @@ def find(
 ) -> tuple[dict[Parameter, list[Layer]], dict[Parameter, str]]:
     """Return the layers that support tiles, by their weight, and the reason why other parameters have none.
 
-    The layers are exactly `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding`, not subclasses, with the
-    forward of their class. A weight may have any number of embeddings, and one other layer. Its embeddings without
-    support have a dense gradient, which is added.
+    The layers are exactly `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding`, not subclasses, and
+    transformers' experts (tile_experts.py), with the forward of their class. A weight may have any number of
+    embeddings, and one other layer. Its embeddings without support have a dense gradient, which is added.
 
     Args:
         unsharded: of each sharded parameter, the one that the layer has in its forward pass; the results name these.
@@ -75,7 +87,7 @@ def find(
             why[param] = reasons[0]
         else:
             supported = zip(others + embeddings, reasons, strict=True)
-            layers[param] = [Layer.of(module) for (_, module), reason in supported if not reason]
+            layers[param] = [Layer(module, name) for (name, module), reason in supported if not reason]
     return layers, why
 
 
@@ -93,16 +105,21 @@ def _layer_type(module: nn.Module) -> type:
 def _why_not(name: str, module: nn.Module, param: Parameter) -> str:
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     kind = _layer_type(module)
-    if name != "weight" or (kind not in (nn.Linear, nn.Embedding) and (conv1d is None or kind is not conv1d)):
+    forward: Callable[..., Tensor] = tile_backward.forward
+    if name in tile_experts.weight_names(module):
+        forward = tile_experts.forward
+        if reason := tile_experts.why_not(module, param):
+            return reason
+    elif name != "weight" or (kind not in (nn.Linear, nn.Embedding) and (conv1d is None or kind is not conv1d)):
         return (
             f"it is {name!r} of a {type(module).__name__}, not the weight of a torch.nn.Linear, Conv1D or "
-            "torch.nn.Embedding"
+            "torch.nn.Embedding, or one of transformers' experts"
         )
     if isinstance(module, nn.Embedding) and (option := tile_embedding.unsupported_option(module)):
         return f"its embedding has the option {option}"
     if type(param) is not Parameter:
         return f"it is a {type(param).__name__}, not a plain Parameter"
-    if not tile_backward.has_plain_forward(module):
+    if not tile_backward.has_plain_forward(module, forward):
         return "its layer has a forward that is not its class's"
     if getattr(param, "_backward_hooks", None):
         return "it has hooks of others (Tensor.register_hook), which get the dense gradient"
@@ -121,28 +138,30 @@ def choose(
     Raises:
         ValueError: `tile_backward` is True and no parameter supports it; names the reasons.
     """
-    tile_size = PATTERNS[pattern][0]
     if tile_backward is False:
         return [None] * len(buckets)
-    if tile_size not in TILE_SIZES or grads != "compact" or model is None:
-        if tile_backward:
-            raise ValueError(
-                "tile_backward=True needs grads='compact', a model (params or model=) and a mask of pattern tile64 or "
-                f"tile128; grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
-                f"pattern {pattern!r}"
-            )
-        return [None] * len(buckets)
-    layers, why = find(model, _unsharded(buckets))
+    in_tiles = PATTERNS[pattern][0] in TILE_SIZES
+    tile_size = PATTERNS[pattern][0] if in_tiles else TILE_SIZES[-1]
+    possible = grads == "compact" and model is not None
+    layers, why = find(model, _unsharded(buckets)) if grads == "compact" and model is not None else ({}, {})
     refused: dict[str, str] = {}
     chosen: list[list[int]] = []
     for bucket in buckets:
         chosen.append([])
-        for i, shard in enumerate(bucket.shards):
+        for i, shard in enumerate(bucket.shards) if possible else ():
             param = shard.unsharded
+            if not in_tiles and not _are_whole_matrices(bucket.unsharded, i):
+                continue
             if param not in layers:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
             elif _tiled(layers[param], bucket, i, tile_size, everywhere=tile_backward is True):
                 chosen[-1].append(i)
+    if tile_backward and not any(chosen) and not (possible and (in_tiles or refused)):
+        raise ValueError(
+            "tile_backward=True needs grads='compact', a model (params or model=) and a mask of pattern tile64 or "
+            f"tile128; grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
+            f"pattern {pattern!r}"
+        )
     if tile_backward and not any(chosen):
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
         raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
@@ -150,6 +169,20 @@ def choose(
         Tiles.of(bucket.unsharded, which, tile_size) if which else None
         for bucket, which in zip(buckets, chosen, strict=True)
     ]
+
+
+def _are_whole_matrices(segments: Segments, i: int) -> bool:
+    """Whether parameter i is a stack of matrices, and the active elements are all of some of them.
+
+    They are whole tiles then, whatever the mask's pattern, which may be that of the biases of the same experts.
+    """
+    shape, nnz = segments.params[i].shape, segments.ends[i] - segments.starts[i]
+    size = shape[-1] * shape[-2] if len(shape) == 3 else 0
+    if not size or not nnz or nnz % size:
+        return False
+    positions = segments.positions(i).view(-1, size)
+    first, last = positions[:, 0], positions[:, -1]
+    return bool(((first % size == 0) & (last - first == size - 1)).all())
 
 
 def _unsharded(buckets: Iterable[Bucket]) -> dict[Parameter, Parameter]:
@@ -177,11 +210,7 @@ def install(model: nn.Module, bucket: Bucket, receiver: Receiver, *, everywhere:
         if not tiles.has(i):
             continue
         for layer in _tiled(layers.get(shard.unsharded, []), bucket, i, tiles.tile_size, everywhere=everywhere):
-            route: Route
-            if layer.is_embedding:
-                route = EmbeddingRoute(receiver, i)
-            else:
-                route = LinearRoute(receiver, i, transposed=layer.transposed)
+            route = layer.route(receiver, i)
             tile_backward.install(layer.module, route)
             changed.append((layer.module, route))
     return changed

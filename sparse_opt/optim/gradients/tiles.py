@@ -22,10 +22,11 @@ class Tiles:
     ends: list[int]
     tile_size: int
     _first_rows: dict[int, list[int]] = field(default_factory=dict)
+    _own_tables: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Segments, which: Collection[int], tile_size: int) -> Tiles:
-        """Return the tiles of the parameters in `which`, matrices whose active elements are whole tiles."""
+        """Return the tiles of the parameters in `which`, matrices or stacks of them with masks of whole tiles."""
         parts: list[Tensor] = []
         starts, ends, n = [], [], 0
         for i, param in enumerate(segments.params):
@@ -40,6 +41,14 @@ class Tiles:
     def has(self, i: int) -> bool:
         """Whether parameter i is tiled."""
         return self.starts[i] < self.ends[i]
+
+    def of_first_slot(self, i: int, first_slot: int) -> Tensor:
+        """Return the tiles of parameter i, as a table whose slots count from its first one, `first_slot`."""
+        if i not in self._own_tables:
+            own = self.table[self.starts[i] : self.ends[i]].clone()
+            own[:, 2] -= first_slot
+            self._own_tables[i] = own
+        return self._own_tables[i]
 
     def of_rows(self, i: int, begin: int, end: int) -> Tensor:
         """Return the tiles of rows [begin, end) of parameter i, as a table for the matrix of these rows.

@@ -1,0 +1,326 @@
+"""Experts of transformers' mixtures of experts, whose weight gradients are computed by tiles."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from tiled_models import EPS32, assert_same_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparse_opt import MaskSet, SparseSGD
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_experts_per_tok": 2,
+}
+KINDS = {  # the class of the configuration, and its sizes
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 6, "moe_intermediate_size": 96, "head_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 64}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "intermediate_size": 64, "head_dim": 32}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+        },
+    ),
+}
+
+
+def make(kind, implementation="grouped_mm", device="cpu", dtype=torch.float32):
+    name, sizes = KINDS[kind]
+    config = getattr(transformers, name)(**COMMON | sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation=implementation, dtype=dtype
+    )
+    for param in model.parameters():  # some have no initialization of their own
+        if param.dim() == 3:
+            torch.nn.init.normal_(param, std=0.05)
+    return model.to(device)
+
+
+def pair(kind, implementation="grouped_mm", *, device="cpu", density=0.3, mask=None, pattern="tile64", **options):
+    """A model with tiles, its optimizer, and a copy of it with dense gradients under the same mask, and its."""
+    model = make(kind, implementation, device)
+    twin = copy.deepcopy(model)
+    mask = mask or MaskSet.random(model, density=density, pattern=pattern, seed=1)
+    tiles = SparseSGD(model, mask, lr=1e-2, **options)
+    dense = SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
+    return model, tiles, twin, dense
+
+
+def batch(device="cpu", seed=0):
+    return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def experts_of(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_masked_dense_ones(kind, implementation, device):
+    """Over two micro-batches, a step, and one more batch, with the implementation that the user chose before."""
+    model, tiles, twin, dense = pair(kind, implementation, device=device)
+    tiled = [name for name in tiles.tiled_parameters if ".experts." in name]
+    assert len(tiled) == 2 * len(experts_of(model)) > 0
+    for seed in range(2):
+        losses = [loss_of(m, batch(device, seed)) for m in (model, twin)]
+        if implementation == "grouped_mm":
+            assert torch.equal(*losses)
+        else:
+            assert (losses[0] - losses[1]).abs() <= 10 * EPS32 * losses[1]
+        for loss in losses:
+            loss.backward()
+        # 48 tokens; differences of rounding grow on the way back through two layers.
+        assert_same_gradients(tiles, dense, rtol=2000 * EPS32)
+    for optimizer in (tiles, dense):
+        optimizer.step()
+    for m in (model, twin):
+        loss_of(m, batch(device, 2)).backward()
+    assert_same_gradients(tiles, dense, rtol=4000 * EPS32)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_activation_checkpointing(reentrant, device):
+    model, tiles, twin, dense = pair("qwen3_moe", device=device)
+    for m in (model, twin):
+        m.train()
+        m.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for seed in range(2):
+            loss_of(m, batch(device, seed)).backward()
+    assert_same_gradients(tiles, dense, rtol=2000 * EPS32)
+
+
+# Single modules of experts, with a routing of the test's own.
+
+
+def make_module(kind="mixtral", implementation="grouped_mm", device="cpu", dtype=torch.float32):
+    return experts_of(make(kind, implementation, device, dtype))[0]
+
+
+def pair_of(module, mask=None, **options):
+    twin = copy.deepcopy(module)
+    mask = mask or MaskSet.random(module, density=0.3, pattern="tile64", seed=1)
+    tiles = SparseSGD(module, mask, lr=1e-2, tile_backward=True, **options)
+    return tiles, twin, SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
+
+
+def tokens(module, *, chosen=None, n=20, seed=0, hidden=128):
+    """Hidden states and a routing to two of the chosen experts."""
+    weight = module.down_proj
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.tensor(chosen or range(module.num_experts))
+    hidden_states = torch.randn(n, hidden, generator=generator)
+    index = chosen[torch.rand(n, len(chosen), generator=generator).topk(2).indices]
+    weights = torch.rand(n, 2, generator=generator)
+    return (
+        hidden_states.to(weight.device, weight.dtype).requires_grad_(),
+        index.to(weight.device),
+        weights.to(weight.device, weight.dtype).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_inputs_get_the_gradients_of_transformers(kind, device):
+    module = make_module(kind, device=device)
+    _tiles, twin, _dense = pair_of(module)
+    found = []
+    for m in (module, twin):
+        hidden, index, weights = tokens(m)
+        output = m(hidden, index, weights)
+        output.square().sum().backward()
+        found.append((output, hidden.grad, weights.grad))
+    (output, *grads), (expected, *expected_grads) = found
+    assert torch.equal(output, expected)
+    for grad, other in zip(grads, expected_grads, strict=True):
+        assert (grad - other).abs().max() <= 20 * EPS32 * other.abs().max()
+    with torch.no_grad():
+        assert torch.equal(module(hidden, index, weights), twin(hidden, index, weights))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_whole_experts_and_experts_without_tokens(kind, device):
+    module = make_module(kind, device=device)
+    experts = [0, 2, 3]
+    flags = {name: torch.zeros(getattr(module, name).shape, dtype=torch.bool) for name in ("gate_up_proj", "down_proj")}
+    for flag in flags.values():
+        flag[experts] = True
+    if kind == "gpt_oss":  # the mask's pattern is that of the biases
+        flags["down_proj_bias"] = flags["down_proj"][:, 0].clone()
+    mask = MaskSet.from_bool(flags)
+    assert mask.pattern.startswith("run" if kind == "gpt_oss" else "tile")
+    tiles, twin, dense = pair_of(module, mask)
+    assert set(tiles.tiled_parameters) == {"gate_up_proj", "down_proj"}
+    for m in (module, twin):
+        m(*tokens(m, chosen=[1, 2, 3])).square().sum().backward()
+    assert_same_gradients(tiles, dense)
+    for name in flags:
+        grad = tiles.compact_grad(getattr(module, name)).view(len(experts), -1)
+        assert not grad[0].any() and grad[1].any() and grad[2].any()
+    tiles.zero_grad()
+    module(*tokens(module, n=0)).sum().backward()
+    assert not tiles.compact_grad(module.down_proj).any()
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that are computed and are no views of the module's weights."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.weights:
+                self.found.add(tuple(tensor.shape))
+        return out
+
+
+def test_no_dense_gradient_is_computed(device):
+    module = make_module(device=device)
+    tiles, twin, _dense = pair_of(module)
+    found = []
+    for m in (module, twin):
+        with Shapes(m) as shapes:
+            m(*tokens(m)).sum().backward()
+        found.append({shape for shape in shapes.found if math.prod(shape) >= m.down_proj.numel()})
+    assert not found[0] and tuple(module.down_proj.shape) in found[1]
+    assert module.down_proj.grad is None and tiles.compact_grad(module.down_proj) is not None
+
+
+def test_gradients_have_the_same_bits_every_time(device):
+    module = make_module(device=device, dtype=torch.bfloat16)
+    tiles, _, _ = pair_of(module)
+    found = []
+    for _ in range(3):
+        hidden, index, weights = tokens(module, n=300)
+        tiles.zero_grad()
+        module(hidden, index, weights).square().sum().backward()
+        found.append((hidden.grad, weights.grad, tiles.compact_grad(module.gate_up_proj).clone()))
+    for grads in found[1:]:
+        assert all(torch.equal(grad, first) for grad, first in zip(grads, found[0], strict=True))
+
+
+def test_one_of_the_weights_may_be_frozen(device):
+    for name in ("gate_up_proj", "down_proj"):
+        module = make_module(device=device)
+        shapes = {name: tuple(getattr(module, name).shape)}
+        tiles, twin, dense = pair_of(module, MaskSet.random(shapes, density=0.3, pattern="tile64"))
+        for m in (module, twin):
+            m(*tokens(m)).square().sum().backward()
+        assert tiles.tiled_parameters == (name,)
+        assert_same_gradients(tiles, dense)
+
+
+def test_others_get_the_dense_gradient(device):
+    """`torch.autograd.grad` and hooks on the weight."""
+    module = make_module(device=device)
+    tiles, twin, dense = pair_of(module)
+    found = [torch.autograd.grad(m(*tokens(m)).square().sum(), m.down_proj)[0] for m in (module, twin)]
+    assert (found[0] - found[1]).abs().max() <= 20 * EPS32 * found[1].abs().max()
+    assert tiles.compact_grad(module.down_proj) is None
+    seen = []
+    handle = module.down_proj.register_hook(lambda grad: seen.append(grad.shape))
+    for m in (module, twin):
+        m(*tokens(m)).square().sum().backward()
+    assert seen == [module.down_proj.shape]
+    assert_same_gradients(tiles, dense)
+    handle.remove()
+    hidden, *routing = tokens(module)
+    loss = module(hidden, *routing).square().sum()
+    with pytest.raises(RuntimeError, match="can't be differentiated twice"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_close_and_copies_leave_ordinary_experts(device):
+    module = make_module(device=device)
+    tiles, _, _ = pair_of(module)
+    assert "forward" in vars(module)
+    other = copy.deepcopy(module).requires_grad_()
+    other(*tokens(other)).sum().backward()
+    assert other.down_proj.grad is not None
+    tiles.close()
+    assert "forward" not in vars(module) and not [name for name in vars(module) if name.startswith("_tile")]
+    module(*tokens(module)).sum().backward()
+    assert module.down_proj.grad is not None
+
+
+def test_reasons_for_dense_gradients():
+    module = make_module()
+    wrapped, other = make_module(), make_module()
+    wrapped.forward = lambda *inputs: None
+    other.config._experts_implementation = "sonicmoe"
+    for m, reason in (
+        (wrapped, "its layer has a forward that is not its class's"),
+        (other, "its experts_implementation is 'sonicmoe', not 'eager', 'grouped_mm' or 'batched_mm'"),
+    ):
+        mask = MaskSet.from_bool({"down_proj": torch.ones(m.down_proj.shape, dtype=torch.bool)})
+        with pytest.raises(ValueError, match=f"none of 1 active parameters supports it: 'down_proj': {reason}"):
+            SparseSGD(m, mask, tile_backward=True)
+        assert not SparseSGD(m, mask).tiled_parameters
+    assert not SparseSGD(module, MaskSet.random(module, density=0.3)).tiled_parameters  # single elements
+
+
+def test_experts_under_compile(device):
+    module = make_module("gpt_oss", device=device)
+    tiles, twin, dense = pair_of(module)
+    torch._dynamo.reset()
+    whole = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for n in (20, 33):
+        for m in (whole, twin):
+            m(*tokens(twin, n=n)).square().sum().backward()
+        assert_same_gradients(tiles, dense)
+    output = whole(*tokens(module))
+    tiles.close()
+    with pytest.raises(RuntimeError, match="between its forward and backward pass"):
+        output.sum().backward()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_ops_of_experts_under_opcheck(transposed):
+    module = make_module("gpt_oss" if transposed else "mixtral")
+    tiles, _, _ = pair_of(module)
+    weight = module.down_proj
+    route = vars(module)["_tile_route_of_down_proj"].number
+    rows, columns = weight.shape[1:]
+    n_in, n_out = (rows, columns) if transposed else (columns, rows)
+    offsets = torch.tensor([3, 3, 10, 10], dtype=torch.int32)
+    x, g = torch.randn(10, n_in, requires_grad=True), torch.randn(10, n_out)
+    ops = torch.ops.sparse_opt
+    torch.library.opcheck(ops.tile_grouped_mm.default, (x, weight.detach(), offsets, route, transposed))
+    torch.library.opcheck(ops.grouped_mm.default, (x.detach(), weight.detach(), offsets, transposed))
+    left, right = (x.detach(), g) if transposed else (g, x.detach())
+    torch.library.opcheck(ops.tile_grouped_product.default, (left, right, offsets, route))
+    assert tiles.compact_grad(weight) is not None
