@@ -4,7 +4,8 @@ One model trains throughout. Blocks of steps without and with an append alternat
 pending steps, which is not timed. A step ends when the device has completed the work on the training's stream; copies
 to the host and writes continue after it and delay the next step if they must.
 
-Mode dense is full fine-tuning, bf16 with fused AdamW. Mode sparse is SparseAdamW on a random mask, which the log uses.
+Modes are those of `sparse-opt bench baseline`: dense, adamw8bit and galore are full fine-tuning; sparse and tiles are
+SparseAdamW on a random mask, which the log uses.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from sparse_opt.trainers.models import disable_dropout, make_masks_skippable
 from ..harness import Benchmark, WrongResult, comma_separated, not_between, one_of_each
 from ..rows import Case, Row, Run
 from ..shapes import LLAMA_3_2_3B_SIZES, random_model
-from .baseline.inputs import SMALL, word_tokenizer, words_config
+from .baseline.inputs import SMALL, SMALL_FOR_TILES, word_tokenizer, words_config
 from .baseline.modes import Job, Mode, prepare
+from .baseline.peers import missing_package
 from .baseline.run import Sections, Step, dpo_steps
 
 SUITE = "delta_logging"
-MODES: tuple[Mode, ...] = ("dense", "sparse")
+MODES: tuple[Mode, ...] = ("dense", "adamw8bit", "galore", "sparse", "tiles")
+DEFAULT_MODES = ("dense", "sparse")
 N_WARMUP = 3
 N_DURABLE = 3  # appends that are waited for until they are on disk
 N_BATCHES = 8
@@ -49,11 +52,16 @@ _FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`
 
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--modes", type=comma_separated, default=list(MODES), help=f"of {','.join(MODES)} (all)")
+    what.add_argument(
+        "--modes",
+        type=comma_separated,
+        default=list(DEFAULT_MODES),
+        help=f"of {','.join(MODES)} ({','.join(DEFAULT_MODES)})",
+    )
     what.add_argument("--work_dir", type=Path, help="folder to log into (the system's for temporary files)")
     what.add_argument("--level", default="packed", choices=LEVELS, help="level of the patches (%(default)s)")
-    what.add_argument("--density", type=float, default=0.025, help="density of mode sparse's mask (%(default)s)")
-    what.add_argument("--learning_rate", type=float, default=1e-6, help="in both modes (%(default)s)")
+    what.add_argument("--density", type=float, default=0.025, help="density of the masks (%(default)s)")
+    what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens (%(default)s)")
     what.add_argument("--batch_size", type=int, default=1, help="pairs a step (%(default)s)")
     what.add_argument("--n_blocks", type=int, default=3, help="blocks of either kind (%(default)s)")
@@ -64,6 +72,8 @@ def options(parser: CommandParser) -> None:
 
 def problem(args: Namespace) -> str:
     if error := (one_of_each("modes", args.modes, MODES) or not_between(args, "sequence_length", at_least=8)):
+        return error
+    if error := missing_package(args.modes):
         return error
     cause = backends.why_unavailable(torch.device(args.device).type, args.device)
     return f"patches cannot be coded natively on {args.device}: {cause}" if cause else ""
@@ -97,8 +107,9 @@ def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, de
     """Measure one mode, and add its rows."""
     model, mask = make_model(args, device), None
     mask_file = folder / "mask.safetensors"
-    if mode == "sparse":
-        mask = MaskSet.random(model, density=args.density, seed=args.seed)
+    if mode in ("sparse", "tiles"):
+        pattern = "tile64" if mode == "tiles" else "element"
+        mask = MaskSet.random(model, density=args.density, pattern=pattern, seed=args.seed)
         mask.save(mask_file)
     loop = make_loop(mode, model, mask_file, args, device)
     memory = Memory(device)
@@ -208,7 +219,8 @@ class Loop:
 
 def make_model(args: Namespace, device: torch.device) -> nn.Module:
     """A Llama with random bf16 weights, prepared like by `trainers.models.load_model`."""
-    config = words_config(SMALL if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
+    small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
+    config = words_config(small if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
     model = random_model(config, device, args.seed)
     disable_dropout(model)
     make_masks_skippable(model)

@@ -1,8 +1,9 @@
-"""A training step end to end: full fine-tuning, sparse training, LoRA and SHiRA. Time by section, and peak memory.
+"""A training step end to end: full fine-tuning, sparse training and adapters. Time by section, and peak memory.
 
 `sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
-and seed. Mode dense is full fine-tuning; lora and shira are peft's
-adapters; tiles is mode sparse under a random mask of whole tiles. By default the model has the shape of Llama-3.2-3B
+and seed. Mode dense is full fine-tuning with fused AdamW, adamw8bit the same with bitsandbytes' 8-bit AdamW, and galore
+with GaLore's AdamW; lora, qlora and shira are peft's adapters; tiles is mode sparse under a random mask of whole tiles.
+Modes of other packages need `pip install 'sparse-opt[bench,peers]'`. By default the model has the shape of Llama-3.2-3B
 and random weights, and the mask is random.
 """
 
@@ -29,7 +30,6 @@ and random weights, and the mask is random.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tempfile
 from argparse import Namespace
@@ -61,6 +61,7 @@ from .inputs import (
     write_pairs,
 )
 from .modes import Job, Mode
+from .peers import GALORE_RANK, missing_package
 from .results import result_rows, wrong_results
 from .shira import require_shira_rank, shira_rank
 
@@ -81,6 +82,7 @@ _OF_GRPO = ("n_generations", "max_new_tokens")
 _EPILOG = """examples:
   sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
   sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse
+  sparse-opt bench baseline dpo --modes dense,adamw8bit,galore,lora,qlora,sparse,tiles
   sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
@@ -119,7 +121,7 @@ def options(parser: CommandParser) -> None:
         "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
     )
     add_tensor_choice(parser.add_argument_group("tensors of the random masks"))
-    what.add_argument("--lora_rank", type=int, default=16, help="of mode lora (%(default)s)")
+    what.add_argument("--lora_rank", type=int, default=16, help="of modes lora and qlora (%(default)s)")
     what.add_argument(
         "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
     )
@@ -215,10 +217,9 @@ def problem(args: Namespace) -> str:
             return f"--{name} needs a GPU, and the device is {device}"
     if args.l2_fetch_granularity is not None and (cause := why_unreachable()):
         return f"--l2_fetch_granularity {args.l2_fetch_granularity}: {cause}"
-    with_peft = [mode for mode in args.modes if mode in ("lora", "shira")]
-    if with_peft and importlib.util.find_spec("peft") is None:
-        return f"mode {with_peft[0]} needs peft, which is not installed: pip install 'sparse-opt[bench]'"
-    return ""
+    if "qlora" in args.modes and args.algorithm == "grpo" and device == "cpu":
+        return "mode qlora of grpo needs a GPU: on a CPU bitsandbytes repacks its weights when completions are sampled"
+    return missing_package(args.modes)
 
 
 def _graphs_problem(args: Namespace) -> str:
@@ -270,12 +271,14 @@ def measure(args: Namespace, run: Run) -> None:
 def _case(job: Job, args: Namespace) -> Case:
     """What the case of a mode has."""
     case: Case = {"mode": job.mode, "share_prompts": job.share_prompts}
-    if job.mode in ("lora", "shira"):
-        return case | {f"{job.mode}_rank": getattr(args, f"{job.mode}_rank")}
+    ranks = {"lora": "lora_rank", "qlora": "lora_rank", "shira": "shira_rank", "galore": "galore_rank"}
+    if job.mode in ranks:
+        name = ranks[job.mode]
+        return case | {name: GALORE_RANK if job.mode == "galore" else getattr(args, name)}
     pattern = args.tile_pattern if job.mode == "tiles" else args.pattern or "element"
     if job.mode == "sparse" and args.mask is not None:
         pattern = f"mask {args.mask.name}"
-    return case if job.mode == "dense" else case | {"pattern": pattern}
+    return case | {"pattern": pattern} if job.mode in ("sparse", "tiles") else case
 
 
 def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:

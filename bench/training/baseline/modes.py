@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,10 @@ from sparse_opt.optim import SparseOptimizer
 from sparse_opt.trainers.models import add_lora
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 
+from .peers import adamw8bit, add_qlora, galore
 from .shira import add_shira
 
-Mode = Literal["dense", "sparse", "tiles", "lora", "shira"]
+Mode = Literal["dense", "adamw8bit", "galore", "sparse", "tiles", "lora", "qlora", "shira"]
 
 
 def shared_name(mode: str) -> str:
@@ -72,23 +73,31 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
 
     - dense: bf16 weights and moments, fused AdamW, clipping by torch's foreach functions, and a frozen second model,
       unless the reference is precomputed.
+    - adamw8bit: the same with bitsandbytes' 8-bit AdamW; galore: the same with GaLore's AdamW, of rank 128.
     - sparse: SparseAdamW with fp32 moments and compact gradients in bf16. There is one backward pass a step and the
       dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
     - tiles: the same under a mask of whole tiles; only the active tiles of weight gradients are computed.
     - lora: bf16 adapters of the stated rank, fused AdamW on them, the adapters off for the reference.
-    - shira: the same with peft's SHiRA, whose bf16 values are at random positions of the weights.
+    - qlora: the same on a base in NF4 with double quantization; the output layer, the embedding and norms are bf16.
+    - shira: the same as lora with peft's SHiRA, whose bf16 values are at random positions of the weights.
 
-    No mode has fp32 master weights.
+    No mode has fp32 master weights. Other packages' optimizers have their own defaults of weight decay and epsilon.
     """
     if job.mode in ("sparse", "tiles"):
         mask = MaskSet.load(job.mask, policy)
         keep = not job.precomputed_reference
         return sparse_training(policy, mask, job.learning_rate, grad_dtype=torch.bfloat16, keep_base_weights=keep)
-    if job.mode == "dense":
-        return dense_training(policy, job.learning_rate, copied=not job.precomputed_reference)
+    if job.mode in ("dense", "adamw8bit", "galore"):
+        dense = dense_training(policy, job.learning_rate, copied=not job.precomputed_reference)
+        if job.mode == "dense":
+            return dense
+        optimizer = adamw8bit if job.mode == "adamw8bit" else galore
+        return replace(dense, optimizer=optimizer(policy, job.learning_rate))
+    torch.manual_seed(job.seed)
     if job.mode == "lora":
-        torch.manual_seed(job.seed)
         adapted = add_lora(policy, job.lora_rank)
+    elif job.mode == "qlora":
+        adapted = add_qlora(policy, job.lora_rank)
     else:
         assert job.shira_rank is not None
         adapted = add_shira(policy, job.shira_rank, job.seed)
@@ -113,11 +122,14 @@ def held_bytes(trained: Trained) -> dict[str, int]:
     weights = {"weights": _nbytes(policy.parameters())}
     if isinstance(optimizer, SparseOptimizer):
         return weights | optimizer.nbytes()
+    states = optimizer.state.values()
     return {
         **weights,
+        "quantization": _nbytes(_quantization(policy)),
         "reference": 0 if trained.reference is policy else _nbytes(trained.reference.parameters()),
         "indices": _nbytes(_shira_indices(policy)),
-        "state": _nbytes(v for state in optimizer.state.values() for key, v in state.items() if key != "step"),
+        "state": _nbytes(v for state in states for name, v in state.items() if torch.is_tensor(v) and name != "step"),
+        "projections": _nbytes(state["projector"].ortho_matrix for state in states if "projector" in state),
         "grad": _nbytes(p for p in policy.parameters() if p.requires_grad),  # a gradient has its weight's dtype
     }
 
@@ -125,6 +137,12 @@ def held_bytes(trained: Trained) -> dict[str, int]:
 def _shira_indices(model: nn.Module) -> list[Tensor]:
     """The row and column of each of SHiRA's values, which peft keeps next to the parameters; none without SHiRA."""
     return [indices for module in model.modules() for indices in getattr(module, "shira_indices", {}).values()]
+
+
+def _quantization(model: nn.Module) -> list[Tensor]:
+    """The scales of 4-bit weights, which are quantized themselves, and the scales of those."""
+    states = [parameter.quant_state for parameter in model.parameters() if hasattr(parameter, "quant_state")]
+    return [scales for state in states for scales in (state.absmax, state.state2.absmax)]
 
 
 def _nbytes(tensors: Any) -> int:

@@ -23,7 +23,7 @@ SHARED_NORM_RTOL = 0.02
 # A section whose launches take this share of the time between its events was waiting for them.
 HOST_BOUND = 0.9
 # Keys of the cases of single modes, which other modes do not have.
-OF_A_MODE = ("pattern", "lora_rank", "shira_rank")
+OF_A_MODE = ("pattern", "lora_rank", "shira_rank", "galore_rank")
 
 
 def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Row]:
@@ -31,7 +31,8 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
 
     A step's time is its wall time. Sections are timed on the device; steps that are CUDA graphs have none. `launched`
     is the time until the host had launched the step, `waits for the host` the share of a step's time in sections that
-    take the host nearly all of their time to launch. CPU time is kept where there is no GPU.
+    take the host nearly all of their time to launch. CPU time is kept where there is no GPU. `new projections` is what
+    GaLore's first step takes longer than the others, as it does again every 200 steps, which the medians do not show.
 
     Args:
         case: of the mode.
@@ -54,6 +55,9 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
     whole = [1e3 * step["step_s"] for step in timed]
     rows = [Row.of_samples(whole, suite=SUITE, case=case, metric="whole step", unit="ms", peers=peers)]
     rows += [time(name, seconds) for name, seconds in device.items()]
+    if case["mode"] == "galore":
+        longer = result["steps"][0]["section_s"]["step"] - device["step"]
+        rows.append(Row(suite=SUITE, case=case, metric="new projections", unit="ms", value=1e3 * longer))
     launched = statistics.median(step["host_s"] for step in timed)
     if on_gpu:
         rows.append(time("launched", launched))

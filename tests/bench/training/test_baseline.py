@@ -134,7 +134,7 @@ def test_grpo_with_tiles(tmp_path, bench, run_here):
     [
         (
             ["dpo", "--small", "--modes", "dense,fast"],
-            "--modes dense,fast: expected some of dense, sparse, tiles, lora, shira, each once",
+            "--modes dense,fast: expected some of dense, adamw8bit, galore, sparse,",
         ),
         (["dpo", "--small", "--n_steps", 5, "--n_warmup", 5], "--n_steps 5 leaves nothing after --n_warmup 5"),
         (
@@ -280,6 +280,8 @@ def test_shira_takes_the_density_of_the_mask_that_is_given(tmp_path, monkeypatch
         ("matplotlib", ["--plot", "x.png"]),
         ("peft", ["--modes", "lora"]),
         ("peft", ["--modes", "dense,shira"]),
+        ("bitsandbytes", ["--modes", "adamw8bit"]),
+        ("galore_torch", ["--modes", "galore"]),
     ],
 )
 def test_a_package_that_is_missing(monkeypatch, bench, package, words):

@@ -21,7 +21,8 @@ from sparse_opt.bench.training.baseline.inputs import (
     words_config,
     write_pairs,
 )
-from sparse_opt.bench.training.baseline.modes import Job, n_trained, prepare
+from sparse_opt.bench.training.baseline.modes import Job, held_bytes, n_trained, prepare
+from sparse_opt.bench.training.baseline.peers import missing_package
 from sparse_opt.bench.training.baseline.results import FIRST_LOSS_ATOL, wrong_results
 from sparse_opt.bench.training.baseline.run import Sections, covered, even_share, run
 from sparse_opt.bench.training.baseline.shira import add_shira, shira_rank
@@ -32,7 +33,13 @@ from sparse_opt.trainers.logprobs import token_logprobs
 from sparse_opt.trainers.models import load_model
 from sparse_opt.trainers.shared_prompts import Pieces
 
-MODES = ("dense", "sparse", "lora", "shira")
+MODES = ("dense", "adamw8bit", "galore", "sparse", "lora", "qlora", "shira")
+OF_GRPO = tuple(mode for mode in MODES if mode != "qlora")  # bitsandbytes' 4-bit inference on a CPU needs other sizes
+
+
+def need_packages(*modes: str) -> None:
+    if error := missing_package(modes):
+        pytest.skip(error)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +95,8 @@ def test_pairs_have_exactly_the_length_asked_for():
 
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 def test_all_modes_begin_as_they_must_and_see_the_same_data(job, algorithm):
-    pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
-    results = {mode: run(changed(job, mode=mode, algorithm=algorithm)) for mode in MODES}
+    modes = [mode for mode in (OF_GRPO if algorithm == "grpo" else MODES) if not missing_package([mode])]
+    results = {mode: run(changed(job, mode=mode, algorithm=algorithm)) for mode in modes}
     assert wrong_results(algorithm, list(results.values())) == []
     assert len({result["data_digest"] for result in results.values()}) == 1
     if algorithm == "dpo":
@@ -217,7 +224,7 @@ def test_sparse_trains_the_mask_alone_and_keeps_its_reference(job):
 
 @pytest.mark.parametrize("mode", ["lora", "shira"])
 def test_adapters_train_alone_and_their_reference_is_without_them(job, mode):
-    pytest.importorskip("peft", reason="modes lora and shira need peft: pip install 'sparse-opt[bench]'")
+    need_packages(mode)
     policy = load_model(job.model_name, torch.device("cpu"), "bf16")
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     batch = collate([TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)], 0)
@@ -235,6 +242,55 @@ def test_adapters_train_alone_and_their_reference_is_without_them(job, mode):
         assert not torch.equal(token_logprobs(policy, batch), expected)
         with trained.reference_weights():
             assert torch.equal(token_logprobs(policy, batch), expected)
+
+
+def test_qlora_trains_bf16_adapters_on_a_quantized_base(job):
+    need_packages("qlora")
+    from bitsandbytes.nn import Linear4bit
+
+    policy = load_model(job.model_name, torch.device("cpu"), "bf16")
+    kept = {n: p.detach().clone() for n, p in policy.named_parameters() if "proj" not in n}  # norms and the embedding
+    numel = sum(parameter.numel() for name, parameter in policy.named_parameters() if "proj" in name)
+    trained = prepare(changed(job, mode="qlora"), policy)
+    layers = [layer.weight for layer in policy.modules() if isinstance(layer, Linear4bit)]
+    assert len(layers) == 2 * 7 and all(weight.quant_state.nested for weight in layers)
+    assert {weight.quant_state.quant_type for weight in layers} == {"nf4"}
+    assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters() if parameter.requires_grad)
+    assert sum(weight.nbytes for weight in layers) == numel // 2
+    assert 0 < held_bytes(trained)["quantization"] < 0.03 * numel  # an 8-bit scale for 64 weights, and scales of those
+    batch = collate([TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)], 0)
+    with torch.no_grad():
+        before = token_logprobs(policy, batch)
+    step = baseline_run.dpo_steps(trained, [batch] * 2, Sections(torch.device("cpu")))
+    step(0)
+    step(1)
+    with torch.no_grad():
+        assert not torch.equal(token_logprobs(policy, batch), before)
+        with trained.reference_weights():
+            assert torch.equal(token_logprobs(policy, batch), before)
+    after = dict(policy.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("mode", ["adamw8bit", "galore"])
+def test_full_training_with_less_state_changes_all_weights_and_keeps_its_reference(job, mode):
+    need_packages(mode)
+    policy = load_model(job.model_name, torch.device("cpu"), "bf16")
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    trained = prepare(changed(job, mode=mode), policy)
+    sequences = [TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)]
+    baseline_run.dpo_steps(trained, [collate(sequences, 0)], Sections(torch.device("cpu")))(0)
+    names = [name for name in before if "layernorm" not in name and name != "model.norm.weight"]  # those are of 1s
+    assert not any(torch.equal(policy.get_parameter(name), before[name]) for name in names)
+    assert all(torch.equal(trained.reference.get_parameter(name), value) for name, value in before.items())
+    held, numel = held_bytes(trained), sum(value.numel() for value in before.values())
+    if mode == "adamw8bit":  # two moments of a byte, two fp32 scales for 256 of them, tables of 256 codes
+        in_fp32 = sum(value.numel() for value in before.values() if value.numel() < 4096)
+        tables = 2 * 4 * 256 * len(before)
+        assert 2 * numel < held["state"] - 6 * in_fp32 < 2.04 * numel + tables
+    else:  # rank 128 is more than these matrices have: projections are square
+        smaller = [min(value.shape) for name, value in before.items() if "proj" in name]
+        assert held["projections"] == sum(2 * side**2 for side in smaller)
 
 
 def test_compiled_layers_train_the_same(job, tile_masks):
@@ -257,8 +313,7 @@ def test_a_precomputed_reference_gives_the_same_losses(job, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_shared_prompts_give_the_same_losses(job, mode):
-    if mode in ("lora", "shira"):
-        pytest.importorskip("peft", reason=f"mode {mode} needs peft: pip install 'sparse-opt[bench]'")
+    need_packages(mode)
     rows = [run(changed(job, mode=mode, share_prompts=flag)) for flag in (False, True)]
     assert [row["mode"] for row in rows] == [mode, f"{mode}, shared prompts"]
     assert rows[0]["data_digest"] == rows[1]["data_digest"]

@@ -50,7 +50,7 @@ def test_the_file_system_of_a_path():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--modes", "dense,lora"], "--modes dense,lora: expected some of dense, sparse, each once"),
+        (["--modes", "dense,lora"], "--modes dense,lora: expected some of dense, adamw8bit, galore, sparse,"),
         (["--n_steps", "0"], "--n_steps is 0, expected at least 1"),
         (["--density", "0"], "--density is 0.0, expected more than 0"),
         (["--work_dir", "/proc/no"], "--work_dir /proc/no: cannot make this folder"),
