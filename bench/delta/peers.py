@@ -241,58 +241,12 @@ class PulseCoder(Coder):
         return {f"{i:06}": tensor for i, tensor in enumerate(tensors)}
 
 
-class NvcompCoder(Coder):
-    """old XOR new through a codec of nvCOMP, on the GPU. https://docs.nvidia.com/cuda/nvcomp/py_api.html
-
-    Its calls run on a separate stream, so wall time is reported.
-    """
-
-    def __init__(self, algorithm: str, device: torch.device) -> None:
-        self.name = f"XOR + nvCOMP {algorithm}"
-        self._nvcomp = importlib.import_module("nvidia.nvcomp")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._codec = self._nvcomp.Codec(algorithm=algorithm, device_id=index, **NVCOMP[algorithm])
-
-    def encode(self, start: list[Tensor], new: list[Tensor]) -> list[Any]:
-        xors = [(as_bits(a) ^ as_bits(b)).view(torch.uint8) for a, b in zip(start, new, strict=True)]
-        torch.cuda.synchronize()  # the codec has a stream of its own
-        found = [self._codec.encode(self._nvcomp.as_array(xor)) for xor in xors]
-        torch.cuda.synchronize()
-        return found
-
-    def decode(self, start: list[Tensor], coded: list[Any]) -> list[Tensor]:
-        for tensor, data in zip(start, coded, strict=True):
-            bits = as_bits(tensor)
-            found = torch.from_dlpack(self._codec.decode(data))
-            torch.cuda.synchronize()
-            bits ^= found.view(torch.uint8).view(bits.dtype)
-        return start
-
-    def nbytes(self, coded: list[Any]) -> int:
-        return sum(array.buffer_size for array in coded)
-
-
-# Of nvCOMP's codecs those for bytes that are mostly zero, and the one that zstd-1 is to be compared with.
-NVCOMP: dict[str, dict[str, Any]] = {
-    "Zstd": {},
-    "LZ4": {},
-    "Cascaded": {"data_type": "<u2"},
-    "Bitcomp": {"algorithm_type": 1, "data_type": "<u2"},  # for sparse data
-    "ANS": {},
-}
-
-
-def peers(device: torch.device, threads: int) -> list[Peer]:
-    """All coders of other packages, including those that cannot run here."""
-    nvcomp = ("nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13")
+def peers(threads: int) -> list[Peer]:
+    """All coders of other packages, including those that are not installed."""
     return [
         Peer(ZstdCoder.name, ("zstandard",), "zstandard", None, ZstdCoder),
         Peer(ZipNNCoder.name, ("zipnn",), "zipnn", None, partial(ZipNNCoder, threads)),
         Peer(PulseCoder.name, ("basilica-sdk",), "basilica", None, partial(PulseCoder, threads)),
-        *(
-            Peer(f"XOR + nvCOMP {name}", nvcomp, "nvidia.nvcomp", "cuda", partial(NvcompCoder, name, device))
-            for name in NVCOMP
-        ),
     ]
 
 

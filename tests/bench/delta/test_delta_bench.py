@@ -103,7 +103,7 @@ def test_every_coder_is_checked_timed_compared_and_written(tmp_path, capsys):
     assert values["size"].value > values["size"].peers["entropy"] > 0
     (masked,) = [row for row in run.matching(coder="packed, over the mask") if row.metric == "size"]
     assert report.ratio(run, masked, "whole") < 1
-    peers = {peer.name for peer in delta_peers.peers(CPU, 1)}
+    peers = {peer.name for peer in delta_peers.peers(1)}
     absent = {note.split(": ")[1] for note in run.notes if note.startswith("not timed")}
     assert peers <= absent | {row.case["coder"] for row in run.rows}
     assert "tight, over the mask" in capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path):
     peer = delta_peers.Peer("broken", ("torch",), "torch", None, Broken)
     away = delta_peers.Peer("away", ("no-such", "nor-such"), "no_such_package.part", None, Broken)
     gpu = delta_peers.Peer("gpu", ("torch",), "torch", "cuda", Broken)
-    monkeypatch.setattr(delta, "peers", lambda device, threads: [peer, away, gpu])
+    monkeypatch.setattr(delta, "peers", lambda threads: [peer, away, gpu])
     path = tmp_path / "delta.json"
     delta.main([*SMALL, "--cases", "1.2%", "--output", str(path)])
     run = rows.read(path)
@@ -150,14 +150,11 @@ def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path):
     assert run.completed
 
 
-@pytest.mark.parametrize("peer", delta_peers.peers(CPU, 1), ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", delta_peers.peers(1), ids=lambda peer: peer.name)
 def test_other_packages_give_the_new_bits(peer):
-    device = torch.device(peer.device_type or "cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if why := peer.why_absent(device):
+    if why := peer.why_absent(CPU):
         pytest.skip(f"needs {peer.packages[0]}: {why}")
-    step = make_step(KINDS[1], {"a": (50, 40), "b": (3000,)}, device)
+    step = make_step(KINDS[1], {"a": (50, 40), "b": (3000,)}, CPU)
     coder = peer.make()
     start = coder.start(step.old)
     coded = coder.encode(start, step.new)
@@ -172,8 +169,6 @@ def test_other_packages_give_the_new_bits(peer):
         (["--cases", "1.2%,3%"], "case is '3%', expected some of 1.2%, 2.6%"),
         (["--numel", "0"], "--numel is 0, expected at least 1"),
         (["--peer_numel", "4095"], "--peer_numel is 4095, expected at least 4096"),
-        (["--device", "meta"], "--device is meta, expected cpu, cuda or cuda:N"),
-        (["--output", "/proc/none/x.json"], "cannot be written to /proc/none/x.json"),
     ],
 )
 @needs_native

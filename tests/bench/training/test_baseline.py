@@ -137,10 +137,6 @@ def test_grpo_with_tiles(tmp_path, bench, run_here):
             "--modes dense,fast: expected some of dense, adamw8bit, galore, sparse,",
         ),
         (["dpo", "--small", "--n_steps", 5, "--n_warmup", 5], "--n_steps 5 leaves nothing after --n_warmup 5"),
-        (
-            ["dpo", "--small", "--n_steps", 9, "--n_warmup", 2, "--steps_in_a_row", 3],
-            "--steps_in_a_row 3 does not divide the 7 steps after the warm-up",
-        ),
         (["grpo", "--small", "--sequence_length", 64], "--sequence_length is 64, expected at least 129"),
         (["grpo", "--small", "--n_generations", 1], "--n_generations is 1, expected at least 2"),
         (["dpo", "--small", "--mask", __file__, "--pattern", "tile64"], "--pattern tile64 is of a random mask"),
@@ -179,7 +175,7 @@ def test_none_is_an_option_that_was_not_given(monkeypatch, bench, tmp_path):
         for name in ("model_name", "checkpoint", "mask", "pattern", "shira_rank", "dataset", "subset_size")
         for word in (f"--{name}", "None" if name == "checkpoint" else "none")
     ]
-    rest = ("--work_dir", "none", "--l2_fetch_granularity", "none", "--output", tmp_path / "x.json")
+    rest = ("--work_dir", "none", "--output", tmp_path / "x.json")
     code, _, err = bench("dpo", "--small", "--modes", "dense", *optional, *rest)
     assert code == 1 and "error" not in err  # no mode has run
     (job,) = given
