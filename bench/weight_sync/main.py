@@ -29,8 +29,8 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.l2_fetch import GRANULARITIES
 
 from ..distributed.models import SHAPES
-from ..distributed.world import NETWORKS
 from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..ranks import NETWORKS
 from ..rows import Run
 from .results import VARIANTS, result_rows
 
