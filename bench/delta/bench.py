@@ -31,7 +31,6 @@ from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 
 from ..harness import Benchmark, comma_separated, not_between
-from ..peers import why_failed
 from ..rows import Case, Row, Run
 from ..shapes import LLAMA_3_2_3B, scaled, total_numel
 from ..timing import Prepared, Timing, measure
@@ -149,14 +148,15 @@ class DeltaBench:
         """Add the rows of the installed peers."""
         self._rows([TorchSaveCoder()], ONE_TENSOR, step, PEER_ROUNDS, {})
         for peer in peers(self.threads):
-            if why := peer.why_absent(self.device):
+            if why := peer.why_absent():
                 self.run.note(f"not timed: {peer.name}: {why}")
                 continue
             try:
                 self._rows([peer.make()], ONE_TENSOR, step, PEER_ROUNDS, {})
                 self.run.note(f"{peer.name}: {peer.version()}")
             except Exception as error:  # another package's error, of any type: reported, and the run continues
-                self.run.note(f"not timed: {peer.name}: {why_failed(error)}")
+                first_line = str(error).strip().partition("\n")[0]
+                self.run.note(f"not timed: {peer.name}: FAILED: {type(error).__name__}: {first_line}")
 
     def _rows(
         self, coders: Sequence[Coder], layout: str, step: Step, n_rounds: int, codes: Mapping[str, float]

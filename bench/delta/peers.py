@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import io
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +24,6 @@ from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.ops import delta_apply_, delta_encode
 from sparse_opt.tensors import as_bits, dtype_name
 
-from ..peers import Peer
 from .data import Step
 
 
@@ -241,12 +244,38 @@ class PulseCoder(Coder):
         return {f"{i:06}": tensor for i, tensor in enumerate(tensors)}
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A coder of another package. If it is not installed, it is listed with this reason.
+
+    Args:
+        name: name in the table.
+        packages: names for pip, any of which is sufficient.
+        module: name for `import`.
+        make: makes the coder; errors of the package propagate.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    module: str
+    make: Callable[[], Coder]
+
+    def why_absent(self) -> str:
+        """Empty if the package is installed, else the reason why it cannot run."""
+        return "" if importlib.util.find_spec(self.module) else f"not installed ({' or '.join(self.packages)})"
+
+    def version(self) -> str:
+        """The installed packages and their versions."""
+        installed = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+        return ", ".join(f"{name} {installed[name]}" for name in self.packages if name in installed)
+
+
 def peers(threads: int) -> list[Peer]:
     """All coders of other packages, including those that are not installed."""
     return [
-        Peer(ZstdCoder.name, ("zstandard",), "zstandard", None, ZstdCoder),
-        Peer(ZipNNCoder.name, ("zipnn",), "zipnn", None, partial(ZipNNCoder, threads)),
-        Peer(PulseCoder.name, ("basilica-sdk",), "basilica", None, partial(PulseCoder, threads)),
+        Peer(ZstdCoder.name, ("zstandard",), "zstandard", ZstdCoder),
+        Peer(ZipNNCoder.name, ("zipnn",), "zipnn", partial(ZipNNCoder, threads)),
+        Peer(PulseCoder.name, ("basilica-sdk",), "basilica", partial(PulseCoder, threads)),
     ]
 
 

@@ -251,21 +251,17 @@ def delta_apply_traffic(numel: int, changed: int, *, itemsize: int, index_itemsi
     return scattered_writes(changed * (index_itemsize + itemsize) + fetched, numel, changed, itemsize)
 
 
-def dense_adamw_traffic(
-    numel: int, *, param_itemsize: int, state_itemsize: int | None = None, mask_itemsize: int = 0
-) -> Traffic:
-    """A dense AdamW step: ``numel * (3 * param + 2 * 2 * state)``.
+def dense_adamw_traffic(numel: int, *, param_itemsize: int, mask_itemsize: int = 0) -> Traffic:
+    """A step of torch's AdamW, whose moments have the parameter's dtype: ``numel * 7 * param``.
 
-    The gradient is read; the parameter and both states are read and written.
+    The gradient is read; the parameter and both moments are read and written.
 
     Args:
-        state_itemsize: bytes of a moment; by default the parameter's, as in torch's AdamW.
         mask_itemsize: bytes per element of a mask that the gradients are first multiplied by, in place. Reading the
             mask and reading and writing the gradient adds ``numel * (mask + 2 * param)``.
     """
-    state = param_itemsize if state_itemsize is None else state_itemsize
     masking = mask_itemsize + 2 * param_itemsize if mask_itemsize else 0
-    return Traffic(float(numel * (3 * param_itemsize + 4 * state + masking)))
+    return Traffic(float(numel * (7 * param_itemsize + masking)))
 
 
 def dense_clip_traffic(numel: int, *, grad_itemsize: int) -> Traffic:

@@ -19,7 +19,6 @@ from sparse_opt.errors import MaskError
 from sparse_opt.ops import STEP_OPS
 
 from ..harness import Work, passes
-from ..peers import Peer, why_failed
 from ..rows import Case as RowCase
 from ..shapes import Shapes, total_numel
 from ..timing import Prepared
@@ -46,7 +45,7 @@ from .optimizers import (
     step_traffic,
     swapped_share,
 )
-from .peers import FOREACH, FUSED, MASKED, PEERS, STATE_ITEMSIZE, masked_adamw_step, peer_step, torch_adamw_step
+from .peers import FOREACH, FUSED, MASKED, masked_adamw_step, torch_adamw_step
 from .recorder import TORCH, Recorder
 
 # So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.
@@ -80,7 +79,6 @@ class WeightRows:
     Args:
         densities: densities of the masks of single elements.
         patterns: patterns of the run and tile masks, at `pattern_density`.
-        with_peers: also time the optimizers of other packages.
     """
 
     recorder: Recorder
@@ -90,7 +88,6 @@ class WeightRows:
     patterns: Sequence[str]
     pattern_density: float
     seed: int
-    with_peers: bool
 
     def __post_init__(self) -> None:
         self.numel = total_numel(self.shapes)
@@ -115,9 +112,6 @@ class WeightRows:
             self.fine_fetches(masked, with_dense=i == 0)
         for pattern in self.patterns:
             self._pattern(pattern)
-        if self.with_peers:
-            for peer in PEERS:
-                self.peer(peer)
 
     def _op_steps(self, masked: Masked) -> None:
         narrow = inputs.narrowed(masked.active).arguments()
@@ -328,20 +322,6 @@ class WeightRows:
             traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=size)
             works.append(self.recorder.work(name, TORCH, None, step, traffic))
         return works
-
-    def peer(self, peer: Peer) -> None:
-        """Time the step of another package, or record why not."""
-        recorder = self.recorder
-        if why := peer.why_absent(recorder.device):
-            recorder.run.note(f"not timed: {peer.name}: {why}")
-            return
-        try:
-            step = peer_step(peer, self._parameters(), self.grads)
-            traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, state_itemsize=STATE_ITEMSIZE)
-            recorder.time([recorder.work(peer.name, TORCH, None, step, traffic)])
-            recorder.run.note(f"{peer.name}: {peer.version()}")
-        except Exception as error:  # another package's error, of any type: reported, and the run continues
-            recorder.run.note(f"not timed: {peer.name}: {why_failed(error)}")
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

@@ -185,7 +185,6 @@ def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
     assert bounds.delta_apply_traffic(n, n, itemsize=2) == everywhere._replace(copied=n * (2 + 6))
     assert bounds.dense_adamw_traffic(n, param_itemsize=2) == Traffic(n * 14)
     assert bounds.dense_adamw_traffic(n, param_itemsize=2, mask_itemsize=1) == Traffic(n * (14 + 1 + 4))
-    assert bounds.dense_adamw_traffic(n, param_itemsize=2, state_itemsize=1) == Traffic(n * (6 + 4))
     assert bounds.dense_clip_traffic(n, grad_itemsize=2) == Traffic(n * 6)
 
 
