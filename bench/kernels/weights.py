@@ -39,13 +39,14 @@ from .optimizers import (
     check_norm,
     index_itemsize,
     mask_of,
+    masked_adamw_step,
     parameters,
     sparse_adamw,
     step_again,
     step_traffic,
     swapped_share,
+    torch_adamw,
 )
-from .peers import FOREACH, FUSED, MASKED, masked_adamw_step, torch_adamw_step
 from .recorder import TORCH, Recorder
 
 # So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.
@@ -53,6 +54,7 @@ NO_CLIP = 1e30
 # After so many steps a swap at SMALL_LR exchanges few weights.
 FEW_STEPS = 10
 # Names of works, and what follows them.
+FUSED, MASKED = "torch.optim.AdamW(fused=True).step", "grad *= mask, torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 BF16, SMALL = ", bf16 moments", ", lr 1e-6"
 WIDE = ", int32 indices"  # for comparison with the 2-byte indices of the optimizer
@@ -105,7 +107,7 @@ class WeightRows:
             self._gather_and_swap(masked, [self._torch_clip()] if i == 0 else [])
             self._optimizers(masked, [self._fused_step()] if i == 0 else [])
             if i == 0:
-                self.recorder.time(self._other_dense_steps(masked.mask))
+                self.recorder.time([self._masked_step(masked.mask)])
             self.base_weights(masked)
             for compact_weights in (False, True):
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
@@ -305,23 +307,19 @@ class WeightRows:
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
     def _fused_step(self, fetches: str = "") -> Work:
-        step = torch_adamw_step(self._parameters(), self.grads, fused=True)
+        step = torch_adamw(self._parameters(), self.named_grads).step
         traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2)
         return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
 
-    def _other_dense_steps(self, mask: MaskSet) -> list[Work]:
-        """torch's foreach AdamW over all elements, and a masked step without sparse kernels.
+    def _masked_step(self, mask: MaskSet) -> Work:
+        """A masked step without sparse kernels.
 
-        Their states and copies take several times the size of the model, so they are made after the others are freed.
+        Its states and copies take several times the size of the model, so it is made after the others are freed.
         """
         bools = [mask.bool(name).to(self.recorder.device) for name in mask.names]
-        foreach = torch_adamw_step(self._parameters(), self.grads, fused=False)
-        masked = masked_adamw_step(self._parameters(), [grad.clone() for grad in self.grads], bools)
-        works = []
-        for name, step, size in ((FOREACH, foreach, 0), (MASKED, masked, 1)):
-            traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=size)
-            works.append(self.recorder.work(name, TORCH, None, step, traffic))
-        return works
+        step = masked_adamw_step(self._parameters(), self._named([grad.clone() for grad in self.grads]), bools)
+        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=1)
+        return self.recorder.work(MASKED, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

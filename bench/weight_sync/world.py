@@ -61,8 +61,8 @@ class Row:
 class World(Ranks):
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
-        if self.on_gpu and self.args.l2_fetch_granularity:
-            set_l2_fetch_granularity(self.args.l2_fetch_granularity, self.device)
+        if self.on_gpu:
+            set_l2_fetch_granularity(32, self.device)
         self.ids = pair(self.args.seed, self.args.sequence_length, self.config.vocab_size, self.device)
 
     def measure(self) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ class World(Ranks):
                 self.device,
                 lr=self.args.learning_rate,
                 seed=self.args.seed,
-                compact_weights=self.args.compact_weights,
+                compact_weights=True,
             )
         rows = []
         for variant in variants:

@@ -7,27 +7,6 @@ Modes of other packages need `pip install 'sparse-opt[bench,peers]'`. By default
 and random weights, and the mask is random.
 """
 
-# What mode sparse holds at its peak, by shape, for one pair of 512 tokens at that shape and 2.5 % (80.3 M active
-# elements). A run prints the measured peak.
-#
-# | | bytes | GiB |
-# |---|---|---|
-# | bf16 weights | 2 x 3.21 G | 5.98 |
-# | indices; two fp32 moments; bf16 gradients; base weights | (4 + 8 + 2 + 2) x 80.3 M | 1.20 |
-# | activations that the backward pass reads | 28 layers x 135 MB | 3.52 |
-# | a slice of logits in fp32, with a bf16 copy | (4 + 2) x 2^24 | 0.09 |
-#
-# The activations are counted from what autograd saves, for 1024 tokens of a layer: per norm an fp32 copy of its input,
-# its bf16 cast and its output (2 x 25 MB); q, k, v and the attention's output (17 MB); gate, its activation, up and
-# their product (67 MB). The peak does not contain, unlike that of a plain step: the logits, their gradient and fp32
-# copies, which are computed in slices; the output layer's weight gradient, 0.73 GiB, which is computed after the
-# activations are freed; copies of keys and values for each query head, because attention runs without a mask
-# (`trainers.logprobs`, `trainers.models`). With --compile, the logits of the trained tokens and their
-# exponentials are held as a whole, 2 x 0.21 GiB in bf16. If the mask excludes the norms (`--exclude '*norm*'`), their
-# bf16 casts, 6.3 MB each, are not kept. With activation checkpointing the peak is at the end of the backward pass,
-# where the tied embedding has two gradients of 0.73 GiB; with tiles there is none. Compact gradients in fp32 would add
-# 0.15 GiB; they are bf16 like the dense ones they are taken from.
-
 from __future__ import annotations
 
 import sys

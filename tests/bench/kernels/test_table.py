@@ -7,7 +7,7 @@ import torch
 
 from sparse_opt import MaskSet, backends
 from sparse_opt.bench import rows as results
-from sparse_opt.bench.kernels import inputs, optimizers, peers, table, weights
+from sparse_opt.bench.kernels import inputs, optimizers, table, weights
 from sparse_opt.bench.kernels.bounds import Rates
 from sparse_opt.bench.kernels.cases import Active, WrongResult
 from sparse_opt.bench.kernels.optimizers import BaseWeightsSwap, check_base_weights, parameters, sparse_adamw
@@ -186,7 +186,7 @@ def test_masked_adamw_is_adamw_with_masked_gradients():
 
     masks = [torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.3 for shape in shapes.values()]
     named = parameters(dict(zip(shapes, tensors(), strict=True)))
-    step = peers.masked_adamw_step(named, tensors(1), masks)
+    step = optimizers.masked_adamw_step(named, dict(zip(shapes, tensors(1), strict=True)), masks)
     expected = [torch.nn.Parameter(weight) for weight in tensors()]
     plain = torch.optim.AdamW(expected, lr=optimizers.LR, weight_decay=optimizers.WEIGHT_DECAY, fused=True)
     for param, grad, mask in zip(expected, tensors(1), masks, strict=True):
