@@ -134,13 +134,15 @@ def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
 def measure(args: Namespace, run: Run) -> None:
     """Start the processes of each number of GPUs and network, and add their rows."""
     n_before = len(run.rows)
+    options = {name: value for name, value in vars(args).items() if name not in ("plot", "resume", "strict", "output")}
     deadline = None if args.limit_s is None else time.time() + args.limit_s
     with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as name:
         folder = Path(name)
         for n, network in dict.fromkeys((n, network) for n, network, _ in missing(run, args)):
             if deadline is not None and time.time() >= deadline:
                 break
-            job = job_of(args, [one[2] for one in missing(run, args) if one[:2] == (n, network)], network, deadline)
+            variants = [one[2] for one in missing(run, args) if one[:2] == (n, network)]
+            job = options | {"variants": variants, "network": network, "deadline": deadline}
             job["mask_dir"] = str(args.mask_dir or folder)
             results = run_in_process(MODULE, f"{n} x {network}", job, folder, NETWORKS[network], n_ranks=n)
             if results is None:
@@ -159,12 +161,6 @@ def measure(args: Namespace, run: Run) -> None:
     run.notes = [note for note in run.notes if not note.startswith("the first update is")]
     if len(run.rows) > n_before:
         run.note(checked_line(run))
-
-
-def job_of(args: Namespace, variants: list[str], network: str, deadline: float | None) -> dict[str, Any]:
-    """The options of the processes of one number of GPUs and network."""
-    options = {name: value for name, value in vars(args).items() if name not in ("plot", "resume", "strict", "output")}
-    return {**options, "variants": variants, "network": network, "deadline": deadline}
 
 
 def _add(run: Run, result: dict[str, Any], gpus: int, network: str, args: Namespace) -> None:

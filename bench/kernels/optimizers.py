@@ -243,11 +243,6 @@ def index_itemsize(optimizer: SparseAdamW) -> int:
     return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4
 
 
-def step_bytes(optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool) -> float:
-    """The bytes of `step_traffic`."""
-    return step_traffic(optimizer, param_itemsize=param_itemsize, dense_grads=dense_grads).bytes
-
-
 def step_traffic(
     optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool, changed: float = 1.0
 ) -> bounds.Traffic:
