@@ -305,7 +305,7 @@ def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
     return numel_of(arguments["dense"]), arguments["indices"].numel()
 
 
-def _itemsizes(arguments: Mapping[str, Any]) -> dict[str, int]:
+def _itemsizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "itemsize": arguments["dense"][0].element_size(),
         "index_itemsize": arguments["indices"].element_size(),
