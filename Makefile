@@ -191,7 +191,7 @@ format: $(VENV)/.lint ## rewrite the sources as `make lint` expects them
 bench: $(VENV)/.test build ## the benchmark suites on this machine
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only
 
-bench-compare: $(VENV)/.test build ## the benchmark suites against the committed run; fails if a case has become slower, lists new cases
+bench-compare: $(VENV)/.test build ## the benchmark suites against the committed run; fails if a case has become slower
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest bench --benchmark-only --benchmark-compare=$(BASELINE) --benchmark-compare-fail=$(BENCH_THRESHOLD)
 
 bench-baseline: $(VENV)/.test build ## keep a new run for bench-compare

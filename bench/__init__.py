@@ -5,6 +5,7 @@
 | `rows` | a row is one measured value of one case; a run is rows with one environment, as JSON |
 | `harness` | the command line of every benchmark; `Work`: something to check and then to time |
 | `timing` | times calls in turns |
+| `ranks` | one of several processes of a benchmark: process group, device, mask, times of the slowest |
 | `report`, `targets.yaml`, `plot` | tables and verdicts of rows, for a terminal and for the documentation; pictures |
 | `kernels` | every op and optimizer, the step on a CPU, and launch sizes |
 | `training` | whole steps: `baseline`, `trl`, `profiles`, `delta_logging` |

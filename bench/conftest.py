@@ -11,8 +11,6 @@ from .rows import environment
 from .shapes import SUITE_NUMEL
 
 DEFAULT_ROUNDS = 100
-# The cases of the run that `--benchmark-compare` names.
-COMPARED = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,14 +31,3 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info.pop("node", None)
     machine_info.get("cpu", {}).pop("flags", None)
     machine_info["sparse_opt"] = environment(config.getoption("--bench_device"))
-
-
-def pytest_benchmark_compare_machine_info(config: pytest.Config, compared_benchmark: dict[str, Any]) -> None:
-    config.stash[COMPARED] = {bench["fullname"] for bench in compared_benchmark["benchmarks"]}
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-benchmark's hook raises an exception if a case has become slower
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for report in terminalreporter.getreports("passed") if COMPARED in config.stash else ():
-        if report.nodeid not in config.stash[COMPARED]:
-            terminalreporter.write_line(f"New, not in the compared run: {report.nodeid}")

@@ -352,20 +352,20 @@ def run_in_process(
     folder: Path,
     variables: Mapping[str, str] | None = None,
     *,
-    n_ranks: int = 1,
+    n_ranks: int | None = None,
 ) -> Any:
     """`python -m module JOB RESULT`: the result of `job_main` there; None, with its message printed, if it failed.
 
     The files are in `folder`, and the next job replaces them. `name` is the job's, for messages, which go to stderr.
-    With several ranks, torchrun starts as many processes, and the result is that of rank 0.
+    With `n_ranks`, torchrun starts as many processes, and the result is that of rank 0.
     """
     job_file, result_file = folder / "job.json", folder / "result.json"
     job_file.write_text(json.dumps({"name": name, "job": job}), encoding="utf-8")
     print(f"{name}: running", file=sys.stderr, flush=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={n_ranks}"]
-    command = [sys.executable, *(launcher if n_ranks > 1 else []), "-m", module, str(job_file), str(result_file)]
-    threads = str(max(1, (os.cpu_count() or 1) // n_ranks))  # torchrun would set one, and warn
-    environment = {**({"OMP_NUM_THREADS": threads} if n_ranks > 1 else {}), **os.environ, **(variables or {})}
+    command = [sys.executable, *(launcher if n_ranks else []), "-m", module, str(job_file), str(result_file)]
+    threads = str(max(1, (os.cpu_count() or 1) // (n_ranks or 1)))  # torchrun would set one, and warn
+    environment = {**({"OMP_NUM_THREADS": threads} if n_ranks else {}), **os.environ, **(variables or {})}
     done = subprocess.run(command, check=False, stdout=sys.__stderr__, env=environment)
     if done.returncode != 0:
         print(f"{name}: the run ended with exit code {done.returncode}", file=sys.stderr)

@@ -28,7 +28,7 @@ from .kernels.optimizers import (
     parameters,
     sparse_adamw,
     step_again,
-    step_bytes,
+    step_traffic,
 )
 from .shapes import LLAMA_64M, SUITE_NUMEL, scaled
 from .timing import n_buffer_sets, samples
@@ -183,7 +183,8 @@ def _measured_step(
             check_first_step(optimizer, named, gradients, active)
             calls[name].append(functools.partial(step_again, optimizer))
         if seed == 0:
-            nbytes = step_bytes(optimizer, param_itemsize=DTYPES[dtype].itemsize, dense_grads=grads == "dense")
+            itemsize = DTYPES[dtype].itemsize
+            nbytes = step_traffic(optimizer, param_itemsize=itemsize, dense_grads=grads == "dense").bytes
             n_sets = n_buffer_sets(int(nbytes), session.device)
         seed += 1
     return session.measure(calls, dict.fromkeys(names, nbytes))

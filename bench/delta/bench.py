@@ -10,7 +10,7 @@ a sample first), but not before the first kernel.
 Case "dense" changes 60 % of the weights. Case "mask" changes a tenth of the positions of a random mask of 2.5 %. It is
 encoded like in a delta log, over the elements of the mask, and in the ordinary form.
 
-Coders of other packages run on the host (except nvCOMP), on fewer weights, and their times include the copies from and
+Coders of other packages run on the host, on fewer weights, and their times include the copies from and
 to the GPU. Packages that are not installed are listed as missing: pip install 'sparse-opt[peers]'.
 """
 
@@ -31,7 +31,6 @@ from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 
 from ..harness import Benchmark, comma_separated, not_between
-from ..peers import why_failed
 from ..rows import Case, Row, Run
 from ..shapes import LLAMA_3_2_3B, scaled, total_numel
 from ..timing import Prepared, Timing, measure
@@ -111,7 +110,6 @@ class DeltaBench:
     model_numel: int
     n_rounds: int
     seed: int
-    lost_device: str = ""  # the peer whose error made the device unusable
 
     def time(self, kinds: Sequence[Kind], *, with_peers: bool) -> None:
         """Time all cases. Failed checks are recorded; other errors propagate, except those of peers."""
@@ -129,8 +127,7 @@ class DeltaBench:
             # Peers run last, so that an error on the device does not affect our rows.
             for kind in kinds[:n_peers]:
                 bar.set_postfix_str(f"{kind.name}, peers")
-                if not self.lost_device:
-                    self._peers(make_step(kind, {"weight": (self.peer_numel,)}, self.device, self.seed))
+                self._peers(make_step(kind, {"weight": (self.peer_numel,)}, self.device, self.seed))
                 bar.update()
 
     def _levels(self, layout: str, step: Step) -> None:
@@ -150,19 +147,16 @@ class DeltaBench:
     def _peers(self, step: Step) -> None:
         """Add the rows of the installed peers."""
         self._rows([TorchSaveCoder()], ONE_TENSOR, step, PEER_ROUNDS, {})
-        for peer in peers(self.device, self.threads):
-            if why := peer.why_absent(self.device):
+        for peer in peers(self.threads):
+            if why := peer.why_absent():
                 self.run.note(f"not timed: {peer.name}: {why}")
-                continue
-            if self.lost_device:
-                self.run.note(f"not timed: {peer.name}: the device was lost to {self.lost_device}")
                 continue
             try:
                 self._rows([peer.make()], ONE_TENSOR, step, PEER_ROUNDS, {})
                 self.run.note(f"{peer.name}: {peer.version()}")
             except Exception as error:  # another package's error, of any type: reported, and the run continues
-                self.run.note(f"not timed: {peer.name}: {why_failed(error)}")
-                self.lost_device = peer.name if _is_lost(self.device) else ""
+                first_line = str(error).strip().partition("\n")[0]
+                self.run.note(f"not timed: {peer.name}: FAILED: {type(error).__name__}: {first_line}")
 
     def _rows(
         self, coders: Sequence[Coder], layout: str, step: Step, n_rounds: int, codes: Mapping[str, float]
@@ -236,15 +230,6 @@ class DeltaBench:
                 # Encoding reads two tensors and writes the patch; a copy reads one tensor and writes one.
                 share = (2 * raw + nbytes) / ms / (2 * raw / copy_ms)
                 yield Row(**shared, metric="encode, of the copy rate", unit="share", value=share)
-
-
-def _is_lost(device: torch.device) -> bool:
-    """Whether a kernel error has made the device unusable for the rest of the process."""
-    try:
-        torch.zeros(1, device=device).item()
-    except RuntimeError:
-        return True
-    return False
 
 
 @dataclass

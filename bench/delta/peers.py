@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import importlib.util
 import io
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +24,6 @@ from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.ops import delta_apply_, delta_encode
 from sparse_opt.tensors import as_bits, dtype_name
 
-from ..peers import Peer
 from .data import Step
 
 
@@ -239,58 +242,38 @@ class PulseCoder(Coder):
         return {f"{i:06}": tensor for i, tensor in enumerate(tensors)}
 
 
-class NvcompCoder(Coder):
-    """old XOR new through a codec of nvCOMP, on the GPU. https://docs.nvidia.com/cuda/nvcomp/py_api.html
+@dataclass(frozen=True)
+class Peer:
+    """A coder of another package. If it is not installed, it is listed with this reason.
 
-    Its calls run on a separate stream, so wall time is reported.
+    Args:
+        name: name in the table.
+        packages: names for pip, any of which is sufficient.
+        module: name for `import`.
+        make: makes the coder; errors of the package propagate.
     """
 
-    def __init__(self, algorithm: str, device: torch.device) -> None:
-        self.name = f"XOR + nvCOMP {algorithm}"
-        self._nvcomp = importlib.import_module("nvidia.nvcomp")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._codec = self._nvcomp.Codec(algorithm=algorithm, device_id=index, **NVCOMP[algorithm])
+    name: str
+    packages: tuple[str, ...]
+    module: str
+    make: Callable[[], Coder]
 
-    def encode(self, start: list[Tensor], new: list[Tensor]) -> list[Any]:
-        xors = [(as_bits(a) ^ as_bits(b)).view(torch.uint8) for a, b in zip(start, new, strict=True)]
-        torch.cuda.synchronize()  # the codec has a stream of its own
-        found = [self._codec.encode(self._nvcomp.as_array(xor)) for xor in xors]
-        torch.cuda.synchronize()
-        return found
+    def why_absent(self) -> str:
+        """Empty if the package is installed, else the reason why it cannot run."""
+        return "" if importlib.util.find_spec(self.module) else f"not installed ({' or '.join(self.packages)})"
 
-    def decode(self, start: list[Tensor], coded: list[Any]) -> list[Tensor]:
-        for tensor, data in zip(start, coded, strict=True):
-            bits = as_bits(tensor)
-            found = torch.from_dlpack(self._codec.decode(data))
-            torch.cuda.synchronize()
-            bits ^= found.view(torch.uint8).view(bits.dtype)
-        return start
-
-    def nbytes(self, coded: list[Any]) -> int:
-        return sum(array.buffer_size for array in coded)
+    def version(self) -> str:
+        """The installed packages and their versions."""
+        installed = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+        return ", ".join(f"{name} {installed[name]}" for name in self.packages if name in installed)
 
 
-# Of nvCOMP's codecs those for bytes that are mostly zero, and the one that zstd-1 is to be compared with.
-NVCOMP: dict[str, dict[str, Any]] = {
-    "Zstd": {},
-    "LZ4": {},
-    "Cascaded": {"data_type": "<u2"},
-    "Bitcomp": {"algorithm_type": 1, "data_type": "<u2"},  # for sparse data
-    "ANS": {},
-}
-
-
-def peers(device: torch.device, threads: int) -> list[Peer]:
-    """All coders of other packages, including those that cannot run here."""
-    nvcomp = ("nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13")
+def peers(threads: int) -> list[Peer]:
+    """All coders of other packages, including those that are not installed."""
     return [
-        Peer(ZstdCoder.name, ("zstandard",), "zstandard", None, ZstdCoder),
-        Peer(ZipNNCoder.name, ("zipnn",), "zipnn", None, partial(ZipNNCoder, threads)),
-        Peer(PulseCoder.name, ("basilica-sdk",), "basilica", None, partial(PulseCoder, threads)),
-        *(
-            Peer(f"XOR + nvCOMP {name}", nvcomp, "nvidia.nvcomp", "cuda", partial(NvcompCoder, name, device))
-            for name in NVCOMP
-        ),
+        Peer(ZstdCoder.name, ("zstandard",), "zstandard", ZstdCoder),
+        Peer(ZipNNCoder.name, ("zipnn",), "zipnn", partial(ZipNNCoder, threads)),
+        Peer(PulseCoder.name, ("basilica-sdk",), "basilica", partial(PulseCoder, threads)),
     ]
 
 

@@ -15,7 +15,7 @@ SUITE = "distributed"
 # Options that the cases of all rows have.
 SETTINGS = (
     *("shape", "sequence_length", "density", "learning_rate", "seed"),
-    *("gradient_checkpointing", "compile", "dpo", "limit_gib", "steps_in_a_row", "share_cores"),
+    *("gradient_checkpointing", "compile", "dpo", "limit_gib", "steps_in_a_row"),
 )
 
 

@@ -1,24 +1,16 @@
 """The part of one number of GPUs and network, which every rank runs: build the variants, check them, count their
 collectives, and time them.
-
-    python -m sparse_opt.bench.distributed.world JOB
-
-with the variables RANK, WORLD_SIZE and so on, as of torchrun. JOB is a JSON file of the options of
-`sparse-opt bench distributed`, for one number of GPUs and one network. Its `rows` is the file with the report so far.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,32 +22,18 @@ from torch.utils._pytree import tree_leaves
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim.ranks.agreement import n_elements
 
-from .. import rows
-from ..harness import exit_code, limit_memory
-from ..rows import Run
+from ..harness import job_main, limit_memory
+from ..ranks import Ranks
 from ..timing import measure
-from .models import masked_shapes, model_config, n_bytes_of_weights, pair
+from .models import n_bytes_of_weights, pair
 from .reference import Reference, first_step
-from .results import case_of, missing, progress_line, result_rows, wrong_line
+from .results import progress_line
 from .variants import VARIANTS, Training, Variant, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
 FREE_WEIGHTS = {"dense": 6, "sparse": 3}
 MIN_ROUNDS = 3
-
-
-# Name -> environment variables that NCCL reads when the process group is made.
-NETWORKS: dict[str, dict[str, str]] = {
-    "default": {},
-    "sockets": {
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "lo",
-    },
-}
 
 
 REDUCTIONS = ("allreduce", "reduce_scatter")
@@ -96,36 +74,32 @@ class CollectiveCounter(TorchDispatchMode):
         return sum(self.bytes.values()) - self.reduced
 
 
-class World:
-    """The processes of one number of GPUs and network.
+class World(Ranks):
+    """The processes of one number of GPUs and network, each on its own share of the host's cores.
 
     Args:
-        args: the options of the benchmark, with one `network`, and the `deadline` by `time.time()` or None.
-        run: rank 0 adds the rows to it; the other ranks do not use theirs.
-        outputs: the files that rank 0 writes the run to, after each group of rows.
+        job: the options of the benchmark, with `variants`, the names of those to measure, and the `deadline` by
+            `time.time()` or None.
     """
 
-    def __init__(self, args: Namespace, run: Run, outputs: Sequence[Path]) -> None:
-        self.args, self.run, self.outputs, self.began = args, run, outputs, time.monotonic()
-        self.device = torch.device("cpu")
-        if args.device != "cpu":
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(self.device)
-        self.usable_bytes = limit_memory(self.device, args.limit_gib)
-        os.environ.update(NETWORKS[args.network])
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        backend = "gloo" if args.device == "cpu" else "nccl"
-        dist.init_process_group(backend, init_method=args.store, rank=self.rank, world_size=self.size)
-        self.config = model_config(args.shape, args.sequence_length)
+    def __init__(self, job: dict[str, Any]) -> None:
+        cores, n = sorted(os.sched_getaffinity(0)), int(os.environ["WORLD_SIZE"])
+        if share := len(cores) // n:
+            first = share * int(os.environ["RANK"])
+            os.sched_setaffinity(0, cores[first : first + share])
+        super().__init__(job)
+        self.usable_bytes = limit_memory(self.device, self.args.limit_gib)
         self.masks: dict[str, MaskSet] = {}
         self.references: dict[str, Reference] = {}
         self.longest_s = 0.0  # that building and checking a variant has taken
+        self.results: list[dict[str, Any]] = []
 
-    def measure(self) -> None:
-        """Measure the variants that are not yet in the results file, FSDP2's after the others."""
-        missing = [VARIANTS[name] for name in self._broadcast(self._missing() if self.rank == 0 else None)]
+    def measure(self) -> list[dict[str, Any]]:
+        """The measurements of the variants, FSDP2's after the others; some are left out if time is up."""
+        variants = [VARIANTS[name] for name in self.args.variants]
         for sharded in (False, True):
-            self._measure_in_turns([variant for variant in missing if (variant.layout == "fsdp2") == sharded])
+            self._measure_in_turns([variant for variant in variants if (variant.layout == "fsdp2") == sharded])
+        return self.results
 
     def _measure_in_turns(self, missing: list[Variant]) -> None:
         """Measure variants that are compared with each other, as many in turns as memory holds."""
@@ -140,20 +114,16 @@ class World:
             self._time(group)
             while group:
                 group.pop()[0].close()
-            self._release_memory()
-
-    def _missing(self) -> list[str]:
-        here = (self.size, self.args.network)
-        return [variant for n, network, variant in missing(self.run, self.args) if (n, network) == here]
+            self.release_memory()
 
     def _prepare(self, variant: Variant) -> tuple[Training, dict[str, Any]]:
         """Build a variant, check its first step and count the collectives of another; return it and its row."""
         pattern = variant.pattern or "element"
-        mask, reference = self._mask(pattern), self._reference(pattern)
-        self._reset_peak()
-        held_by_others = self._allocated()
+        mask, reference = self._cached_mask(pattern), self._reference(pattern)
+        self.reset_peak()
+        held_by_others = self.allocated()
         training = self._make(variant)
-        build_peak = self._peak()
+        build_peak = self.peak()
         check, own = None, [self._pair(self.rank)]
         if reference is None:
             training.step(own)
@@ -167,9 +137,9 @@ class World:
         # eagerly: torch.compile gives up, for all later models too, on a function that is called under a dispatch mode.
         with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
-        self._reset_peak()  # the steps before are slower and may need more memory: they compile and load kernels
-        step_s = self._clock(lambda: training.step(own))[0] / 1e3
-        peak = self._peak()
+        self.reset_peak()  # the steps before are slower and may need more memory: they compile and load kernels
+        step_s = self.clock(lambda: training.step(own))[0] / 1e3
+        peak = self.peak()
         row = {
             "variant": variant.name,
             # With what the ranks compare in each reduction.
@@ -181,11 +151,11 @@ class World:
             "build_peak_bytes": None if build_peak is None else build_peak - held_by_others,
             "step_s": step_s,  # of one step, for the number of rounds
         }
-        self._print(progress_line(self._where(variant), row))
+        self.print(progress_line(self._where(variant), row))
         return training, row
 
     def _time(self, group: list[tuple[Training, dict[str, Any]]]) -> None:
-        """Time the steps of variants with right results in turns, and write the rows."""
+        """Time the steps of variants with right results in turns."""
         right = [(training, row) for training, row in group if row["check"] is None or row["check"]["met"]]
         own = [self._pair(self.rank)]
         in_a_row, n_rounds = self._steps_in_a_row(group), self._n_rounds(group)
@@ -207,21 +177,9 @@ class World:
             if training.variant.layout == "replicate":
                 assert isinstance(training.optimizer, SparseAdamW)
                 training.optimizer.check_ranks()  # after all steps
-        if self.rank == 0:
-            for training, row in group:
-                self._add(training.variant, row)
-            for output in self.outputs:
-                rows.write(output, self.run)
+        self.results += [row for _, row in group]
         for training, row in group:
-            self._print(progress_line(self._where(training.variant), row))
-
-    def _add(self, variant: Variant, result: dict[str, Any]) -> None:
-        """Add the rows of a variant, or its error if its first update is wrong."""
-        if result["ms"] is None:
-            self.run.wrong.append(f"{self._where(variant)}: {wrong_line(result['check'])}")
-            return
-        for row in result_rows(result, case_of(variant, self.size, self.args.network, self.args)):
-            self.run.add(row)
+            self.print(progress_line(self._where(training.variant), row))
 
     def _where(self, variant: Variant) -> str:
         return f"{self.size} x {self.args.network}, {variant.name}"
@@ -239,19 +197,6 @@ class World:
         round_s = self._round_s(group)
         return max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
 
-    def _clock(self, call: Callable[[], object]) -> tuple[float, float, float]:
-        """Milliseconds of a call that begins on all ranks at once: the time of the slowest rank; see `timing.Clock`."""
-        self._barrier()
-        self._synchronize()
-        began = time.perf_counter()
-        call()
-        host_ms = 1e3 * (time.perf_counter() - began)
-        self._synchronize()
-        times = torch.tensor([1e3 * (time.perf_counter() - began), host_ms], dtype=torch.float64, device=self.device)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        ms, host_ms = times.tolist()
-        return ms, host_ms, ms
-
     def _clock_of_steps(self, n: int, call: Callable[[], object]) -> tuple[float, float, float]:
         """The same for one of n calls in a row: their time divided by n."""
 
@@ -259,14 +204,14 @@ class World:
             for _ in range(n):
                 call()
 
-        ms, host_ms, wall_ms = self._clock(steps)
+        ms, host_ms, wall_ms = self.clock(steps)
         return ms / n, host_ms / n, wall_ms / n
 
     # What variants are made of
 
     def _make(self, variant: Variant) -> Training:
         args = self.args
-        mask = None if variant.pattern is None else self._mask(variant.pattern)
+        mask = None if variant.pattern is None else self._cached_mask(variant.pattern)
         return make_training(
             variant,
             self.config,
@@ -279,24 +224,10 @@ class World:
             dpo=args.dpo,
         )
 
-    def _mask(self, pattern: str) -> MaskSet:
-        """A random mask of the matrices. With a folder of masks, rank 0 draws those missing from it, for all ranks."""
+    def _cached_mask(self, pattern: str) -> MaskSet:
         if pattern not in self.masks:
-            self.masks[pattern] = self._draw(pattern) if self.args.mask_dir is None else self._read_mask(pattern)
+            self.masks[pattern] = self.mask(pattern)
         return self.masks[pattern]
-
-    def _draw(self, pattern: str) -> MaskSet:
-        self._print(f"drawing a random mask of {pattern}")
-        shapes = masked_shapes(self.config)
-        return MaskSet.random(shapes, density=self.args.density, pattern=pattern, seed=self.args.seed)
-
-    def _read_mask(self, pattern: str) -> MaskSet:
-        args = self.args
-        path = Path(args.mask_dir) / f"{args.shape}_{pattern}_{args.density:g}_{args.seed}.safetensors"
-        if self.rank == 0 and not path.is_file():
-            self._draw(pattern).save(path)
-        self._barrier()
-        return MaskSet.load(path)
 
     def _reference(self, pattern: str) -> Reference | None:
         """The update of one device on the pairs of all ranks; None if the model does not fit one device."""
@@ -305,10 +236,10 @@ class World:
         if pattern not in self.references:
             training = self._make(VARIANTS[f"local_{pattern}_fp32"])
             pairs = [self._pair(rank) for rank in range(self.size)]
-            self.references[pattern] = Reference.of(training, self._mask(pattern), pairs)
+            self.references[pattern] = Reference.of(training, self._cached_mask(pattern), pairs)
             training.close()
             del training
-            self._release_memory()
+            self.release_memory()
         return self.references[pattern]
 
     def _pair(self, rank: int) -> Tensor:
@@ -322,12 +253,13 @@ class World:
         if self.args.deadline is None:
             return True
         timing_s = 1.2 * self._round_s(group) * self._n_rounds(group) if group else 0.0
-        left_s: float = self._broadcast(self.args.deadline - time.time())
-        return left_s > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
+        left = [self.args.deadline - time.time()]
+        dist.broadcast_object_list(left)
+        return left[0] > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
 
     def _fits(self, variant: Variant, group: Sequence[tuple[Training, dict[str, Any]]]) -> bool:
         """Whether all ranks have memory for the variant next to those of the group, which are built."""
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
@@ -335,63 +267,17 @@ class World:
         least = torch.tensor(int(usable), device=self.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         needed = FREE_WEIGHTS["sparse" if variant.pattern else "dense"] * n_bytes_of_weights(self.config)
-        alike = [row["peak_memory_bytes"] for _, row in group if bool(row["pattern"]) == bool(variant.pattern)]
+        alike = [
+            row["peak_memory_bytes"] for other, row in group if bool(other.variant.pattern) == bool(variant.pattern)
+        ]
         return least.item() > max([needed, *alike])
 
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
-    def _reset_peak(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _peak(self) -> int | None:
-        """The largest peak of all ranks since the last reset; None without a GPU."""
-        if self.device.type == "cpu":
-            return None
-        peak = torch.tensor(torch.cuda.max_memory_allocated(self.device), device=self.device)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        return int(peak.item())
-
-    def _release_memory(self) -> None:
-        gc.collect()  # FSDP's modules and their states refer to each other
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _barrier(self) -> None:
-        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
-
-    def _broadcast(self, value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
-
-    def _print(self, line: str) -> None:
-        if self.rank == 0:
-            print(f"[{time.monotonic() - self.began:4.0f} s] {line}", flush=True)
-
-
-def measure_world(args: Namespace, run: Run, outputs: Sequence[Path]) -> None:
-    """Measure in processes that all call this; the arguments are those of `World`."""
-    World(args, run, outputs).measure()
+def run(job: dict[str, Any]) -> list[dict[str, Any]]:
+    results = World(job).measure()
     dist.destroy_process_group()
-
-
-def main(job_file: Path) -> int:
-    """Run a job and add its rows to the job's file `rows` and to the results file; the exit code."""
-    job = json.loads(job_file.read_text(encoding="utf-8"))
-    file = Path(job.pop("rows"))
-
-    def run() -> int:
-        measure_world(Namespace(**job), rows.read(file), [file, Path(job["output"])])
-        return 0
-
-    return exit_code(run)
+    return results
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(job_main(run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -37,6 +37,21 @@ def torch_adamw(params: Named, grads: Mapping[str, Tensor]) -> torch.optim.AdamW
     for name, param in params.items():
         param.grad = grads[name]
     return torch.optim.AdamW(params.values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def masked_adamw_step(params: Named, grads: Mapping[str, Tensor], masks: Sequence[Tensor]) -> Callable[[], object]:
+    """Sparse training without sparse kernels: multiply the gradients by bool masks, then make a dense step.
+
+    The gradients are multiplied in place, so pass copies.
+    """
+    step = torch_adamw(params, grads).step
+
+    def masked_step() -> None:
+        for grad, mask in zip(grads.values(), masks, strict=True):
+            grad.mul_(mask)
+        step()
+
+    return masked_step
 
 
 def sparse_adamw(
@@ -226,11 +241,6 @@ def index_itemsize(optimizer: SparseAdamW) -> int:
     """Bytes per index that the optimizer stores: for element masks per element, for patterns per unit (4)."""
     mask = optimizer.mask
     return round(optimizer.nbytes()["indices"] / mask.nnz) if mask.pattern == "element" else 4
-
-
-def step_bytes(optimizer: SparseAdamW, *, param_itemsize: int, dense_grads: bool) -> float:
-    """The bytes of `step_traffic`."""
-    return step_traffic(optimizer, param_itemsize=param_itemsize, dense_grads=dense_grads).bytes
 
 
 def step_traffic(

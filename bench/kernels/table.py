@@ -31,8 +31,6 @@ PARTS = ("weights", "tiles", "experts", "deltas")
 DENSITIES, PATTERNS, DELTA_DENSITIES = (0.025, 0.1), ("run16", "run32", "tile64", "tile128"), (0.01, 0.025, 0.1)
 PATTERN_DENSITY = 0.025
 
-# --quick: 1/16 of the elements, still larger than the L2 of an H200.
-QUICK_NUMEL, QUICK_DELTA_NUMEL, QUICK_ROUNDS = 200_000_000, 2**26, 5
 # Sizes for trying the table out on a CPU: a run takes seconds, and the tensors exceed most caches.
 CPU_NUMEL, CPU_DELTA_NUMEL, CPU_ROUNDS = 8_000_000, 2**22, 5
 FULL_DELTA_NUMEL, FULL_ROUNDS = 2**30, 20
@@ -44,12 +42,10 @@ def options(parser: CommandParser) -> None:
     what.add_argument(
         "--only", type=comma_separated, metavar="PARTS", default=list(PARTS), help=f"of {','.join(PARTS)} (all)"
     )
-    what.add_argument("--quick", action="store_true", help="time smaller tensors, fewer times")
     what.add_argument("--numel", type=int, help=f"elements of all matrices (3.21 B; on a CPU {CPU_NUMEL})")
     what.add_argument("--delta_numel", type=int, help=f"elements that are encoded (2^30; on a CPU {CPU_DELTA_NUMEL})")
     what.add_argument("--n_rounds", type=int, help=f"timed calls of each row ({FULL_ROUNDS}; on a CPU {CPU_ROUNDS})")
     what.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    what.add_argument("--no_peers", action="store_true", help="leave out the optimizers of other packages")
 
 
 def problem(args: Namespace) -> str:
@@ -61,15 +57,14 @@ def measure(args: Namespace, run: Run) -> None:
     """Time the parts of the table; rows are written to the output after each."""
     device = torch.device(args.device)
     cpu = device.type == "cpu"
-    numel = args.numel or (QUICK_NUMEL if args.quick else CPU_NUMEL if cpu else None)
-    delta_numel = QUICK_DELTA_NUMEL if args.quick else CPU_DELTA_NUMEL if cpu else FULL_DELTA_NUMEL
-    delta_numel = args.delta_numel or delta_numel
+    numel = args.numel or (CPU_NUMEL if cpu else None)
+    delta_numel = args.delta_numel or (CPU_DELTA_NUMEL if cpu else FULL_DELTA_NUMEL)
     shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
     recorder = Recorder(
         run,
         device,
         [name for name in backends.available(device) if name != "reference"],
-        n_rounds=args.n_rounds or (QUICK_ROUNDS if args.quick else CPU_ROUNDS if cpu else FULL_ROUNDS),
+        n_rounds=args.n_rounds or (CPU_ROUNDS if cpu else FULL_ROUNDS),
         common={"part": "copy", "numel": delta_numel},
     )
     generator = torch.Generator(device).manual_seed(args.seed)
@@ -77,9 +72,7 @@ def measure(args: Namespace, run: Run) -> None:
     for part in args.only:
         recorder.common = {"part": part, "numel": delta_numel if part == "deltas" else total_numel(shapes)}
         if part == "weights":
-            WeightRows(
-                recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, not args.no_peers
-            ).run()
+            WeightRows(recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed).run()
         elif part == "tiles":
             tiles.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
         elif part == "experts":

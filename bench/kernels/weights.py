@@ -19,7 +19,6 @@ from sparse_opt.errors import MaskError
 from sparse_opt.ops import STEP_OPS
 
 from ..harness import Work, passes
-from ..peers import Peer, why_failed
 from ..rows import Case as RowCase
 from ..shapes import Shapes, total_numel
 from ..timing import Prepared
@@ -40,13 +39,14 @@ from .optimizers import (
     check_norm,
     index_itemsize,
     mask_of,
+    masked_adamw_step,
     parameters,
     sparse_adamw,
     step_again,
     step_traffic,
     swapped_share,
+    torch_adamw,
 )
-from .peers import FOREACH, FUSED, MASKED, PEERS, STATE_ITEMSIZE, masked_adamw_step, peer_step, torch_adamw_step
 from .recorder import TORCH, Recorder
 
 # So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.
@@ -54,6 +54,7 @@ NO_CLIP = 1e30
 # After so many steps a swap at SMALL_LR exchanges few weights.
 FEW_STEPS = 10
 # Names of works, and what follows them.
+FUSED, MASKED = "torch.optim.AdamW(fused=True).step", "grad *= mask, torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 BF16, SMALL = ", bf16 moments", ", lr 1e-6"
 WIDE = ", int32 indices"  # for comparison with the 2-byte indices of the optimizer
@@ -80,7 +81,6 @@ class WeightRows:
     Args:
         densities: densities of the masks of single elements.
         patterns: patterns of the run and tile masks, at `pattern_density`.
-        with_peers: also time the optimizers of other packages.
     """
 
     recorder: Recorder
@@ -90,7 +90,6 @@ class WeightRows:
     patterns: Sequence[str]
     pattern_density: float
     seed: int
-    with_peers: bool
 
     def __post_init__(self) -> None:
         self.numel = total_numel(self.shapes)
@@ -108,16 +107,13 @@ class WeightRows:
             self._gather_and_swap(masked, [self._torch_clip()] if i == 0 else [])
             self._optimizers(masked, [self._fused_step()] if i == 0 else [])
             if i == 0:
-                self.recorder.time(self._other_dense_steps(masked.mask))
+                self.recorder.time([self._masked_step(masked.mask)])
             self.base_weights(masked)
             for compact_weights in (False, True):
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
             self.fine_fetches(masked, with_dense=i == 0)
         for pattern in self.patterns:
             self._pattern(pattern)
-        if self.with_peers:
-            for peer in PEERS:
-                self.peer(peer)
 
     def _op_steps(self, masked: Masked) -> None:
         narrow = inputs.narrowed(masked.active).arguments()
@@ -311,37 +307,19 @@ class WeightRows:
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
     def _fused_step(self, fetches: str = "") -> Work:
-        step = torch_adamw_step(self._parameters(), self.grads, fused=True)
+        step = torch_adamw(self._parameters(), self.named_grads).step
         traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2)
         return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
 
-    def _other_dense_steps(self, mask: MaskSet) -> list[Work]:
-        """torch's foreach AdamW over all elements, and a masked step without sparse kernels.
+    def _masked_step(self, mask: MaskSet) -> Work:
+        """A masked step without sparse kernels.
 
-        Their states and copies take several times the size of the model, so they are made after the others are freed.
+        Its states and copies take several times the size of the model, so it is made after the others are freed.
         """
         bools = [mask.bool(name).to(self.recorder.device) for name in mask.names]
-        foreach = torch_adamw_step(self._parameters(), self.grads, fused=False)
-        masked = masked_adamw_step(self._parameters(), [grad.clone() for grad in self.grads], bools)
-        works = []
-        for name, step, size in ((FOREACH, foreach, 0), (MASKED, masked, 1)):
-            traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=size)
-            works.append(self.recorder.work(name, TORCH, None, step, traffic))
-        return works
-
-    def peer(self, peer: Peer) -> None:
-        """Time the step of another package, or record why not."""
-        recorder = self.recorder
-        if why := peer.why_absent(recorder.device):
-            recorder.run.note(f"not timed: {peer.name}: {why}")
-            return
-        try:
-            step = peer_step(peer, self._parameters(), self.grads)
-            traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, state_itemsize=STATE_ITEMSIZE)
-            recorder.time([recorder.work(peer.name, TORCH, None, step, traffic)])
-            recorder.run.note(f"{peer.name}: {peer.version()}")
-        except Exception as error:  # another package's error, of any type: reported, and the run continues
-            recorder.run.note(f"not timed: {peer.name}: {why_failed(error)}")
+        step = masked_adamw_step(self._parameters(), self._named([grad.clone() for grad in self.grads]), bools)
+        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=1)
+        return self.recorder.work(MASKED, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_opt.masks.parameters import select_names
-
 from ..shapes import (
     LLAMA_3_1_8B_SIZES,
     LLAMA_3_2_3B_SIZES,
@@ -25,7 +23,7 @@ from ..shapes import (
 )
 from ..training.baseline.inputs import without_weights
 
-Method = Literal["dense", "lora", "sparse", "lean"]
+Method = Literal["dense", "lora", "lean"]
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,14 @@ SHAPES = {
     "tiny": Shape("llama", TINY_SIZES, tied=True),
     "tiny_qwen2": Shape("qwen2", TINY_SIZES),
 }
-# The options of SparseAdamW by method. Weights are bf16 and rounded at random, without fp32 master weights.
-SPARSE_OPTIONS: dict[str, dict[str, Any]] = {
-    "sparse": {"stochastic_rounding": True, "grad_dtype": torch.bfloat16},
-    "lean": {
-        "stochastic_rounding": True,
-        "grad_dtype": torch.bfloat16,
-        "state_dtype": torch.bfloat16,
-        "offload_base_weights": True,
-    },
+# Options of SparseAdamW. Weights are bf16 and rounded at random, without fp32 master weights.
+LEAN: dict[str, Any] = {
+    "stochastic_rounding": True,
+    "grad_dtype": torch.bfloat16,
+    "state_dtype": torch.bfloat16,
+    "offload_base_weights": True,
 }
+N_WARMUP = 1  # steps that are not timed: the first loads kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +74,10 @@ class Case:
     method: Method
     checkpointing: bool  # of activations
     compile: bool  # the layers, with torch.compile
-    cuda_graphs: bool  # a step is a CUDA graph
     precomputed_reference: bool  # its log-probabilities are computed before the first step
     sequence_length: int
     density: float
     pattern: str
-    exclude: list[str] | None  # patterns of names of matrices that the mask leaves out
     lora_rank: int
     learning_rate: float
     n_steps: int
@@ -96,23 +90,15 @@ class Case:
         extra = [
             *(["checkpointing"] if self.checkpointing else []),
             *(["compiled"] if self.compile else []),
-            *(["CUDA graph"] if self.cuda_graphs else []),
             *(["precomputed reference"] if self.precomputed_reference else []),
             *([] if self.limit_gib is None else [f"limited to {self.limit_gib:g} GiB"]),
         ]
         return ", ".join([f"{self.shape} {self.method}, {self.sequence_length} tokens", *extra])
 
-    @property
-    def n_warmup(self) -> int:
-        """Steps that are not timed: the first loads kernels; a graph has three before its capture."""
-        return 4 if self.cuda_graphs else 1
-
     def described(self) -> dict[str, Any]:
         """The case of the rows: what is not of the method is left out, and so is the number of steps."""
-        own = {"sparse": ("density", "pattern", "exclude"), "lora": ("lora_rank",), "dense": ()}
-        others = {"density", "pattern", "exclude", "lora_rank", "n_steps", "device"} - set(
-            own.get(self.method, own["sparse"])
-        )
+        own = {"lean": {"density", "pattern"}, "lora": {"lora_rank"}, "dense": set[str]()}
+        others = {"density", "pattern", "lora_rank", "n_steps", "device"} - own[self.method]
         values = {name: value for name, value in asdict(self).items() if name not in others}
         return {"shape": values.pop("shape"), "parameters": n_parameters(self.shape), **values}
 
@@ -122,8 +108,7 @@ class Case:
 
     def masked(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the matrices, and stacks of experts' matrices, that the mask is drawn for."""
-        matrices = {name: shape for name, shape in parameter_shapes(self.shape).items() if len(shape) > 1}
-        return {name: matrices[name] for name in select_names(matrices, exclude=self.exclude)}
+        return {name: shape for name, shape in parameter_shapes(self.shape).items() if len(shape) > 1}
 
     def least_bytes(self) -> int:
         """Bytes that a step holds at once for certain: weights, reference, gradients and moments, no activations.
@@ -136,10 +121,9 @@ class Case:
             return (8 if self.precomputed_reference else 10) * n  # weights, gradients, moments, reference, all bf16
         if self.method == "lora":
             return 2 * n
-        moment = SPARSE_OPTIONS[self.method].get("state_dtype", torch.float32).itemsize
         active = int(self.density * sum(map(_numel, self.masked().values())))
         base = 0 if self.precomputed_reference else 2
-        return 2 * n + active * (base + 2 + 2 * moment)  # base weights, compact gradients, two moments
+        return 2 * n + active * (base + 2 + 4)  # base weights, compact gradients, two moments
 
 
 @functools.cache

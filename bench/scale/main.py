@@ -8,8 +8,7 @@ qwen3_30b_a3b Qwen3-30B-A3B, a mixture of experts.
 Methods (--methods):
   dense   full fine-tuning, torch's fused AdamW with bf16 moments, a frozen reference model
   lora    adapters of rank --lora_rank, which are off for the reference
-  sparse  SparseAdamW under a random mask, fp32 moments, compact gradients in bf16, reference by base weights
-  lean    the same with bf16 moments, and base weights in host memory
+  lean    SparseAdamW under a random mask, moments and compact gradients in bf16, base weights in host memory
 A case whose memory ran out has a lower bound of what it needs. With --limit_gib, torch's allocator gets that much
 memory, as on a smaller GPU: 78 for a GPU of 80 GB. With --resume, rows of the results file that are not measured again
 are kept.
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +32,7 @@ from .. import rows
 from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ..rows import Row, Run
 from ..training.baseline.run import DPO_BETA
-from .cases import SHAPES, SPARSE_OPTIONS, Case, Method
+from .cases import N_WARMUP, SHAPES, Case, Method
 
 METHODS: tuple[str, ...] = get_args(Method)
 CHECKPOINTING = {"on": True, "off": False}
@@ -70,11 +69,6 @@ def options(parser: CommandParser) -> None:
     )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers")
     what.add_argument(
-        "--cuda_graphs",
-        action="store_true",
-        help="replay steps as CUDA graphs; methods sparse and lean",
-    )
-    what.add_argument(
         "--precomputed_reference",
         action="store_true",
         help="compute the reference's log-probabilities before the first step",
@@ -82,18 +76,10 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--sequence_length", type=int, default=1024, help="tokens, prompt and completion (%(default)s)")
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--pattern", choices=tuple(PATTERNS), default="tile64", help="of the masks (%(default)s)")
-    what.add_argument(
-        "--exclude", nargs="+", metavar="PATTERN", help="matrices that the mask leaves out, such as '*embed_tokens*'"
-    )
     what.add_argument("--lora_rank", type=int, default=16, help="of method lora (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every method (%(default)s)")
     run = parser.add_argument_group("how")
-    run.add_argument(
-        "--n_steps",
-        type=int,
-        default=4,
-        help="of each row; the first is left out of the time, and with --cuda_graphs the first four",
-    )
+    run.add_argument("--n_steps", type=int, default=4, help="of each row; the first is left out of the time")
     run.add_argument("--limit_gib", type=float, help="GiB that torch's allocator may use (default: all of the GPU)")
     run.add_argument("--limit_s", type=float, help="begin no case after so many seconds")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
@@ -113,27 +99,13 @@ def problem(args: Namespace) -> str:
         or not_between(args, "sequence_length", at_least=16)
     ):
         return error
-    if args.cuda_graphs and (not set(args.methods) <= set(SPARSE_OPTIONS) or args.device == "cpu"):
-        return f"--cuda_graphs needs a GPU and --methods of {','.join(SPARSE_OPTIONS)}"
-    if args.n_steps <= cases(args)[0].n_warmup:
-        return f"--n_steps {args.n_steps} leaves nothing after the {cases(args)[0].n_warmup} steps of the warm-up"
-    return ""
+    return not_between(args, "n_steps", at_least=N_WARMUP + 1)
 
 
 def cases(args: Namespace) -> list[Case]:
     """The rows to measure, in this order."""
-    names = (
-        "compile",
-        "cuda_graphs",
-        "precomputed_reference",
-        "sequence_length",
-        "density",
-        "pattern",
-        "exclude",
-        "lora_rank",
-        "learning_rate",
-    )
-    shared = {name: getattr(args, name) for name in (*names, "n_steps", "seed", "device", "limit_gib")}
+    own = ("shape", "method", "checkpointing")
+    shared = {field.name: getattr(args, field.name) for field in fields(Case) if field.name not in own}
     return [
         Case(**shared, shape=shape, method=method, checkpointing=CHECKPOINTING[checkpointing])
         for shape in args.shapes
@@ -169,7 +141,7 @@ def result_rows(result: dict[str, Any], case: Case) -> list[Row]:
     shared: dict[str, Any] = {"suite": "scale", "case": case.described()}
     if not result["fits"]:
         return [Row(**shared, metric="does not fit: more than", unit="bytes", value=result["needs_more_than_bytes"])]
-    steps = [1e3 * step["step_s"] for step in result["steps"][case.n_warmup :]]
+    steps = [1e3 * step["step_s"] for step in result["steps"][N_WARMUP:]]
     found = [Row.of_samples(steps, **shared, metric="step", unit="ms")]
     memory = {name: result[f"{name}_bytes"] for name in ("peak_memory", "peak_reserved", "build_peak")}
     for name, nbytes in {**memory, "weights": result["bytes"]["weights"]}.items():
@@ -217,7 +189,7 @@ def wrong_results(result: dict[str, Any], case: Case) -> list[str]:
         wrong.append(f"{case.name} begins at a DPO loss of {first}, expected ln 2 = {math.log(2):.6f}")
     if not all(step["grad_norm"] > 0 for step in result["steps"]):
         wrong.append(f"{case.name} has a gradient norm of 0, expected more than 0")
-    if case.method in SPARSE_OPTIONS and case.pattern != "element" and not result["n_tiled"]:
+    if case.method == "lean" and case.pattern != "element" and not result["n_tiled"]:
         wrong.append(f"{case.name} computes no weight gradient by tiles")
     return wrong
 

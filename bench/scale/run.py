@@ -23,8 +23,8 @@ from sparse_opt.trainers.modes import Trained, adapter_training, dense_training,
 from ..distributed.models import make_model, pair
 from ..harness import job_main, limit_memory
 from ..training.baseline.modes import held_bytes, n_tiled, n_trained
-from ..training.baseline.run import Sections, dpo_steps, graphed, take_steps
-from .cases import SPARSE_OPTIONS, Case
+from ..training.baseline.run import Sections, dpo_steps, take_steps
+from .cases import LEAN, Case
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -53,11 +53,7 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     section = Sections(device)
-    if case.cuda_graphs:
-        step = graphed(trained, batches, references)
-    else:
-        step = dpo_steps(trained, batches, section, references)
-    steps = take_steps(step, case.n_steps, section, device)
+    steps = take_steps(dpo_steps(trained, batches, section, references), case.n_steps, section, device)
     return {
         "n_trained": n_trained(trained),
         "n_tiled": n_tiled(trained),
@@ -80,9 +76,9 @@ def make_training(case: Case, device: torch.device) -> Trained:
     if case.method == "lora":
         return adapter_training(add_lora(policy, case.lora_rank), case.learning_rate)
     mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
-    options = SPARSE_OPTIONS[case.method]
+    options = LEAN
     if case.precomputed_reference:
-        options = {**options, "keep_base_weights": False, "offload_base_weights": False}
+        options = {**LEAN, "keep_base_weights": False, "offload_base_weights": False}
     return sparse_training(policy, mask, case.learning_rate, **options)
 
 

@@ -100,9 +100,8 @@ def measure(args: Namespace, run: Run) -> None:
     """Run the engines in processes of a torchrun, and add their rows."""
     settings = {name: getattr(args, name) for name in _SETTINGS}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_verl_") as temporary:
-        # Of the options of World: no limit of the memory, the network that NCCL chooses.
-        job = settings | {"network": "default", "limit_gib": None, "store": "env://", "device": args.device}
-        job |= {"folder": str(args.folder or temporary), "n_rounds": args.n_rounds}
+        job = settings | {"device": args.device, "n_rounds": args.n_rounds}
+        job["mask_dir"] = str(args.folder or temporary)
         variables = ENVIRONMENTS[args.device]
         result = run_in_process(
             "sparse_opt.bench.verl.world", "verl", job, Path(temporary), variables, n_ranks=args.gpus

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +25,8 @@ from sparse_opt import MaskSet
 from ..distributed.models import make_model
 from ..distributed.reference import CHECK_LR, first_step
 from ..distributed.variants import Variant
-from ..distributed.world import World
 from ..harness import job_main
-from ..rows import Run
+from ..ranks import Ranks
 from ..timing import measure
 from .engines import EngineTraining, make_batch, make_engine, make_loss
 
@@ -49,52 +47,47 @@ class FirstUpdate(NamedTuple):
         return cls(training.grad_norm, values)
 
 
-class EngineWorld(World):
-    """The processes of one torchrun with verl's engines.
+class EngineWorld(Ranks):
+    """The processes with verl's engines; the model is in the folder of the masks."""
 
-    Args:
-        args: the options of the benchmark and `folder`, which all ranks see, for the model and the mask.
-    """
-
-    def __init__(self, args: Namespace) -> None:
-        super().__init__(args, Run({}), [])
-        self.fused_kernels = args.fused_kernels != "none"
-        self.model = Path(args.folder) / f"{args.shape}_{args.seed}"
-        self.mask = Path(args.folder) / f"{args.shape}_{args.pattern}_{args.density:g}_{args.seed}.safetensors"
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__(job)
+        self.fused_kernels = self.args.fused_kernels != "none"
+        self.model = Path(self.args.mask_dir) / f"{self.args.shape}_{self.args.seed}"
 
     def engines(self) -> dict[str, Any]:
         """Measure verl's engine and the sparse one; return the comparison of their first updates, and their rows.
 
         Engines whose first updates differ are not timed, and have no rows.
         """
-        self._write_files()
-        mask = MaskSet.load(self.mask)
+        self._write_model()
+        mask = self.mask(self.args.pattern)
         trainings: list[EngineTraining] = []
         first: list[FirstUpdate] = []
         rows: list[dict[str, Any]] = []
         batch: Any = None
         for strategy in (DENSE, SPARSE):
-            self._print(f"{strategy}: building the engine")
-            self._reset_peak()
-            held_by_others = self._allocated()
+            self.print(f"{strategy}: building the engine")
+            self.reset_peak()
+            held_by_others = self.allocated()
             training = self._training(strategy)
-            build_peak = self._peak()
+            build_peak = self.peak()
             if batch is None:
                 batch = self._batch(training.log_probs(self._batch()))
             first_step(training, [batch])
             first.append(FirstUpdate.of(training, mask))
             training.set_lr(self.args.learning_rate)
             training.step([batch])
-            self._reset_peak()
+            self.reset_peak()
             training.step([batch])
-            peak = self._peak()
+            peak = self.peak()
             trainings.append(training)
             row: dict[str, Any] = {"engine": strategy, "build_peak_bytes": None, "peak_memory_bytes": None}
             row["held_bytes"] = None  # between updates
             if build_peak is not None and peak is not None:
                 row["build_peak_bytes"] = build_peak - held_by_others
                 row["peak_memory_bytes"] = peak - held_by_others
-                row["held_bytes"] = self._allocated() - held_by_others
+                row["held_bytes"] = self.allocated() - held_by_others
             rows.append(row)
         check = self._compare(first[0], first[1], mask)
         if not check["met"]:
@@ -102,7 +95,7 @@ class EngineWorld(World):
         gc.collect()
         gc.freeze()
         variants = {row["engine"]: self._call(training, batch) for row, training in zip(rows, trainings, strict=True)}
-        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=self.args.n_rounds, clock=self._clock)
+        timings = measure(variants, device=self.device, n_warmup=1, n_rounds=self.args.n_rounds, clock=self.clock)
         gc.unfreeze()
         for row in rows:
             row |= vars(timings[row["engine"]])
@@ -112,17 +105,15 @@ class EngineWorld(World):
     def _call(training: EngineTraining, batch: Any) -> Any:
         return lambda: training.step([batch])
 
-    def _write_files(self) -> None:
-        """Write the model and the mask, unless an earlier run has left them in the folder."""
-        if self.rank == 0 and not self.mask.is_file():
-            self._draw(self.args.pattern).save(self.mask)
+    def _write_model(self) -> None:
+        """Write the model, unless an earlier run has left it in the folder."""
         if self.rank == 0 and not (self.model / "config.json").is_file():
-            self._print(f"writing a model of the shape {self.args.shape}")
+            self.print(f"writing a model of the shape {self.args.shape}")
             made: Any = make_model(self.config, self.device, self.args.seed)
             made.save_pretrained(self.model)
             del made
-            self._release_memory()
-        self._barrier()
+            self.release_memory()
+        self.barrier()
 
     def _training(self, strategy: str) -> EngineTraining:
         args = self.args
@@ -133,7 +124,7 @@ class EngineWorld(World):
             "total_training_steps": 10**6,
         }
         if strategy == SPARSE:
-            optimizer["override_optimizer_config"] = {"mask": str(self.mask)}
+            optimizer["override_optimizer_config"] = {"mask": str(self.mask_file(args.pattern))}
         engine = make_engine(
             self.model,
             strategy,
@@ -199,8 +190,7 @@ class EngineWorld(World):
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    world = EngineWorld(Namespace(**job))
-    result = world.engines()
+    result = EngineWorld(job).engines()
     dist.destroy_process_group()
     return result
 

@@ -3,6 +3,7 @@
 Two processes, each with a GPU: rank 0 trains a model with SparseAdamW and random token ids, rank 1 has a copy of its
 weights, as an inference engine would. After each training step every row brings the copy to the trainer's weights. The
 time of an update is from its start on both ranks until the copy has the new weights and has verified them.
+The optimizer keeps a copy of the active weights (`compact_weights`), and both GPUs fetch 32 bytes at a time.
 The copies are compared with the trainer's weights, bit for bit, after the first update and after the last one.
 
 Rows (--variants):
@@ -26,11 +27,10 @@ from pathlib import Path
 import torch
 
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.l2_fetch import GRANULARITIES
 
 from ..distributed.models import SHAPES
-from ..distributed.world import NETWORKS
 from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..ranks import NETWORKS
 from ..rows import Run
 from .results import VARIANTS, result_rows
 
@@ -47,23 +47,10 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the training steps (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
-    what.add_argument(
-        "--no_compact_weights",
-        dest="compact_weights",
-        action="store_false",
-        help="let the sender read the model, instead of the optimizer's copy of the active weights (compact_weights)",
-    )
     run = parser.add_argument_group("how")
     run.add_argument("--variants", type=comma_separated, help="rows, by commas (default: all)")
     run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
     run.add_argument("--n_rounds", type=int, default=20, help="training steps, an update after each (%(default)s)")
-    run.add_argument(
-        "--l2_fetch_granularity",
-        type=int,
-        choices=(0, *GRANULARITIES),
-        default=32,
-        help="bytes, see sparse_opt.set_l2_fetch_granularity; 0 leaves it as it is (%(default)s)",
-    )
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
@@ -91,9 +78,7 @@ def problem(args: Namespace) -> str:
     return ""
 
 
-SETTINGS = (
-    *("shape", "density", "learning_rate", "sequence_length", "seed", "compact_weights", "l2_fetch_granularity"),
-)
+SETTINGS = ("shape", "density", "learning_rate", "sequence_length", "seed")
 
 
 def measure(args: Namespace, run: Run) -> None:

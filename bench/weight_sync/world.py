@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +22,11 @@ from sparse_opt.weight_sync.transports import (
     ProcessGroupSender,
 )
 
-from ..distributed.models import make_model, masked_shapes, model_config, pair
+from ..distributed.models import make_model, pair
 from ..distributed.variants import VARIANTS as TRAININGS
 from ..distributed.variants import Training, make_training
 from ..harness import job_main
+from ..ranks import Ranks
 from ..rows import percentiles
 from .results import VARIANTS, Variant
 
@@ -60,24 +58,17 @@ class Row:
     receiver: Counted | None = None
 
 
-class World:
+class World(Ranks):
     def __init__(self, job: dict[str, Any]) -> None:
-        self.job, self.began = job, time.monotonic()
-        self.rank = int(os.environ["RANK"])
-        self.on_gpu = job["device"] == "cuda"
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.on_gpu else torch.device("cpu")
+        super().__init__(job)
         if self.on_gpu:
-            torch.cuda.set_device(self.device)
-            if job["l2_fetch_granularity"]:
-                set_l2_fetch_granularity(job["l2_fetch_granularity"], self.device)
-        dist.init_process_group("nccl" if self.on_gpu else "gloo")
-        self.config = model_config(job["shape"], job["sequence_length"])
-        self.ids = pair(job["seed"], job["sequence_length"], self.config.vocab_size, self.device)
+            set_l2_fetch_granularity(32, self.device)
+        self.ids = pair(self.args.seed, self.args.sequence_length, self.config.vocab_size, self.device)
 
     def measure(self) -> list[dict[str, Any]]:
         """The rows of all patterns; those of rank 0 are complete."""
         rows = []
-        names: list[str] = self.job["variants"]
+        names: list[str] = self.args.variants
         for pattern in dict.fromkeys(VARIANTS[name].pattern for name in names):
             rows += self._measure([VARIANTS[name] for name in names if VARIANTS[name].pattern == pattern])
         dist.destroy_process_group()
@@ -85,7 +76,7 @@ class World:
 
     def _measure(self, variants: list[Variant]) -> list[dict[str, Any]]:
         pattern = variants[0].pattern or "element"
-        mask = self._mask(pattern)
+        mask = self.mask(pattern)
         training = None
         if self.rank == 0:
             training = make_training(
@@ -93,50 +84,40 @@ class World:
                 self.config,
                 mask,
                 self.device,
-                lr=self.job["learning_rate"],
-                seed=self.job["seed"],
-                compact_weights=self.job["compact_weights"],
+                lr=self.args.learning_rate,
+                seed=self.args.seed,
+                compact_weights=True,
             )
         rows = []
         for variant in variants:
             rows.append(self._row(variant, training, mask))
-            self._print(f"{variant.name}: connected")
+            self.print(f"{self.args.network}, {variant.name}: connected")
         times: dict[str, list[float]] = {row.variant.name: [] for row in rows}
         order = random.Random(0)
         right = dict.fromkeys(times, True)
-        for i in range(1 + self.job["n_rounds"]):
+        for i in range(1 + self.args.n_rounds):
             if training is not None:
                 training.step([self.ids])
             for row in order.sample(rows, len(rows)):
-                ms = self._clock(row.update)
+                ms, _, _ = self.clock(row.update)
                 if i:  # the first update builds tables and compiles kernels
                     times[row.variant.name].append(ms)
-            if i in (0, self.job["n_rounds"]):
+            if i in (0, self.args.n_rounds):
                 for row in rows:
                     right[row.variant.name] &= self._same(row)
         found = [self._result(row, times[row.variant.name], right[row.variant.name], mask) for row in rows]
         for result in found:
-            self._print(f"{result['variant']}: {result['p20_ms']:.2f} - {result['p80_ms']:.2f} ms")
+            self.print(f"{self.args.network}, {result['variant']}: {result['p20_ms']:.2f} - {result['p80_ms']:.2f} ms")
         for row in rows:
             row.close()
         if training is not None:
             training.close()
         del training, rows
-        if self.on_gpu:
-            torch.cuda.empty_cache()
+        self.release_memory()
         return found
 
-    def _mask(self, pattern: str) -> MaskSet:
-        job = self.job
-        path = Path(job["mask_dir"]) / f"{job['shape']}_{pattern}_{job['density']:g}_{job['seed']}.safetensors"
-        if self.rank == 0 and not path.is_file():
-            shapes = masked_shapes(self.config)
-            MaskSet.random(shapes, density=job["density"], pattern=pattern, seed=job["seed"]).save(path)
-        dist.barrier()
-        return MaskSet.load(path)
-
     def _row(self, variant: Variant, training: Training | None, mask: MaskSet) -> Row:
-        model = make_model(self.config, self.device, self.job["seed"]) if training is None else training.model
+        model = make_model(self.config, self.device, self.args.seed) if training is None else training.model
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         if variant.pattern is None:
 
@@ -171,18 +152,6 @@ class World:
             source.close()
 
         return Row(variant, weights, source.receive, close, receiver=receiver)
-
-    def _clock(self, call: Callable[[], object]) -> float:
-        """Milliseconds of a call that begins on both ranks at once, of the slower rank."""
-        self._synchronize()
-        dist.barrier()
-        self._synchronize()
-        began = time.perf_counter()
-        call()
-        self._synchronize()
-        ms = torch.tensor(1e3 * (time.perf_counter() - began), dtype=torch.float64, device=self.device)
-        dist.all_reduce(ms, op=dist.ReduceOp.MAX)
-        return ms.item()
 
     def _same(self, row: Row) -> bool:
         """Whether all weights of both ranks have the same bits."""
@@ -225,7 +194,7 @@ class World:
             return None
         times = []
         for _ in range(5):
-            self._synchronize()
+            self.synchronize()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             pending = sender.update()
@@ -234,14 +203,6 @@ class World:
             end.synchronize()
             times.append(begin.elapsed_time(end))
         return statistics.median(times)
-
-    def _print(self, line: str) -> None:
-        if self.rank == 0:
-            print(f"[{time.monotonic() - self.began:4.0f} s] {self.job['network']}, {line}", flush=True)
-
-    def _synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from .parser import CommandParser
 BENCHMARKS = {
     "baseline": (
         "training.baseline.main",
-        "a step of DPO or GRPO end to end, dense, sparse, LoRA and SHiRA: time by section, and peak memory",
+        "a step of DPO or GRPO end to end, full, sparse and with adapters: time by section, and peak memory",
     ),
     "cpu_step": ("kernels.cpu_step", "the optimizer step on a CPU, sparse and torch.optim.AdamW(fused=True)"),
     "delta": (

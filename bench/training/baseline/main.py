@@ -7,27 +7,6 @@ Modes of other packages need `pip install 'sparse-opt[bench,peers]'`. By default
 and random weights, and the mask is random.
 """
 
-# What mode sparse holds at its peak, by shape, for one pair of 512 tokens at that shape and 2.5 % (80.3 M active
-# elements). A run prints the measured peak.
-#
-# | | bytes | GiB |
-# |---|---|---|
-# | bf16 weights | 2 x 3.21 G | 5.98 |
-# | indices; two fp32 moments; bf16 gradients; base weights | (4 + 8 + 2 + 2) x 80.3 M | 1.20 |
-# | activations that the backward pass reads | 28 layers x 135 MB | 3.52 |
-# | a slice of logits in fp32, with a bf16 copy | (4 + 2) x 2^24 | 0.09 |
-#
-# The activations are counted from what autograd saves, for 1024 tokens of a layer: per norm an fp32 copy of its input,
-# its bf16 cast and its output (2 x 25 MB); q, k, v and the attention's output (17 MB); gate, its activation, up and
-# their product (67 MB). The peak does not contain, unlike that of a plain step: the logits, their gradient and fp32
-# copies, which are computed in slices; the output layer's weight gradient, 0.73 GiB, which is computed after the
-# activations are freed; copies of keys and values for each query head, because attention runs without a mask
-# (`trainers.logprobs`, `trainers.models`). With --compile, the logits of the trained tokens and their
-# exponentials are held as a whole, 2 x 0.21 GiB in bf16. If the mask excludes the norms (`--exclude '*norm*'`), their
-# bf16 casts, 6.3 MB each, are not kept. With activation checkpointing the peak is at the end of the backward pass,
-# where the tied embedding has two gradients of 0.73 GiB; with tiles there is none. Compact gradients in fp32 would add
-# 0.15 GiB; they are bf16 like the dense ones they are taken from.
-
 from __future__ import annotations
 
 import sys
@@ -43,7 +22,6 @@ from torch import nn
 from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
 from sparse_opt.errors import ConfigError, MaskError
-from sparse_opt.l2_fetch import GRANULARITIES, why_unreachable
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.trainers.pretrained import load_config_from
@@ -72,8 +50,8 @@ N_PAIRS = 64
 _STEPS_BEFORE_REPLAYS = 4  # three ordinary ones and the capture
 # Options that the cases of all modes have, and of one algorithm.
 _SETTINGS = (
-    *("batch_size", "sequence_length", "steps_in_a_row", "learning_rate", "gradient_checkpointing", "compile"),
-    *("precomputed_reference", "prompt_share", "cuda_graphs", "l2_fetch_granularity", "seed", "dataset", "density"),
+    *("batch_size", "sequence_length", "learning_rate", "gradient_checkpointing", "compile"),
+    *("precomputed_reference", "prompt_share", "cuda_graphs", "seed", "dataset", "density"),
     *("include", "exclude", "mlp_only"),
 )
 _OF_GRPO = ("n_generations", "max_new_tokens")
@@ -161,19 +139,7 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--n_steps", type=int, default=20, help="of each mode (%(default)s)")
     run.add_argument("--n_warmup", type=int, default=5, help="steps left out of the medians (%(default)s)")
-    run.add_argument(
-        "--steps_in_a_row",
-        type=int,
-        default=1,
-        help="after the warm-up, time this many steps together: the host launches ahead of the GPU (%(default)s)",
-    )
     run.add_argument("--seed", type=int, default=0, help="of weights, mask, data and their order (%(default)s)")
-    run.add_argument(
-        "--l2_fetch_granularity",
-        type=int,
-        choices=(*GRANULARITIES, None),
-        help="bytes that the GPU fetches at a time, in every mode (default: as it starts, 64 on an H200)",
-    )
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
     run.add_argument("--work_dir", type=Path, help="where to make the checkpoint, 6.4 GB (default: a temporary folder)")
@@ -193,8 +159,6 @@ def problem(args: Namespace) -> str:
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
     if error := _prompt_problem(args) or _graphs_problem(args):
         return error
-    if (n_timed := args.n_steps - args.n_warmup) % args.steps_in_a_row:
-        return f"--steps_in_a_row {args.steps_in_a_row} does not divide the {n_timed} steps after the warm-up"
     own_model = args.model_name is not None or args.checkpoint is not None
     if args.small and own_model:
         return "--small makes a model of its own: leave out --model_name and --checkpoint"
@@ -212,11 +176,8 @@ def problem(args: Namespace) -> str:
     random = "tiles" in args.modes or ("sparse" in args.modes and args.mask is None)
     if not random and (args.include or args.exclude or args.mlp_only):
         return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
-    for name in ("kernel_time", "l2_fetch_granularity"):
-        if getattr(args, name) and device == "cpu":
-            return f"--{name} needs a GPU, and the device is {device}"
-    if args.l2_fetch_granularity is not None and (cause := why_unreachable()):
-        return f"--l2_fetch_granularity {args.l2_fetch_granularity}: {cause}"
+    if args.kernel_time and device == "cpu":
+        return f"--kernel_time needs a GPU, and the device is {device}"
     if "qlora" in args.modes and args.algorithm == "grpo" and device == "cpu":
         return "mode qlora of grpo needs a GPU: on a CPU bitsandbytes repacks its weights when completions are sampled"
     return missing_package(args.modes)
@@ -323,8 +284,6 @@ def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
         "numel": sum(parameter.numel() for parameter in model.parameters()),
         **{name: getattr(args, name) for name in names},
     }
-    if args.steps_in_a_row == 1:
-        del case["steps_in_a_row"]
     shared = {field.name: getattr(args, field.name) for field in fields(Job) if hasattr(args, field.name)} | {
         "model_name": model_name,
         "checkpoint": None if args.checkpoint is None else str(args.checkpoint),

@@ -41,7 +41,6 @@ class Job:
     max_new_tokens: int = 1
     n_steps: int
     n_warmup: int = 0
-    steps_in_a_row: int = 1  # timed together, after the warm-up
     batch_size: int
     learning_rate: float
     lora_rank: int = 1
@@ -51,7 +50,6 @@ class Job:
     share_prompts: bool = False  # a prompt is computed once for its completions, except while they are sampled
     precomputed_reference: bool = False  # DPO: the reference's log-probabilities are computed before the first step
     cuda_graphs: bool = False  # DPO: steps are replayed as CUDA graphs
-    l2_fetch_granularity: int | None = None  # bytes; None leaves the device's default
     kernel_time: bool = False
     device: str
     seed: int

@@ -14,9 +14,8 @@ The step is that of `trainers/dpo.py` or `trainers/grpo.py`. It has these sectio
 | step | the optimizer's update, and freeing the gradients |
 
 On a GPU a section's time is that between two events on its stream, including waiting for the host. A step
-does not synchronize with the GPU between its start and its end, except that a rollout waits for its tokens; nor do
-`steps_in_a_row` steps, of which the host launches the next while the GPU is busy with the one before. DPO's batches are
-on the device before the first step.
+does not synchronize with the GPU between its start and its end, except that a rollout waits for its tokens. DPO's
+batches are on the device before the first step.
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from sparse_opt import set_l2_fetch_granularity
 from sparse_opt.errors import SparseOptError
 from sparse_opt.trainers.batches import (
     TokenBatch,
@@ -150,8 +147,6 @@ def even_share(batch: TokenBatch) -> Tensor:
 def run(job: Job) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step."""
     device = torch.device(job.device)
-    if job.l2_fetch_granularity is not None:
-        set_l2_fetch_granularity(job.l2_fetch_granularity, device)
     source = job.checkpoint or job.model_name
     tokenizer = load_tokenizer_from(job.tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -194,7 +189,7 @@ def run(job: Job) -> dict[str, Any]:
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    steps = take_steps(step, job.n_steps, section, device, in_a_row=job.steps_in_a_row, n_warmup=job.n_warmup)
+    steps = take_steps(step, job.n_steps, section, device)
     on_gpu = device.type == "cuda"
     return {
         "mode": job.name,
@@ -209,38 +204,31 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def take_steps(
-    step: Step, n_steps: int, section: Sections, device: torch.device, *, in_a_row: int = 1, n_warmup: int = 0
-) -> list[dict[str, Any]]:
+def take_steps(step: Step, n_steps: int, section: Sections, device: torch.device) -> list[dict[str, Any]]:
     """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section.
 
-    cpu_s is the CPU time of all threads, which other work on the machine disturbs less. After the first `n_warmup`,
-    each `in_a_row` steps are timed together, and each of them has an equal share of their time. `in_a_row` divides the
-    number of these steps.
+    cpu_s is the CPU time of all threads, which other work on the machine disturbs less.
     """
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     steps = []
-    for start, stop in pairwise([*range(n_warmup), *range(n_warmup, n_steps + 1, in_a_row)]):
+    for i in range(n_steps):
         synchronize()
         began, cpu_began = time.perf_counter(), time.process_time()
-        # The next replay of a graph overwrites its results.
-        metrics = [{name: value.clone() for name, value in step(i).items()} for i in range(start, stop)]
+        metrics = step(i)
         launched = time.perf_counter()
         synchronize()
         ended, cpu_ended = time.perf_counter(), time.process_time()
-        seconds = {"step_s": ended - began, "host_s": launched - began, "cpu_s": cpu_ended - cpu_began}
-        n = stop - start
-        share = {name: value / n for name, value in seconds.items()}
-        on_device, on_host = ({name: value / n for name, value in found.items()} for found in section.read())
-        steps += [
+        on_device, on_host = section.read()
+        steps.append(
             {
-                **{name: _finite(value.item(), name, i) for name, value in metrics[i - start].items()},
-                **share,
+                **{name: _finite(value.item(), name, i) for name, value in metrics.items()},
+                "step_s": ended - began,
+                "host_s": launched - began,
+                "cpu_s": cpu_ended - cpu_began,
                 "section_s": on_device,
                 "section_host_s": on_host,
             }
-            for i in range(start, stop)
-        ]
+        )
     return steps
 
 

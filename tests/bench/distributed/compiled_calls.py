@@ -1,6 +1,6 @@
-"""`sparse-opt` with layers that torch.compile traces and does not optimize; prints the number of calls of what it made.
+"""A job of `bench distributed` with layers that torch.compile traces and does not optimize; prints the number of calls.
 
-python compiled_calls.py WORD ...
+python compiled_calls.py JOB RESULT
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparse_opt.cli.main import main
+from sparse_opt.bench.distributed.world import run
+from sparse_opt.bench.harness import job_main
 
 calls = 0
 compile_module = nn.Module.compile
@@ -29,6 +30,6 @@ def counted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
 
 if __name__ == "__main__":
     nn.Module.compile = lambda module, **options: compile_module(module, backend=counted)
-    code = main(sys.argv[1:])
+    code = job_main(run)
     print(f"{calls} calls of compiled graphs")
     sys.exit(code)

@@ -12,21 +12,9 @@ from sparse_opt import MaskSet
 from sparse_opt.bench.kernels import bounds
 from sparse_opt.bench.kernels.bounds import Rates, Traffic
 from sparse_opt.bench.kernels.inputs import random_case
-from sparse_opt.bench.shapes import LLAMA_3_2_3B, total_numel
 from sparse_opt.ops import STEP_OPS
 
 H200_COPY_RATE = 4275e9  # bytes a second, measured
-
-
-@pytest.mark.parametrize(("density", "share"), [(0.01, 0.28), (0.025, 0.56), (0.1, 0.97)])
-def test_random_masks_touch_most_granules_of_bf16(density, share):
-    assert bounds.hit(density) == pytest.approx(share, abs=0.005)
-
-
-def test_a_mask_of_whole_granules_touches_no_more_than_its_density():
-    assert bounds.hit(0.025, run=32) == pytest.approx(0.025)
-    assert bounds.hit(0.025, run=128) == pytest.approx(0.025)
-    assert bounds.hit(0.025, run=16) == pytest.approx(1 - 0.975**2)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -119,36 +107,6 @@ def test_the_bytes_of_tile_gradients_agree_with_a_count_on_masks():
     assert everything == Traffic(10 * (70 + 30) * 4 + 70 * 30 * 2)
 
 
-def test_a_ragged_last_unit_still_has_an_index():
-    assert bounds.index_bytes(33, 4, "run32") == 8
-    assert bounds.index_bytes(0, 4, "tile64") == 0
-    assert bounds.index_bytes(33, 2) == 66
-
-
-def test_the_step_bound_of_a_3b_model():
-    numel = total_numel(LLAMA_3_2_3B)
-    # 56 % of the granules of weights and gradients read, 20 bytes an element; a third of the weights' sectors written
-    found = bounds.step_traffic(
-        numel, round(0.025 * numel), states=2, param_itemsize=2, grad_itemsize=2, dense_grads=True
-    )
-    assert found.copied == pytest.approx(numel * (2 * 2 * (1 - 0.975**32) + 0.025 * 20))
-    assert found.scattered == pytest.approx(numel * 2 * (1 - 0.975**16))
-    assert (found.unit, found.share) == (32, pytest.approx(1 / 3, abs=0.001))
-    at_measured_rates = found.seconds(Rates(H200_COPY_RATE, bounds.H200_WRITES))
-    assert 1e3 * at_measured_rates == pytest.approx(3.4, abs=0.05)
-
-
-def test_weights_whose_bits_stay_are_not_written():
-    sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 4, "dense_grads": False}
-    all_change, few, none = (
-        bounds.step_traffic(1 << 20, 1 << 14, **sizes, changed=share) for share in (1.0, 0.01, 0.0)
-    )
-    assert all_change.copied == few.copied == none.copied
-    assert all_change.scattered == pytest.approx(bounds.touched_bytes(1 << 20, 1 << 14, 2, size=32))
-    assert few.scattered == pytest.approx(bounds.touched_bytes(1 << 20, 0.01 * (1 << 14), 2, size=32))
-    assert (none.scattered, none.share) == (0, 0)
-
-
 def test_where_nothing_dense_is_read_indices_and_copies_count_where_elements_change():
     numel, n = 1 << 20, 1 << 14
     sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 4, "index_itemsize": 2, "dense_grads": False}
@@ -179,13 +137,13 @@ def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
     assert with_master == everywhere._replace(copied=n * (2 + 4 + 4 + 8 + 8))
     fp32 = bounds.step_traffic(n, n, states=1, param_itemsize=4, grad_itemsize=4, dense_grads=True)
     assert fp32 == Traffic(n * (4 + 4 + 4 + 8), 4 * n, 32, 1.0)
-    assert bounds.gather_traffic(n, n, grad_itemsize=2) == Traffic(n * (2 + 4 + 4))
     assert bounds.swap_traffic(n, n, itemsize=2) == everywhere._replace(copied=n * (2 + 4 + 4))
     assert bounds.delta_encode_traffic(n, 10, itemsize=2) == Traffic(n * 4 + 10 * 6)
-    assert bounds.delta_apply_traffic(n, n, itemsize=2) == everywhere._replace(copied=n * (2 + 6))
+    dense, indices = [torch.empty(n, dtype=torch.bfloat16)], torch.empty(n, dtype=torch.int32)
+    assert bounds.of_gather({"dense": dense, "indices": indices, "out": torch.empty(n)}) == Traffic(n * (2 + 4 + 4))
+    assert bounds.of_apply({"dense": dense, "indices": indices}) == everywhere._replace(copied=n * (2 + 6))
     assert bounds.dense_adamw_traffic(n, param_itemsize=2) == Traffic(n * 14)
     assert bounds.dense_adamw_traffic(n, param_itemsize=2, mask_itemsize=1) == Traffic(n * (14 + 1 + 4))
-    assert bounds.dense_adamw_traffic(n, param_itemsize=2, state_itemsize=1) == Traffic(n * (6 + 4))
     assert bounds.dense_clip_traffic(n, grad_itemsize=2) == Traffic(n * 6)
 
 

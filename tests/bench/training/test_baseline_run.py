@@ -133,17 +133,6 @@ def test_grpo_with_shared_prompts_begins_with_the_same_gradient(job):
         assert shared["steps"][0][name] == pytest.approx(separate["steps"][0][name], rel=2e-2, abs=1e-4), name
 
 
-def test_steps_in_a_row_share_their_time(job):
-    job = changed(job, n_steps=5, n_warmup=1)
-    alone, in_a_row = (run(changed(job, steps_in_a_row=n))["steps"] for n in (1, 2))
-    assert [step["loss"] for step in in_a_row] == [step["loss"] for step in alone]
-    times = [step["step_s"] for step in in_a_row]
-    assert times[1] == times[2] and times[3] == times[4]
-    assert len(set(times)) == 3
-    for step in in_a_row:
-        assert 0 < sum(step["section_s"].values()) <= step["step_s"]
-
-
 def test_graphs_get_what_ordinary_steps_get(job, monkeypatch):
     """On a CPU, with a stand-in that calls the function on copies of the inputs."""
     monkeypatch.setattr(baseline_run, "require_graphs", lambda *_, **__: None)

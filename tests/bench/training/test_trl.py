@@ -34,10 +34,3 @@ def test_all_modes_are_run_compared_and_written(tmp_path, one_process):
         assert values["peak memory"].value > 2**20 and values["step"].n == 1
     assert run.peer(found["sparse"]["peak memory"], "trl") == found["trl"]["peak memory"]
     assert run.environment["versions"]["trl"]
-
-
-def test_steps_that_are_all_warm_up_are_refused_first(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        trl.main([*TINY, "--n_warmup", "2"])
-    assert stopped.value.code == 2
-    assert "--n_steps 2 leaves nothing after --n_warmup 2" in capsys.readouterr().err

@@ -31,14 +31,13 @@ def test_the_sparse_engine_is_judged_against_verls():
     [
         (["--batch_size", "3"], "--batch_size 3 is no multiple of --micro_batch_size 2"),
         (["--gpus", "1"], "--gpus is 1, expected at least 2"),
-        (["--micro_batch_size", "0"], "--micro_batch_size is 0"),
         pytest.param(
             [],
             "verl is not installed here: `make test-verl`",
             marks=pytest.mark.skipif(find_spec("verl") is not None, reason="needs an environment without verl"),
         ),
     ],
-    ids=["batch", "gpus", "micro", "verl"],
+    ids=["batch", "gpus", "verl"],
 )
 def test_wrong_options(words: list[str], message: str, capsys):
     assert main(["bench", "verl", "--small", *words]) == 2
