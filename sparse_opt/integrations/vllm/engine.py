@@ -41,6 +41,8 @@ from ..loader_trace import trace_layout
 from .connections import kept_by_all
 from .packed_layers import PackedLayers, checkpoint_of
 
+_Outcome = tuple[str | None, bool]  # the error of a worker, and whether its weights are those that it had before
+
 
 @dataclass
 class SparseInitInfo(WeightTransferInitInfo):
@@ -296,10 +298,7 @@ def _refuse(action: Mapping[str, str | None]) -> None:
     raise WeightSyncError(f"delta is {dict(action)}, expected register and source, remove, or switch")
 
 
-Outcome = tuple[str | None, bool]  # the error of a worker, and whether its weights are those that it had before
-
-
-def _outcome_of(work: Callable[[], None]) -> Outcome:
+def _outcome_of(work: Callable[[], None]) -> _Outcome:
     try:
         work()
     except Exception as error:  # of any kind: the other workers wait for the outcome of this one
@@ -307,7 +306,7 @@ def _outcome_of(work: Callable[[], None]) -> Outcome:
     return None, False
 
 
-def _of_all_workers(outcome: Outcome) -> list[Outcome]:
+def _of_all_workers(outcome: _Outcome) -> list[_Outcome]:
     """Return the outcomes of all workers in the order of their ranks."""
     outcomes = [outcome]
     for group in (get_tp_group(), get_pp_group()):
