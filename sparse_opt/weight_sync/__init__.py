@@ -20,6 +20,7 @@ updates its active weights have the bits of the trainer's. The remaining weights
 `weight_sync.transports` brings the messages from process to process; docs/formats.md describes their bytes.
 """
 
+from .delta_switch import DeltaSwitch
 from .destinations import Destination
 from .distributed import DistributedWeightSender
 from .encoding import Message
@@ -27,6 +28,7 @@ from .receiver import WeightReceiver
 from .sender import PendingMessage, WeightSender
 
 __all__ = [
+    "DeltaSwitch",
     "Destination",
     "DistributedWeightSender",
     "Message",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ForeignMessage
 from ..masks.patterns import matrix_shape
-from ..tensors import dtype_name, is_wrapper, named_parameters_of
+from ..tensors import BITS_DTYPE, dtype_name, is_wrapper, named_parameters_of
 from .encoding import Layout, LayoutTensor
 
 Range = tuple[int, int]
@@ -49,6 +49,14 @@ class Placed:
     c0: int
     c1: int
 
+    @property
+    def memory(self) -> Tensor:
+        """The memory of the destination from its first to its last element, as integers."""
+        tensor = self.tensor
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        flat = tensor.as_strided((extent,), (1,)) if tensor.numel() else tensor.new_empty(0)
+        return flat.view(BITS_DTYPE[flat.element_size()])
+
     def overlaps(self, other: Placed) -> bool:
         return self.r0 < other.r1 and other.r0 < self.r1 and self.c0 < other.c1 and other.c0 < self.c1
 
@@ -74,6 +82,16 @@ class PlacedTensor:
         row_stride, column_stride = part.tensor.stride()
         whole = (part.r0, part.r1, part.c0, part.c1) == (0, rows, 0, columns)
         return whole and (column_stride == 1 or columns == 1) and (row_stride == columns or rows == 1)
+
+    def find(self, part: Placed, positions: Tensor) -> tuple[Tensor | slice, Tensor]:
+        """Return which of some positions [n] int64 are in a destination, and their offsets in its memory."""
+        if self.is_plain(part):
+            return slice(None), positions
+        columns = self.entry.matrix[1]
+        row, column = positions // columns, positions % columns
+        inside = (row >= part.r0) & (row < part.r1) & (column >= part.c0) & (column < part.c1)
+        row_stride, column_stride = part.tensor.stride()
+        return inside, ((row - part.r0) * row_stride + (column - part.c0) * column_stride)[inside]
 
     @cached_property
     def is_whole(self) -> bool:
@@ -108,6 +126,21 @@ def place(layout: Layout, destinations: Mapping[str, Sequence[Destination]]) -> 
                 primary.append(part)
         placed[entry.name] = PlacedTensor(entry, tuple(primary), tuple(p for p in parts if p not in primary))
     return placed
+
+
+def refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
+    """Raise ForeignMessage if two weights with active elements are in one place, and would overwrite each other."""
+    names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    for name, tensor in placed.items():
+        for part in tensor.destinations:
+            memory = part.tensor
+            if not (tensor.entry.nnz and memory.numel()):
+                continue
+            other = names.setdefault((memory.data_ptr(), tuple(memory.shape), memory.stride()), name)
+            if other != name:
+                raise ForeignMessage(
+                    f"{other!r} and {name!r} share their memory here, and are two weights in the message"
+                )
 
 
 def whole_weight(name: str, weight: Tensor) -> Destination:

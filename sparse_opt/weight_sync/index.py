@@ -18,7 +18,7 @@ from .. import backends
 from ..errors import BackendUnavailable
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
-from .destinations import Parts, Placed, PlacedTensor
+from .destinations import Parts, PlacedTensor
 from .digest import digest_sum, mix, zero_extended
 from .encoding import Group, Layout, active_elements, bitmap_of, set_bits
 from .triton_index import TritonChanges, TritonIndex
@@ -105,8 +105,8 @@ class ReferenceIndex:
         for block in self._blocks:
             positions = block.positions()
             for part in block.tensor.primary:
-                inside, offsets = block.find(part, positions)
-                _bits(out)[block.begin : block.end][inside] = _memory(part)[offsets]
+                inside, offsets = block.tensor.find(part, positions)
+                _bits(out)[block.begin : block.end][inside] = part.memory[offsets]
         return out
 
     def put(self, values: Tensor, valid: Tensor | None = None) -> None:
@@ -117,8 +117,8 @@ class ReferenceIndex:
             positions = block.positions()
             of_block = _bits(values)[block.begin : block.end]
             for part in block.tensor.destinations:
-                inside, offsets = block.find(part, positions)
-                _memory(part)[offsets] = of_block[inside]
+                inside, offsets = block.tensor.find(part, positions)
+                part.memory[offsets] = of_block[inside]
 
     def changes(self, bitmap: Tensor, capacity: int) -> ReferenceChanges:
         """Return the changed elements of an update, to verify and to write them.
@@ -153,8 +153,8 @@ class ReferenceChanges:
         if read_old:
             for block, within, positions in self._found:
                 for part in block.tensor.primary:
-                    inside, offsets = block.find(part, positions)
-                    held = zero_extended(_memory(part)[offsets].view(self._group.torch_dtype))
+                    inside, offsets = block.tensor.find(part, positions)
+                    held = zero_extended(part.memory[offsets].view(self._group.torch_dtype))
                     old += mix(self._numbers[within][inside] + first, held).sum()
         return torch.stack([sent, old, count])
 
@@ -162,8 +162,8 @@ class ReferenceChanges:
         """Write the changed values to all destinations. `sums` must have been compared with the message first."""
         for block, within, positions in self._found:
             for part in block.tensor.destinations:
-                inside, offsets = block.find(part, positions)
-                _memory(part)[offsets] = _bits(changed)[within][inside]
+                inside, offsets = block.tensor.find(part, positions)
+                part.memory[offsets] = _bits(changed)[within][inside]
 
 
 @dataclass(frozen=True)
@@ -182,16 +182,6 @@ class _Block:
     def positions(self) -> Tensor:
         """Return the ascending positions [end - begin] of the elements in the tensor, int64."""
         return expand_units(self.units.to(torch.int64), self.tensor.entry.shape, self.pattern)
-
-    def find(self, part: Placed, positions: Tensor) -> tuple[Tensor | slice, Tensor]:
-        """Return which of some positions are in a destination, and their offsets in its memory."""
-        if self.tensor.is_plain(part):
-            return slice(None), positions
-        columns = self.tensor.entry.matrix[1]
-        row, column = positions // columns, positions % columns
-        inside = (row >= part.r0) & (row < part.r1) & (column >= part.c0) & (column < part.c1)
-        row_stride, column_stride = part.tensor.stride()
-        return inside, ((row - part.r0) * row_stride + (column - part.c0) * column_stride)[inside]
 
 
 def _found(blocks: Sequence[_Block], numbers: Tensor, nnz: int) -> Iterator[tuple[_Block, slice, Tensor]]:
@@ -218,15 +208,6 @@ def _blocks(tensor: PlacedTensor, units: Tensor, pattern: str, start: int) -> It
             end = start + active_elements(part, tensor.entry, pattern)
             yield _Block(start, end, part, pattern, tensor)
             start = end
-
-
-def _memory(part: Placed) -> Tensor:
-    """Return the memory of a destination from its first to its last element, as integers."""
-    tensor = part.tensor
-    if not tensor.numel():
-        return _bits(tensor.new_empty(0))
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _bits(tensor.as_strided((extent,), (1,)))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import named_parameters_of
-from .destinations import Addresses, Destination, PlacedTensor, place, whole_weight
+from .destinations import Addresses, Destination, place, refuse_shared, whole_weight
 from .digest import HostCopy, from_hex, to_hex
 from .encoding import (
     Group,
@@ -212,7 +212,7 @@ class WeightReceiver:
                 destinations[entry.name] = [whole_weight(entry.name, weight)]
                 in_weights.append(entry.name)
         placed = place(layout, destinations)
-        _refuse_shared(placed)
+        refuse_shared(placed)
         tensors = [part.tensor for tensor in placed.values() for part in tensor.destinations]
         # The mask is empty.
         tensors = tensors or [part.tensor for parts in destinations.values() for part in parts] or [*weights.values()]
@@ -314,18 +314,3 @@ def _write(received: Sequence[_Received], valid: Tensor | None = None) -> None:
             elements.put(part.values, valid)
         elif changes is not None and part.changed is not None:
             changes.write(part.changed)
-
-
-def _refuse_shared(placed: Mapping[str, PlacedTensor]) -> None:
-    """Raise ForeignMessage if two weights with active elements are in one place, and would overwrite each other."""
-    names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    for name, tensor in placed.items():
-        for part in tensor.destinations:
-            memory = part.tensor
-            if not (tensor.entry.nnz and memory.numel()):
-                continue
-            other = names.setdefault((memory.data_ptr(), tuple(memory.shape), memory.stride()), name)
-            if other != name:
-                raise ForeignMessage(
-                    f"{other!r} and {name!r} share their memory here, and are two weights in the message"
-                )

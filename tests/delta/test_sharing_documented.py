@@ -6,6 +6,7 @@ import copy
 import re
 import shlex
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn
         return copy.deepcopy(saved)
 
     names = {"model": model, "base": base, "fresh": fresh, "train": train}
+    names |= {"LLM": MagicMock(), "WeightTransferConfig": dict, "prompts": []}  # of vLLM, which is not installed
     names |= {
         "other": SparseDelta.from_models(base, other),
         "evaluate": lambda m: evaluated.append(m[0].weight.clone()),
@@ -48,6 +50,11 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn
         exec(block, names)
     assert torch.equal(as_bits(evaluated[0]), as_bits(model[0].weight.detach()))
     assert torch.equal(as_bits(base[0].weight.detach()), as_bits(fresh()[0].weight.detach()))
+    updates = [call.args[0]["update_info"]["delta"] for call in names["llm"].update_weights.call_args_list]
+    assert [next(iter(update.items())) for update in updates] == [
+        *(("register", "math"), ("register", "code")),
+        *(("switch", "math"), ("switch", None)),
+    ]
     assert names["same"].result_digest == names["delta"].result_digest
 
 

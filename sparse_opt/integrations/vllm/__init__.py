@@ -1,4 +1,4 @@
-"""Weight updates of a masked run for vLLM: an engine of vLLM's weight transfer, and the trainer's client of it.
+"""Weight updates and deltas for vLLM: an engine of vLLM's weight transfer, and its clients.
 
 In the trainer, with `llm` an `LLM` of this process or the address of a server:
 
@@ -19,5 +19,6 @@ this package is installed: it loads `plugin.register` as a plugin. This module d
 from __future__ import annotations
 
 from .client import VLLMChannelSync, VLLMWeightSync
+from .deltas import VLLMDeltas
 
-__all__ = ["VLLMChannelSync", "VLLMWeightSync"]
+__all__ = ["VLLMChannelSync", "VLLMDeltas", "VLLMWeightSync"]

@@ -13,7 +13,7 @@ from ...errors import WeightSyncError, listed
 from ...weight_sync import DistributedWeightSender, PendingMessage, WeightSender
 from ...weight_sync.background import UpdateSender
 from ...weight_sync.transports.channel import SenderChannel
-from .connections import Connection, Pause, connections_to
+from .connections import Connection, Pause, Update, connections_to
 
 
 class VLLMClient(UpdateSender):
@@ -93,20 +93,21 @@ class VLLMWeightSync(VLLMClient):
         sender = self.weights.sender
         assert sender is not None  # on rank 0
         message = None if update is None else update.wait()
-        data = [] if message is None else [message.to_bytes()]
-        whole: list[bytes] = []
+        data = None if message is None else message.to_bytes()
+        whole: list[Update] = []
         lock = threading.Lock()
 
         def send(connection: Connection) -> None:
             if message is not None and not connection.has_failed:
                 if connection.weight_version() == str(message.base_version):
-                    connection.send(data, message.version)
+                    connection.send([{"message": data}], str(message.version))
                     return
             with lock:
                 if not whole:
                     with self._on_own_streams():
-                        whole.extend([sender.mask_message().to_bytes(), sender.state_message().to_bytes()])
-            connection.send(whole, sender.version)
+                        messages = sender.mask_message(), sender.state_message()
+                        whole.extend({"message": message.to_bytes()} for message in messages)
+            connection.send(whole, str(sender.version))
 
         with ThreadPoolExecutor(len(self._connections)) as pool:
             _raise_errors([pool.submit(send, connection) for connection in self._connections])
@@ -163,7 +164,7 @@ class VLLMChannelSync(VLLMClient):
         """Run a round of the channel while the engines that can be reached are in an update."""
         if update is None:
             self._workers.clear()
-        version = self.weights.version
+        version = str(self.weights.version)
         problems: list[WeightSyncError] = []
         with ThreadPoolExecutor(len(self._connections)) as pool:
             joined = [pool.submit(self._join, engine) for engine in self._connections]
@@ -171,7 +172,7 @@ class VLLMChannelSync(VLLMClient):
             # Requests may have to end first, which can take longer than the channel waits for a receiver.
             begun = [pool.submit(engine.begin) for engine in reached]
             ready = _successful(reached, begun)
-            completed = [pool.submit(engine.complete, [None], version) for engine in ready]
+            completed = [pool.submit(engine.complete, [{"message": None}], version) for engine in ready]
             try:
                 self._channel.send(update, sum(self._workers[engine] for engine in ready), verify=verify)
             except WeightSyncError as error:

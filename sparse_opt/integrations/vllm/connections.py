@@ -8,7 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ...errors import WeightSyncError
 
 Pause = Literal["keep", "wait", "abort"]
+Update = Mapping[str, Any]  # the fields of `engine.SparseUpdateInfo`
 # The timeout of requests to a server that has not answered another one, in seconds.
 _PATIENCE = 10.0
 
@@ -52,11 +53,11 @@ class Connection(ABC):
     def world_size(self) -> int:
         """Return the number of workers."""
 
-    def send(self, messages: Sequence[bytes | None], version: int) -> None:
-        """Apply messages in order, as one update of vLLM that sets the weight version and resets the prefix cache.
+    def send(self, updates: Sequence[Update], version: str | None) -> None:
+        """Apply updates in order, as one update of vLLM that sets the weight version and resets the prefix cache.
 
         Args:
-            messages: None is what the sender of the transport sends in a round.
+            version: None keeps the one that the engine has.
 
         Raises:
             WeightSyncError: with the engine's message. An engine whose workers have all refused the update has the
@@ -64,7 +65,7 @@ class Connection(ABC):
                 weights: a server remains paused until an update succeeds.
         """
         self.begin()
-        self.complete(messages, version)
+        self.complete(updates, version)
 
     def begin(self) -> None:
         """Pause the engine and start an update of vLLM, which `complete` ends."""
@@ -74,12 +75,12 @@ class Connection(ABC):
         except WeightSyncError as error:
             raise self._abandoned(error, sent=False) from error
 
-    def complete(self, messages: Sequence[bytes | None], version: int) -> None:
-        """Apply messages in the update that `begin` has started, and end it; see `send`."""
+    def complete(self, updates: Sequence[Update], version: str | None) -> None:
+        """Apply updates in the update of vLLM that `begin` has started, and end it; see `send`."""
         try:
-            for message in messages:
-                self._update(message)
-            self._finish(str(version))
+            for update in updates:
+                self._update(update)
+            self._finish(version)
             self._reset_prefix_cache()
         except WeightSyncError as error:
             raise self._abandoned(error, sent=True) from error
@@ -132,7 +133,7 @@ class Connection(ABC):
     def _start(self) -> None: ...
 
     @abstractmethod
-    def _update(self, message: bytes | None) -> None: ...
+    def _update(self, update: Update) -> None: ...
 
     @abstractmethod
     def _finish(self, version: str | None) -> None: ...
@@ -179,8 +180,8 @@ class LocalEngine(Connection):
     def _start(self) -> None:
         self._call("start_weight_update")
 
-    def _update(self, message: bytes | None) -> None:
-        self._call("update_weights", {"update_info": {"message": message}})
+    def _update(self, update: Update) -> None:
+        self._call("update_weights", {"update_info": dict(update)})
 
     def _finish(self, version: str | None) -> None:
         self._call("finish_weight_update", version)
@@ -253,9 +254,9 @@ class Server(Connection):
     def _start(self) -> None:
         self._call("start_weight_update")
 
-    def _update(self, message: bytes | None) -> None:
-        content = None if message is None else base64.b64encode(message).decode()
-        self._call("update_weights", {"update_info": {"message": content}})
+    def _update(self, update: Update) -> None:
+        content = {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in update.items()}
+        self._call("update_weights", {"update_info": content})
 
     def _finish(self, version: str | None) -> None:
         self._call("finish_weight_update", {"weight_version": version})

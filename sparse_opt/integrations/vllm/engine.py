@@ -1,4 +1,4 @@
-"""The engine of vLLM's weight transfer that applies the messages of a `WeightSender` to a worker's model.
+"""The engine of vLLM's weight transfer that applies messages of a `WeightSender`, or deltas, to a worker's model.
 
 vLLM creates one engine in each worker. When a mask message arrives, the tensors of the mask are found in the model
 (loader_trace.py), and packed layers get plain weights (packed_layers.py). Later messages write to them. A message is
@@ -16,13 +16,14 @@ from __future__ import annotations
 import base64
 import binascii
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -30,14 +31,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ...errors import DamagedMessage, WeightSyncError
-from ...weight_sync import Destination, Message, PendingMessage, WeightReceiver
+from ...delta import SparseDelta
+from ...errors import DamagedMessage, DeltaError, WeightSyncError
+from ...weight_sync import DeltaSwitch, Destination, Message, PendingMessage, WeightReceiver
 from ...weight_sync.encoding import Layout, changed_tensors
 from ...weight_sync.transports import TRANSPORTS, FolderReceiver, open_receiver
 from ...weight_sync.transports.channel import ReceiverChannel
 from ..loader_trace import trace_layout
 from .connections import kept_by_all
-from .packed_layers import PackedLayers
+from .packed_layers import PackedLayers, checkpoint_of
+
+_Outcome = tuple[str | None, bool]  # the error of a worker, and whether its weights are those that it had before
 
 
 @dataclass
@@ -58,13 +62,16 @@ class SparseInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SparseUpdateInfo(WeightTransferUpdateInfo):
-    """One message, or a round of the transport.
+    """One message, an action with a delta, or a round of the transport.
 
     Attributes:
         message: `Message.to_bytes()`, as bytes or in base64 (for JSON); None for other transports than "bytes".
+        delta: `{"register": name, "source": folder or name on the hub}`, `{"remove": name}` or `{"switch": name}`, with
+            None for the base.
     """
 
     message: str | bytes | None = None
+    delta: dict[str, str | None] | None = None
 
 
 class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpdateInfo]):
@@ -76,7 +83,9 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._weights = VLLMReceiver(model, vllm_config)
+        self._model_weights = ModelWeights(model, vllm_config)
+        self._weights = VLLMReceiver(self._model_weights)
+        self._deltas = DeltaSwitch(self._model_weights.tensors)
         self._channel: ReceiverChannel | FolderReceiver | None = None
         self._timeout = 0.0
 
@@ -115,15 +124,22 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         """Do nothing: `receive_weights` has finished its work when it returns."""
 
     def receive_weights(self, update_info: SparseUpdateInfo) -> None:
-        """Check and apply one message, or what the sender of the transport sends in its next round.
+        """Check and apply one message, or what the sender of the transport sends in its next round, or use a delta.
 
         Raises:
-            WeightSyncError: a message is damaged, out of order or foreign, or a weight of the mask cannot be updated
-                in this model. The weights and the version have not changed.
+            WeightSyncError: a message is damaged, out of order or foreign, a weight of the mask cannot be updated in
+                this model, or the engine sleeps. The weights and the version have not changed.
+            DeltaError: as the methods of `DeltaSwitch`. The weights and the active delta have not changed.
         """
-        self._on_all_workers(lambda: self._receive(update_info))
+        if update_info.delta is not None:
+            self._use_delta(**update_info.delta)
+        else:
+            self._on_all_workers(lambda: self._receive(update_info))
 
     def _receive(self, update_info: SparseUpdateInfo) -> None:
+        self._require_awake()
+        if (active := self._deltas.active) is not None:
+            raise WeightSyncError(f"delta {active!r} is active: switch to the base before the updates of a trainer")
         if update_info.message is not None:
             self._weights.receive(_decoded(update_info.message))
         elif self._channel is None:
@@ -131,8 +147,47 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         elif self._channel.receive(self._timeout) is None:
             raise WeightSyncError("the sender has closed its channel")
 
-    def _on_all_workers(self, work: Callable[[], None]) -> None:
+    def _use_delta(self, source: str | None = None, **action: str | None) -> None:
+        """Register, remove or switch to a delta, on all workers or on none."""
+        deltas, before = self._deltas, self._deltas.active
+        match action:
+            case {"register": str(name)} if source is not None:
+                self._on_all_workers(lambda: self._register(name, source), undo=lambda: deltas.remove(name))
+            case {"remove": str(name)}:
+                self._on_all_workers(lambda: deltas.remove(name))
+            case {"switch": target}:
+                self._on_all_workers(lambda: self._switch(target), undo=lambda: self._switch(before))
+            case _:
+                self._on_all_workers(lambda: _refuse(action))
+
+    def _register(self, name: str, source: str) -> None:
+        self._require_awake()
+        delta = SparseDelta.from_pretrained(source)
+        self._deltas.register(name, delta, checkpoint_of(self.model, self.vllm_config), self._model_weights.find)
+
+    def _switch(self, name: str | None) -> None:
+        self._require_awake()
+        before = self._deltas.active
+        changed = self._deltas.switch(name)
+        try:
+            self._model_weights.repack(changed)
+        except BaseException:
+            self._model_weights.repack(self._deltas.switch(before))
+            raise
+
+    def _require_awake(self) -> None:
+        """Raise WeightSyncError if sleep mode has released the memory of the weights, which must not be written."""
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            return
+        held = get_mem_allocator_instance().pointer_to_data.values()
+        if any(data.tag == "weights" and data.is_asleep for data in held):
+            raise WeightSyncError("the engine sleeps: wake it up before its weights are changed")
+
+    def _on_all_workers(self, work: Callable[[], None], undo: Callable[[], None] | None = None) -> None:
         """Do this worker's part of some work.
+
+        Args:
+            undo: is called if the work of this worker has succeeded and that of another one has not.
 
         Raises:
             WeightSyncError: the work of one of several workers has failed; on the last worker alone, with the errors of
@@ -141,21 +196,17 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         if self.parallel_config.world_size == 1:
             work()
             return
-        outcome: str | None = None
-        refused = False
-        try:
-            work()
-        except Exception as error:  # of any kind: the other workers wait for the outcome of this one
-            outcome, refused = f"{type(error).__name__}: {error}", isinstance(error, WeightSyncError)
-        outcomes = [(outcome, refused)]
-        for group in (get_tp_group(), get_pp_group()):
-            parts: list[Any] = [None] * group.world_size
-            dist.all_gather_object(parts, outcomes, group=group.cpu_group)
-            outcomes = [of_worker for part in parts for of_worker in part]
+        outcome = _outcome_of(work)
+        outcomes = _of_all_workers(outcome)
+        if undo is not None and any(text is not None for text, _ in outcomes):
+            if outcome[0] is None:
+                text, _ = _outcome_of(undo)
+                outcome = text, text is None
+            outcomes = _of_all_workers(outcome)
         errors = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
         if errors and get_tp_group().is_last_rank and get_pp_group().is_last_rank:
             n, texts = len(outcomes), "; ".join(dict.fromkeys(errors.values()))
-            kept = all(refused for _, refused in outcomes)
+            kept = all(kept for _, kept in outcomes)
             whose = kept_by_all(n) if kept else f"failed on workers {', '.join(map(str, errors))} of {n}"
             raise WeightSyncError(f"{texts}; {whose}")
 
@@ -169,8 +220,8 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
             channel.close()
 
 
-class VLLMReceiver(WeightReceiver):
-    """A receiver of the weights of a model in vLLM.
+class ModelWeights:
+    """Where a model in vLLM has the weights of its checkpoint, and the layers that are to be packed after a change.
 
     Args:
         model: as vLLM has loaded it.
@@ -178,34 +229,16 @@ class VLLMReceiver(WeightReceiver):
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
-        super().__init__(None, destinations=self._find)
         self._model = model
         self._vllm_config = vllm_config
         self._packed: PackedLayers | None = None
-        # Of the last mask that was tried, and of the mask that is followed: the layout, and by name of the weight the
-        # layers that compute with a packed copy of it.
-        self._found: tuple[Layout, dict[str, list[nn.Module]]] | None = None
-        self._followed: tuple[Layout, dict[str, list[nn.Module]]] | None = None
+        # By name of each weight that was found: the layers that compute with a packed copy of it.
+        self._holders: dict[str, list[nn.Module]] = {}
         # Layers that are to be packed again; they remain here if vLLM fails to pack one of them.
         self._stale: dict[nn.Module, None] = {}
 
-    def receive(self, message: Message | PendingMessage | bytes | bytearray | memoryview) -> int | None:
-        """Apply a message as `WeightReceiver.receive` does, and pack the layers again that it has changed."""
-        message = message.wait() if isinstance(message, Message | PendingMessage) else Message.from_bytes(message)
-        version = super().receive(message)
-        if message.kind == "mask":
-            self._followed = self._found
-        elif self._packed is not None and self._followed is not None:
-            layout, holders = self._followed
-            changed = changed_tensors(message, layout, torch.device("cpu")) if any(holders.values()) else ()
-            names = [tensor.entry.name for tensor in changed]
-            self._stale.update(dict.fromkeys(layer for name in names for layer in holders[name]))
-            self._packed.repack(self._stale)
-            self._stale.clear()
-        return version
-
-    def _find(self, layout: Layout) -> dict[str, list[Destination]]:
-        """Return where vLLM has the weights of a mask."""
+    def find(self, layout: Layout) -> dict[str, list[Destination]]:
+        """Return where vLLM has the weights of a mask. Packed layers get plain weights."""
         if self._packed is None:
             self._packed = PackedLayers(self._model)
         is_whole = self._vllm_config.parallel_config.pipeline_parallel_size == 1
@@ -214,8 +247,73 @@ class VLLMReceiver(WeightReceiver):
             for name, pieces in slices.items():
                 self._packed.require_known_layout(name, pieces)
         slices = self._packed.keep(slices, self._vllm_config)
-        self._found = layout, {name: self._packed.holding(pieces) for name, pieces in slices.items()}
+        self._holders.update({name: self._packed.holding(pieces) for name, pieces in slices.items()})
         return slices
+
+    def are_packed(self, layout: Layout) -> bool:
+        """Whether layers compute with packed copies of weights that were found."""
+        return any(self._holders[tensor.name] for tensor in layout.tensors if tensor.nnz)
+
+    def repack(self, names: Iterable[str]) -> None:
+        """Pack the layers again whose weights have changed."""
+        self._stale.update(dict.fromkeys(layer for name in names for layer in self._holders[name]))
+        if self._packed is not None:
+            self._packed.repack(self._stale)
+        self._stale.clear()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that the model has now, and the plain weights of packed layers."""
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+        if self._packed is not None:
+            yield from self._packed.kept()
+
+
+class VLLMReceiver(WeightReceiver):
+    """A receiver of the weights of a model in vLLM."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        super().__init__(None, destinations=self._find)
+        self._places = weights
+        self._found: Layout | None = None  # of the last mask that was tried
+        self._followed: Layout | None = None
+
+    def receive(self, message: Message | PendingMessage | bytes | bytearray | memoryview) -> int | None:
+        """Apply a message as `WeightReceiver.receive` does, and pack the layers again that it has changed."""
+        message = message.wait() if isinstance(message, Message | PendingMessage) else Message.from_bytes(message)
+        version = super().receive(message)
+        if message.kind == "mask":
+            self._followed = self._found
+        elif (layout := self._followed) is not None and self._places.are_packed(layout):
+            changed = changed_tensors(message, layout, torch.device("cpu"))
+            self._places.repack(tensor.entry.name for tensor in changed)
+        return version
+
+    def _find(self, layout: Layout) -> dict[str, list[Destination]]:
+        self._found = layout
+        return self._places.find(layout)
+
+
+def _refuse(action: Mapping[str, str | None]) -> None:
+    raise WeightSyncError(f"delta is {dict(action)}, expected register and source, remove, or switch")
+
+
+def _outcome_of(work: Callable[[], None]) -> _Outcome:
+    try:
+        work()
+    except Exception as error:  # of any kind: the other workers wait for the outcome of this one
+        return f"{type(error).__name__}: {error}", isinstance(error, WeightSyncError | DeltaError)
+    return None, False
+
+
+def _of_all_workers(outcome: _Outcome) -> list[_Outcome]:
+    """Return the outcomes of all workers in the order of their ranks."""
+    outcomes = [outcome]
+    for group in (get_tp_group(), get_pp_group()):
+        parts: list[Any] = [None] * group.world_size
+        dist.all_gather_object(parts, outcomes, group=group.cpu_group)
+        outcomes = [of_worker for part in parts for of_worker in part]
+    return outcomes
 
 
 def _decoded(message: str | bytes) -> bytes:

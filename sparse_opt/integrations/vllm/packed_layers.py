@@ -95,18 +95,12 @@ class PackedLayers:
 
     def _load(self, new: dict[nn.Module, dict[str, Tensor]], vllm_config: Any) -> None:
         """Read the weights of new layers from the checkpoint, and keep these layers if this succeeds."""
-        loader = get_model_loader(vllm_config.load_config)
-        if not hasattr(loader, "get_all_weights"):
-            raise WeightSyncError(
-                f"load_format is {vllm_config.load_config.load_format}, expected a checkpoint on disk: the weights of "
-                "layers that vLLM has packed for the CPU are read again as they were loaded"
-            )
+        weights = checkpoint_of(self.model, vllm_config)
         before = self._plain
         self._plain = {**before, **new}
         keys = {storage_key(plain) for parameters in new.values() for plain in parameters.values()}
         try:
             with torch.no_grad(), self.as_loaded(), _WriteOnlyTo(keys):
-                weights = loader.get_all_weights(vllm_config.model_config, self.model)
                 self.model.load_weights(weights)  # type: ignore[operator]  # nn.Module has no such method
         except BaseException:
             self._plain = before
@@ -138,9 +132,9 @@ class PackedLayers:
                     layer._parameters[name].data = plain.data  # type: ignore[union-attr]
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
 
-    def nbytes(self) -> int:
-        """Return the bytes of the plain weights that are kept in addition to the packed ones."""
-        return sum(plain.nbytes for layer in self._kept for plain in self._plain[layer].values())
+    def kept(self) -> list[Tensor]:
+        """Return the plain weights that are kept in addition to the packed ones."""
+        return [plain for layer in self._kept for plain in self._plain[layer].values()]
 
     def require_known_layout(self, name: str, slices: Sequence[Destination]) -> None:
         """Raise if a weight, traced within `as_loaded`, belongs to a layer that may store it in another layout.
@@ -163,6 +157,21 @@ class PackedLayers:
                     f"weight {name} belongs to layer {layer_name}, whose parameters vLLM has rearranged after loading: "
                     "expected plain weights, or those of a linear layer packed for the CPU"
                 )
+
+
+def checkpoint_of(model: nn.Module, vllm_config: Any) -> Iterable[tuple[str, Tensor]]:
+    """Return name and tensor of everything in the checkpoint that vLLM has loaded, which it reads again.
+
+    Raises:
+        WeightSyncError: the model was not loaded from a checkpoint on disk.
+    """
+    loader = get_model_loader(vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise WeightSyncError(
+            f"load_format is {vllm_config.load_config.load_format}, expected a checkpoint on disk, which is read again"
+        )
+    weights: Iterable[tuple[str, Tensor]] = loader.get_all_weights(vllm_config.model_config, model)
+    return weights
 
 
 def _packed_parameters(layer: nn.Module) -> dict[str, Tensor]:
