@@ -107,6 +107,7 @@ def time_works(
             peers=work.peers,
         )
         run.add(row)
+        run.save()
         print(rows.line(row, common), flush=True)
         if device.type == "cuda":
             cases: dict[str, float | Case] = {k: peer for k, peer in work.peers.items() if isinstance(peer, dict)}
@@ -195,7 +196,7 @@ class Benchmark:
 
     def _run(self, words: Sequence[str]) -> int:
         args = self.arguments(words)
-        run = Run(rows.environment(args.device), completed=False)
+        run = Run(rows.environment(args.device), completed=False, output=args.output)
         if self.resumes and args.resume and args.output is not None and args.output.is_file():
             keep(run, rows.read(args.output))
         n_kept, threads = len(run.rows), torch.get_num_threads()

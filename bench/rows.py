@@ -93,6 +93,12 @@ class Run:
     notes: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     completed: bool = True
+    output: Path | None = None  # of `save`
+
+    def save(self) -> None:
+        """Write what is there, for a run that may be killed; nothing without an output file."""
+        if self.output is not None:
+            write(self.output, dataclasses.replace(self, completed=False))
 
     def add(self, row: Row) -> None:
         """Add a row, in place of one of the same case and metric."""

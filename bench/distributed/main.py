@@ -45,7 +45,6 @@ import torch
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 
-from .. import rows
 from ..harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ..ranks import NETWORKS
 from ..rows import Run
@@ -151,7 +150,7 @@ def measure(args: Namespace, run: Run) -> None:
             for result in results or []:
                 _add(run, result, n, network, args)
             if run.rows:
-                rows.write(args.output, run)
+                run.save()
     if not run.rows and not run.wrong:
         raise SparseOptError(f"no row was measured; {args.output} is as it was before")
     left = missing(run, args)

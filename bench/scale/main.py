@@ -28,7 +28,6 @@ from typing import Any, get_args
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.masks.patterns import PATTERNS
 
-from .. import rows
 from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ..rows import Row, Run
 from ..training.baseline.run import DPO_BETA
@@ -131,8 +130,7 @@ def measure(args: Namespace, run: Run) -> None:
             for row in result_rows(result, case):
                 run.add(row)
             run.wrong += wrong_results(result, case)
-            if args.output is not None:
-                rows.write(args.output, run)  # an interrupted run keeps its rows
+            run.save()
     run.notes = [note for note in run.notes if not note.startswith(LARGEST)] + largest_lines(run)
 
 

@@ -88,6 +88,7 @@ def measure(args: Namespace, run: Run) -> None:
         with tempfile.TemporaryDirectory(prefix="sparse_opt_delta_logging_", dir=args.work_dir) as folder:
             case = {"mode": mode, **settings, "file_system": file_system(Path(folder))}
             _measure(run, case, mode, Path(folder), args, device)
+        run.save()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

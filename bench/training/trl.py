@@ -187,6 +187,7 @@ def measure(args: Namespace, run: Run) -> None:
             if result is None:
                 raise SparseOptError(f"mode {mode} failed")
             add_rows(run, result, job, args)
+            run.save()
             firsts.append(result["losses"][0])
     if max(firsts) - min(firsts) > LOSS_TOLERANCE:
         run.wrong.append(f"the first losses are {firsts}, of the same weights and pairs")

@@ -102,6 +102,7 @@ def measure(args: Namespace, run: Run) -> None:
                     continue
                 for row in result_rows(result, variant, network, settings):
                     run.add(row)
+            run.save()
     n = len([row for row in run.rows if row.metric == "time"])
     n_wrong = len(run.wrong)
     run.note(

@@ -67,6 +67,17 @@ def test_rows_before_an_error_are_written_and_the_threads_restored(tmp_path):
     assert run.rows == [one_row()] and not run.completed
 
 
+def test_saved_rows_outlive_a_kill(tmp_path):
+    def measure(args, run):
+        run.add(one_row())
+        run.save()
+        found = rows.read(args.output)  # what a kill would leave
+        assert found.rows == [one_row()] and not found.completed
+
+    assert benchmark(measure).main(["--output", str(tmp_path / "run.json")]) == 0
+    assert rows.read(tmp_path / "run.json").completed
+
+
 def test_an_earlier_file_stays_if_nothing_was_measured(tmp_path, capsys):
     def fail(args, run):
         raise WrongResult("2 is not 1")

@@ -226,6 +226,7 @@ def measure(args: Namespace, run: Run) -> None:
             results.append(result)
             for row in result_rows(result, common | _case(job, args), args.n_warmup):
                 run.add(row)
+            run.save()
     run.wrong += wrong_results(args.algorithm, results, compiled=args.compile)
 
 
