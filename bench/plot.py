@@ -18,6 +18,15 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F
 LOGARITHMIC = 50
 # Values of cases as a figure names them.
 WORDS = {
+    "dense": "all weights, fused AdamW",
+    "adamw8bit": "all weights, 8-bit AdamW",
+    "galore": "GaLore",
+    "sparse": "sparse-opt",
+    "tiles": "sparse-opt",
+    "lean": "sparse-opt",
+    "lora": "LoRA",
+    "qlora": "QLoRA",
+    "shira": "SHiRA",
     "local": "no communication",
     "replicate": "replicated",
     "ddp": "DistributedDataParallel",
@@ -29,6 +38,7 @@ WORDS = {
     "default": "NCCL's choice",
     "sockets": "TCP sockets",
 }
+KEYS = {"lora_rank": "rank", "shira_rank": "rank", "galore_rank": "rank"}
 
 
 def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = None, series: str | None = None) -> None:
@@ -40,7 +50,10 @@ def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = N
         series: key of the cases whose values have a colour each; by default metrics have.
     """
     found = [row for row in found if row.unit == found[0].unit]
-    found = [replace(row, case={key: WORDS.get(str(value), value) for key, value in row.case.items()}) for row in found]
+    found = [
+        replace(row, case={KEYS.get(key, key): WORDS.get(str(value), value) for key, value in row.case.items()})
+        for row in found
+    ]
     divisor, unit = scale_of(found[0].unit, max(row.value for row in found))
     common = in_common([row.case for row in found])
     metrics = list(dict.fromkeys(row.metric for row in found))
@@ -96,7 +109,8 @@ def _bars(axes: Any, found: Sequence[Row], series: str | None, divisor: float, n
         drawn.add(kind)
         ends[place] = max(ends[place], start + value)
         if series or len(kinds) == 1:
-            axes.text(start + value, y, f"   {number(value)}", va="center", fontsize=8)
+            marks = [other / divisor for other in row.peers.values() if not isinstance(other, dict)]
+            axes.text(max(start + value, *marks, 0), y, f"   {number(value)}", va="center", fontsize=8)
         for peer, other in row.peers.items():
             if not isinstance(other, dict):
                 axes.plot([other / divisor] * 2, [y - height / 2, y + height / 2], color="black", linewidth=2)
@@ -120,8 +134,6 @@ def _lines(
     axes: Any, found: Sequence[Row], x: str, series: str | None, divisor: float, name: str, hidden: set[str]
 ) -> None:
     """A line for each case but its `x`; a colour for each value of `series`, or of each line."""
-    from matplotlib.ticker import EngFormatter
-
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     colours: dict[tuple[str, str], str] = {}
     for row in found:
@@ -143,6 +155,6 @@ def _lines(
         axes.set_ylim(bottom=0)
     axes.set(xlabel=x.replace("_", " "), ylabel=name)
     if max(row.case[x] for row in found) >= 1e6:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e9:g} B")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
