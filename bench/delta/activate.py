@@ -67,7 +67,6 @@ def measure_all(args: Namespace, run: Run) -> None:
 
 main = Benchmark(
     name="delta_activate",
-    command="python -m sparse_opt.bench.delta.activate",
     doc=__doc__,
     options=options,
     measure=measure_all,
