@@ -96,8 +96,8 @@ class Run:
     output: Path | None = None  # of `save`
 
     def save(self) -> None:
-        """Write what is there, for a run that may be killed; nothing without an output file."""
-        if self.output is not None:
+        """Write what is there, for a run that may be killed; nothing without an output file, or without rows."""
+        if self.output is not None and self.rows:
             write(self.output, dataclasses.replace(self, completed=False))
 
     def add(self, row: Row) -> None:

@@ -54,8 +54,8 @@ def test_files_are_positional_and_may_hold_an_equals_sign(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["info", *LOG, "step=x"], "argument --step: invalid int value: 'x'"),
-        (["info", *LOG, "--step"], "option '--step': expected a value"),
+        (["reconstruct", *LOG, "step=x"], "argument --step: invalid int value: 'x'"),
+        (["reconstruct", *LOG, "--step"], "option '--step': expected a value"),
         (["list", *LOG, "stray"], "cannot read 'stray'"),
         (["list", *LOG, "--no_json=false"], "unknown option 'no_json' (from '--no_json=false'); the nearest is 'json'"),
         (["lst"], "unknown action 'lst'; the nearest is 'list'"),

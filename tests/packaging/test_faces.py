@@ -23,7 +23,6 @@ FACES = (
     "sparse_opt.weight_sync.transports",
     "sparse_opt.analysis",
     "sparse_opt.integrations",
-    "sparse_opt.integrations.trl",
     "sparse_opt.integrations.vllm",
     "sparse_opt.integrations.verl",
 )
