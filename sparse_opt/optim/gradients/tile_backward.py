@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +30,7 @@ _numbers = itertools.count()
 GradientUse = Literal["accumulated", "hooked", "returned", "unused"]
 
 
-class Route(ABC):
+class Route:
     """Connects a layer's weight gradient to parameter i of a receiver, which it does not keep alive.
 
     In copies of a module, and in modules loaded from a file, it is None; they are ordinary modules.
@@ -44,9 +43,9 @@ class Route(ABC):
         self.i, self._receiver = i, weakref.ref(receiver)
         _routes[int(self.number)] = self
 
-    @abstractmethod
     def output(self, layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
-        """Compute the output of the layer with this weight, with the tiled backward pass."""
+        """Compute the output of the layer with this weight, with the tiled backward pass; for `forward` below."""
+        raise NotImplementedError
 
     def gradient_use(self) -> GradientUse:
         """Return how the running backward pass uses the weight's gradient."""
@@ -257,7 +256,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor | None, transposed: bool) -> Tensor:
     """The op `tile_linear` without its gradients."""
     rows = _rows(input)
     if transposed:

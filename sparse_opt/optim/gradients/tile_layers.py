@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from ...masks.patterns import PATTERNS
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
+from ..segments import ActiveWeight
 from . import tile_backward, tile_embedding
 from .collector import Receiver
 from .tile_backward import LinearRoute, Route
@@ -139,11 +140,13 @@ def choose(
         chosen.append([])
         for i, shard in enumerate(bucket.shards):
             param = shard.unsharded
+            if isinstance(param, ActiveWeight):  # its layer's own forward has its tiles
+                continue
             if param not in layers:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
             elif _tiled(layers[param], bucket, i, tile_size, everywhere=tile_backward is True):
                 chosen[-1].append(i)
-    if tile_backward and not any(chosen):
+    if tile_backward and refused and not any(chosen):
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
         raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
     return [
