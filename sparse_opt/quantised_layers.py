@@ -111,6 +111,6 @@ def require_supported(model: nn.Module) -> None:
     method = getattr(method, "value", method)
     if getattr(model, "is_quantized", False) and method not in (None, "bitsandbytes"):
         raise ValueError(
-            f"the model is quantised by {method!r}; active weights can be trained over {SUPPORTED}: load the model with "
-            "quantization_config=BitsAndBytesConfig(...)"
+            f"the model is quantised by {method!r}, expected {SUPPORTED}: load it with "
+            "quantization_config=BitsAndBytesConfig(...), or dequantised"
         )

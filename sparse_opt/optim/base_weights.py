@@ -22,9 +22,9 @@ from ..ops import bind
 from ..tensors import BASE_VERSION
 from .buckets import Bucket, CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
+from .quantised import ShownBase
 from .ranks import sharding
 from .ranks.sharding import Shard
-from .quantised import ShownBase
 from .segments import LocalSegments, compact, fits_uint16, longest_run, packed
 
 Handler = Callable[[int, FrameType | None], Any]

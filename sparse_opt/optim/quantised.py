@@ -115,12 +115,18 @@ class Overlay:
     def install(self) -> None:
         """Give the layer this overlay and its forward."""
         module = self.layer.module
-        previous = getattr(module, _ATTRIBUTE, None)
-        if previous is not self:
-            if previous is None:
-                module.register_state_dict_pre_hook(_refuse_state_dict)
+        if (previous := overlay_of(module)) is not self:
+            if previous is not None:
+                previous.remove()
+            self._refusal = module.register_state_dict_pre_hook(_refuse_state_dict)
             setattr(module, _ATTRIBUTE, self)
             module.forward = types.MethodType(_eager_forward(), module)
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        self._refusal.remove()
+        delattr(self.layer.module, _ATTRIBUTE)
+        del self.layer.module.forward
 
     def output(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer's output, in the dtype of its input, as bitsandbytes' layers do."""
@@ -178,6 +184,49 @@ class Overlay:
             f"{self.layer.name!r} has trained weights over a quantised base, and can't be copied or pickled; use "
             "sparse_opt.optim.save_merged"
         )
+
+
+class GradientProbe(Overlay):
+    """Passes the dense gradient of a quantised weight to `receive`, after each backward pass through its layer."""
+
+    def __init__(self, layer: QuantisedLinear, scratch: Scratch, receive: Callable[[Tensor], None] | None) -> None:
+        super().__init__(layer, scratch, torch.empty(0, dtype=torch.int32, device="cpu"), "element", None, None)
+        self.shows_base, self._receive = True, receive
+        if receive is not None:  # autograd reaches the layer through a parameter without elements
+            none = torch.empty(0, dtype=torch.int32, device="cpu")
+            elements = Segments([self._view], none, None, [0], [0], 1)
+            self.active = ActiveWeight(self._view.new_empty(0), elements, layer.whole)
+
+    def active_gradient(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """Pass left^T @ right on."""
+        assert self._receive is not None
+        self._receive(left.t() @ right)
+        return None
+
+
+@contextmanager
+def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
+    """Context manager inside which each weight's dense gradient is passed to its function in `receive`.
+
+    Args:
+        receive: by the names of quantised weights; the gradients of others are not computed.
+    """
+    layers = {layer.module: layer for layer in quantised_layers.find(model).values()}
+    scratches = _scratches(layers.values())
+    probes = []
+    for layer in layers.values():
+        if overlay_of(layer.module) is not None:
+            raise ValueError(f"{layer.name!r} is trained by an optimizer: find masks of the model before")
+        probe = GradientProbe(layer, scratches[layer.weight.device, layer.dtype], receive.get(layer.name))
+        probes.append(probe)
+    try:
+        for probe in probes:
+            probe.install()
+        yield
+    finally:
+        for probe in probes:
+            if overlay_of(probe.layer.module) is probe:
+                probe.remove()
 
 
 class ActiveRoute(Route):
@@ -308,8 +357,7 @@ def _require_free(layer: QuantisedLinear) -> None:
         )
     if overlay is not None and overlay.is_trained():
         raise ValueError(
-            f"{layer.name!r} has been trained by another optimizer, over the same quantised base: load the model again, "
-            "or load that optimizer's state_dict"
+            f"{layer.name!r} has been trained by another optimizer over the same quantised base: load the model again"
         )
 
 
