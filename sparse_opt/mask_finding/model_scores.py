@@ -208,7 +208,7 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
 
     hooks = [layer.register_forward_pre_hook(collect(key)) for key in map(id, chosen.values()) for layer in layers[key]]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), probed(model, {}):
             for sequence in sequences:
                 device = next(model.parameters()).device
                 ids = torch.tensor([list(sequence.ids)], dtype=torch.int64, device=device)

@@ -15,6 +15,7 @@ from .. import backends
 from ..masks.mask_set import MaskSet, require_own_memory
 from ..masks.positions import index_dtype
 from ..ops.checks import FLOAT_DTYPES
+from . import quantised
 from .buckets import Bucket
 from .gradients.gradient_buffer import NativeGradientBuffer
 from .gradients.python_collection import PythonGradientBuffer
@@ -117,7 +118,7 @@ def active_parameters(
         MaskError: the mask does not fit the model, or a parameter with active elements shares memory with another.
         ValueError: the mask has no active element, or one in a parameter that cannot be trained.
     """
-    mask = mask.resolve({name: p.whole if isinstance(p, ActiveWeight) else p for name, p in named.items()})
+    mask = mask.resolve(quantised.whole(named, model))
     active = {
         named[name]: _all_of(param) if isinstance(param := named[name], ActiveWeight) else mask[name]
         for name in mask.names

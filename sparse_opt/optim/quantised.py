@@ -334,10 +334,10 @@ def make_overlays(
 
 
 def whole(named: Mapping[str, Tensor], model: nn.Module | None) -> dict[str, Tensor]:
-    """Return the parameters, with a tensor on the meta device of the whole shape in place of each quantised weight."""
+    """Return the parameters, with a tensor of the whole shape, on the meta device, for each with a quantised base."""
     layers = [] if model is None else quantised_layers.find(model).values()
     tensors = {id(layer.weight): layer.whole for layer in layers}
-    return {name: tensors.get(id(p), p) for name, p in named.items()}
+    return {name: p.whole if isinstance(p, ActiveWeight) else tensors.get(id(p), p) for name, p in named.items()}
 
 
 def _scratches(layers: Any) -> Mapping[tuple[torch.device, torch.dtype], Scratch]:
