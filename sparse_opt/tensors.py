@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from . import quantised_layers
 from .errors import ConfigError
 
 
@@ -41,11 +42,15 @@ def named_parameters_of(
 ) -> dict[str, Tensor]:
     """Name -> parameter, every name of a tied parameter included, in the model's order.
 
-    The names of a model that `torch.compile` has wrapped are those of the model inside, without `_orig_mod.`.
+    The names of a model that `torch.compile` has wrapped are those of the model inside, without `_orig_mod.`. For a
+    quantised weight it has a tensor on the meta device with the shape and dtype of the dequantised weight.
     """
-    if isinstance(model_or_named, nn.Module):
-        return dict(getattr(model_or_named, "_orig_mod", model_or_named).named_parameters(remove_duplicate=False))
-    return dict(model_or_named)
+    if not isinstance(model_or_named, nn.Module):
+        return dict(model_or_named)
+    model = getattr(model_or_named, "_orig_mod", model_or_named)
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named.update({name: layer.whole for name, layer in quantised_layers.find(model).items()})
+    return named
 
 
 def floating_parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import quantised_layers
 from ..errors import ConfigError
 from ..masks.mask_set import MaskSet
 from .arguments import SparseArguments
@@ -58,8 +59,9 @@ def of_model(model: Any) -> None:
 
 def of_frozen_parameters(model: nn.Module, mask: MaskSet) -> None:
     """Raise a ConfigError if the mask has active elements in a parameter that does not require grad."""
+    quantised = quantised_layers.find(model)  # their active weights are parameters of the optimizer
     for name, param in model.named_parameters():
-        if not param.requires_grad and name in mask and mask[name].numel():
+        if not param.requires_grad and name not in quantised and name in mask and mask[name].numel():
             raise ConfigError(
                 f"the mask has {mask[name].numel():,} active elements in {name!r}, which does not require grad: call "
                 "requires_grad_(True) on it, or make the mask without it (exclude=)"
@@ -158,6 +160,29 @@ def of_arguments(args: Any, options: SparseArguments, model: nn.Module) -> None:
         if args.bf16 or args.fp16:
             dtype = torch.bfloat16 if args.bf16 else torch.float16
             _refuse_cast(model, dtype, what, f"load the model in {dtype} (model_init_kwargs), or use vLLM")
+
+
+def of_quantised(args: Any, options: SparseArguments, model: nn.Module) -> None:
+    """Check for options that would read the trained weights of a model with a quantised base from the model.
+
+    Raises:
+        ConfigError: an option logs, sends or loads them; the message names it.
+    """
+    name = next(iter(quantised_layers.find(model)), None)
+    if name is None:
+        return
+    found = {
+        "delta_log_dir": options.delta_log_dir is not None,
+        "save_delta": options.save_delta,
+        "use_vllm": bool(getattr(args, "use_vllm", False)),
+        "load_best_model_at_end": args.load_best_model_at_end,
+    }
+    for option, is_set in found.items():
+        if is_set:
+            raise ConfigError(
+                f"{option} is set, and {name!r} is quantised: a checkpoint has the merged weights, and only its "
+                "optimizer state the trained weights over the quantised base; leave the option out"
+            )
 
 
 def of_vllm(args: Any, options: SparseArguments) -> None:

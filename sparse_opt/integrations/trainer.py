@@ -21,10 +21,12 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from .. import quantised_layers
 from ..delta.sparse_delta import SparseDelta
 from ..errors import ConfigError, DataError
 from ..masks.mask_set import MaskSet, as_mask_set
-from ..optim import SparseAdamW
+from ..optim import SparseAdamW, save_merged
+from ..optim.merged import load_plain_
 from ..optim.options import SharedOptions
 from . import checks, rates
 from .arguments import Mask, SparseArguments, read_mask
@@ -117,6 +119,20 @@ class RunTrainer(_Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=names))
 
 
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Context manager inside which the Trainer's constructor takes a quantised model that has no PEFT adapter."""
+    if not getattr(model, "is_quantized", False):
+        yield
+        return
+    quantised_layers.require_supported(model)
+    model.is_quantized = False
+    try:
+        yield
+    finally:
+        model.is_quantized = True
+
+
 class SparseTrainer(RunTrainer):
     """Mixin for a Trainer class, placed before it in the MRO by `sparse_trainer`, which documents the arguments."""
 
@@ -134,11 +150,13 @@ class SparseTrainer(RunTrainer):
         given = checks.named(bound).get("args")
         if self.sparse_arguments.vllm_weight_sync == "sparse":
             checks.of_vllm(given, self.sparse_arguments)
-        with self._without_reference(bound), self._without_vllm(given):
+        model = checks.named(bound).get("model")
+        with self._without_reference(bound), self._without_vllm(given), without_adapters(model):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)
         self.sparse_mask = as_mask_set(given_mask, self.model)
         checks.of_arguments(self.args, self.sparse_arguments, self.model)
+        checks.of_quantised(self.args, self.sparse_arguments, self.model)
         if self.model_init is None:
             self.sparse_mask = self.sparse_mask.resolve(self.model)
             checks.of_frozen_parameters(self.model, self.sparse_mask)
@@ -281,15 +299,22 @@ class SparseTrainer(RunTrainer):
     # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Call the Trainer's method, and with `save_delta` write the delta next to the weights or in place of them."""
+        """Call the Trainer's method, and with `save_delta` write the delta next to the weights or in place of them.
+
+        Over a quantised base, the weights are the merged ones.
+        """
         options, optimizer = self.sparse_arguments, self.sparse_optimizer
-        if options.save_weights or optimizer is None:
+        merges = optimizer is not None and bool(optimizer.quantised_parameters)
+        if optimizer is None or (options.save_weights and not merges):
             super()._save(output_dir, state_dict)
-        if not options.save_delta or optimizer is None or not self.args.should_save:
+        if not (options.save_delta or merges) or optimizer is None or not self.args.should_save:
             return
         folder = output_dir or self.args.output_dir
-        optimizer.delta().save_pretrained(folder)
-        if not options.save_weights:  # what the Trainer's method saves with the weights
+        if merges:
+            save_merged(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
+        else:
+            optimizer.delta().save_pretrained(folder)
+        if merges or not options.save_weights:  # what the Trainer's method saves with the weights
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             for part in (model.config, getattr(model, "generation_config", None), self.processing_class):
                 if part is not None:
@@ -297,11 +322,17 @@ class SparseTrainer(RunTrainer):
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        """Call the Trainer's method, or apply the delta of a checkpoint that was saved in place of weights."""
-        if self.sparse_arguments.save_weights:
+        """Call the Trainer's method, or apply the delta of a checkpoint that was saved in place of weights.
+
+        Over a quantised base, the optimizer's state has the trained weights, and the checkpoint's weights are merged.
+        """
+        trained = self.model if model is None else model
+        if quantised_layers.find(trained):
+            load_plain_(trained, resume_from_checkpoint)
+        elif self.sparse_arguments.save_weights:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            SparseDelta.from_pretrained(resume_from_checkpoint).apply_(self.model if model is None else model)
+            SparseDelta.from_pretrained(resume_from_checkpoint).apply_(trained)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Call the Trainer's method, and raise if the checkpoint has no optimizer or scheduler state.

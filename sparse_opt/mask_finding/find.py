@@ -135,7 +135,7 @@ def find_from_model(
     names = _selected(parameters, "the model", include, exclude, mlp_only, routers, tied)
     chosen = {name: parameters[name] for name in names}
     if method == "weight_magnitude":
-        scores = weight_scores(chosen)
+        scores = weight_scores(chosen, model)
     else:
         scores = calibrated_scores(model, chosen, sequences, method, progress=options.get("progress", False))
     choice = choice_metadata(include, exclude, mlp_only, routers) | _tied_metadata(tied, scores.shapes)

@@ -20,6 +20,7 @@ they are compared as for all methods, in one pool or tensor by tensor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -29,7 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .. import quantised_layers
 from ..errors import MaskError
+from ..optim.quantised import probed
 
 CalibrationMethod = Literal["snip", "fisher_gradient", "wanda"]
 ModelMethod = Literal["weight_magnitude", "snip", "fisher_gradient", "wanda"]
@@ -65,9 +68,15 @@ class ModelScores:
         return self._score(name).float().contiguous().view(-1).view(torch.int32)
 
 
-def weight_scores(parameters: Mapping[str, Tensor]) -> ModelScores:
-    """Return the scores abs(w) of each parameter."""
-    return ModelScores("weight_magnitude score", parameters, lambda name: parameters[name].detach().abs())
+def weight_scores(parameters: Mapping[str, Tensor], model: nn.Module | None = None) -> ModelScores:
+    """Return the scores abs(w) of each parameter; quantised weights of `model` are dequantised."""
+    read = _reader(model, parameters)
+    return ModelScores("weight_magnitude score", parameters, lambda name: read(name).abs())
+
+
+def _reader(model: nn.Module | None, parameters: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    layers = {} if model is None else quantised_layers.find(model)
+    return lambda name: layers[name].dequantised() if name in layers else parameters[name].detach()
 
 
 def calibrated_scores(
@@ -117,21 +126,30 @@ def calibrated_scores(
 def _of_gradients(
     model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any, method: str, n_sequences: int
 ) -> ModelScores:
-    squared = method == "fisher_gradient"
-    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+    squared, read = method == "fisher_gradient", _reader(model, parameters)
+    layers = quantised_layers.find(model)
+    quantised = {name: layers[name] for name in parameters if name in layers}
+    plain = {name: p for name, p in parameters.items() if name not in quantised}
+    stored = plain | {name: layer.weight for name, layer in quantised.items()}
+    sums = {
+        name: torch.zeros(p.shape, dtype=torch.float32, device=stored[name].device) for name, p in parameters.items()
+    }
+
+    def add(name: str, gradient: Tensor) -> None:
+        gradient = gradient.float()
+        sums[name].add_(gradient.square() if squared else gradient)
 
     def collect(name: str) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
+        def add_and_free(parameter: Tensor) -> None:
             assert parameter.grad is not None  # called right after it was computed
-            gradient = parameter.grad.float()
-            sums[name].add_(gradient.square() if squared else gradient)
+            add(name, parameter.grad)
             # Freed immediately, so that the model's gradients never exist together.
             parameter.grad = None
 
-        return add
+        return add_and_free
 
-    with _gradients_of(model, parameters):
-        hooks = [p.register_post_accumulate_grad_hook(collect(name)) for name, p in parameters.items()]
+    with _gradients_of(model, plain), probed(model, {name: functools.partial(add, name) for name in quantised}):
+        hooks = [p.register_post_accumulate_grad_hook(collect(name)) for name, p in plain.items()]
         try:
             for sequence in sequences:
                 _loss(model, sequence).backward()
@@ -141,7 +159,7 @@ def _of_gradients(
 
     def score(name: str) -> Tensor:
         mean = sums[name] / n_sequences
-        return mean if squared else (parameters[name].detach().float() * mean).abs_()
+        return mean if squared else (read(name).float() * mean).abs_()
 
     return ModelScores(f"{method} score", parameters, score)
 
@@ -172,7 +190,9 @@ def _loss(model: nn.Module, sequence: CalibrationSequence) -> Tensor:
 
 def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -> ModelScores:
     layers = _linear_layers(model)
-    chosen = {name: p for name, p in parameters.items() if id(p) in layers}
+    quantised, read = quantised_layers.find(model), _reader(model, parameters)
+    stored = {name: quantised[name].weight if name in quantised else p for name, p in parameters.items()}
+    chosen = {name: p for name, p in stored.items() if id(p) in layers}
     if not chosen:
         raise MaskError(
             f"none of the {len(parameters)} chosen tensors is the weight of a linear layer, as wanda expects"
@@ -188,7 +208,7 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
 
     hooks = [layer.register_forward_pre_hook(collect(key)) for key in map(id, chosen.values()) for layer in layers[key]]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), probed(model, {}):
             for sequence in sequences:
                 device = next(model.parameters()).device
                 ids = torch.tensor([list(sequence.ids)], dtype=torch.int64, device=device)
@@ -198,14 +218,14 @@ def _wanda(model: nn.Module, parameters: Mapping[str, Tensor], sequences: Any) -
             hook.remove()
 
     def score(name: str) -> Tensor:
-        weight = chosen[name].detach().float().abs()
+        weight = read(name).float().abs()
         if id(chosen[name]) not in norms:  # no sequence used the layer, which may be an expert
             return torch.zeros_like(weight)
         norm = norms[id(chosen[name])].sqrt().float()
         # A Conv1D keeps its weight as [in, out].
         return weight * (norm[:, None] if _is_conv1d(layers[id(chosen[name])][0]) else norm)
 
-    return ModelScores("wanda score", chosen, score)
+    return ModelScores("wanda score", {name: parameters[name] for name in chosen}, score)
 
 
 def _linear_layers(model: nn.Module) -> dict[int, list[nn.Module]]:

@@ -7,7 +7,7 @@ import itertools
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import InitVar, dataclass
 from types import FrameType
@@ -22,6 +22,7 @@ from ..ops import bind
 from ..tensors import BASE_VERSION
 from .buckets import Bucket, CompactWeights
 from .gradients.collector import GradientCollector, inside_base_error
+from .quantised import ShownBase
 from .ranks import sharding
 from .ranks.sharding import Shard
 from .segments import LocalSegments, compact, fits_uint16, longest_run, packed
@@ -92,6 +93,7 @@ def of_buckets(buckets: list[Bucket], backend: str | None, *, offload: bool) -> 
     return [
         BaseWeights(**b.shared(), values=compact(b), backend=backend, current=b.weights, offload=offload)
         for b in buckets
+        if not b.is_over_quantised
     ]
 
 
@@ -108,8 +110,9 @@ def rebuild(
     An element that is not in `held` has never changed, so its base value is the current weight. Raises as `of_buckets`.
     """
     _require_offloadable(buckets, offload)
+    buckets = [bucket for bucket in buckets if not bucket.is_over_quantised]
     active = {shard: (b, i) for b in buckets for i, shard in enumerate(b.shards)}
-    longest = max(b.run_length for b in buckets)
+    longest = max((b.run_length for b in buckets), default=1)
     split: dict[tuple[Any, ...], list[tuple[Shard, Tensor, Tensor]]] = {}
     for shard in dict.fromkeys([*active, *held]):
         flat = shard.local.detach().view(-1)
@@ -155,7 +158,7 @@ class InBaseWeights(ContextDecorator):
 
     def __init__(
         self,
-        prepare: Callable[[], list[BaseWeights]],
+        prepare: Callable[[], Sequence[BaseWeights | ShownBase]],
         collector: GradientCollector,
         root: Callable[[], nn.Module | None],
         named: Callable[[], Iterable[tuple[str, Parameter]]],

@@ -15,12 +15,13 @@ from .. import backends
 from ..masks.mask_set import MaskSet, require_own_memory
 from ..masks.positions import index_dtype
 from ..ops.checks import FLOAT_DTYPES
+from . import quantised
 from .buckets import Bucket
 from .gradients.gradient_buffer import NativeGradientBuffer
 from .gradients.python_collection import PythonGradientBuffer
 from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
-from .segments import Segments, fits_uint16, packed, run_length_of
+from .segments import ActiveWeight, Segments, fits_uint16, packed, run_length_of
 
 
 class ModelLinks:
@@ -117,8 +118,12 @@ def active_parameters(
         MaskError: the mask does not fit the model, or a parameter with active elements shares memory with another.
         ValueError: the mask has no active element, or one in a parameter that cannot be trained.
     """
-    mask = mask.resolve(named)
-    active = {named[name]: mask[name] for name in mask.names if mask[name].numel()}
+    mask = mask.resolve(quantised.whole(named, model))
+    active = {
+        named[name]: _all_of(param) if isinstance(param := named[name], ActiveWeight) else mask[name]
+        for name in mask.names
+        if mask[name].numel()
+    }
     if not active:
         raise ValueError(f"the mask has no active element in any of the {len(named)} parameters given")
     if model is not None:
@@ -139,6 +144,10 @@ def active_parameters(
         if param.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{name!r} is {param.dtype}, expected bfloat16, float16 or float32")
     return mask, active
+
+
+def _all_of(param: Tensor) -> Tensor:
+    return torch.arange(param.numel(), dtype=index_dtype(param.numel()), device="cpu")
 
 
 def build_buckets(
@@ -169,6 +178,7 @@ def build_buckets(
                     run_length,
                     narrow,
                     shard.is_whole,
+                    isinstance(param, ActiveWeight),
                     param.device,
                     param.dtype,
                     index_dtype(param.numel()),

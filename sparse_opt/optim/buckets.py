@@ -17,7 +17,7 @@ from ..ops import checks
 from ..ops.step_ops import StepOp
 from .gradients.gradient_buffer import GradientBuffer, to_device
 from .options import op_options
-from .segments import LocalSegments, Segments, compact
+from .segments import ActiveWeight, LocalSegments, Segments, compact
 
 
 class CompactWeights:
@@ -107,7 +107,7 @@ class Bucket(LocalSegments):
             self.state[name] = torch.zeros(self.nnz, dtype=state_dtype, device=self.device)
         if master_weights and self.params[0].dtype != torch.float32:
             self.state["master"] = compact(self, torch.float32)
-        if compact_weights:
+        if compact_weights and not self.is_over_quantised:
             if self.is_sharded:
                 raise ValueError(f"compact_weights=True, but {self.names[0]!r} is sharded by fully_shard")
             self.weights = CompactWeights(self, self.state.get("master"))
@@ -115,6 +115,11 @@ class Bucket(LocalSegments):
     @property
     def is_sharded(self) -> bool:
         return not self.shards[0].is_whole
+
+    @property
+    def is_over_quantised(self) -> bool:
+        """Whether the parameters are the active weights of layers with a quantised base; then all of them are."""
+        return isinstance(self.shards[0].param, ActiveWeight)
 
     def nnz_of_param(self, i: int) -> int:
         """Return the number of active elements of the whole parameter i, on all ranks."""
@@ -165,6 +170,8 @@ class Bucket(LocalSegments):
     def parameter_state(self, i: int) -> dict[str, Tensor]:
         """Return views of parameter i's part of the flat buffers, under the names of torch's optimizers."""
         views = {name: flat[self.segment(i)] for name, flat in self.state.items()}
+        if self.is_over_quantised:  # no model's state dict has them
+            views["weight"] = self.params[i].detach()
         return {"step": self.steps[i], **views}
 
     # The step

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..masks.patterns import PATTERNS, matrix_shape
 from ..masks.positions import index_dtype
@@ -92,6 +93,23 @@ class Segments:
         return expanded(runs, self.run_length)
 
 
+class ActiveWeight(Parameter):
+    """The active elements of a weight with a quantised base, [nnz], as a parameter of their own.
+
+    Attributes:
+        elements: their positions in the weight.
+        whole: a tensor of the weight's shape and dtype, on the meta device.
+    """
+
+    elements: Segments
+    whole: Tensor
+
+    def __new__(cls, values: Tensor, elements: Segments, whole: Tensor) -> ActiveWeight:
+        made = super().__new__(cls, values)
+        made.elements, made.whole = elements, whole
+        return made
+
+
 @dataclass(eq=False)
 class LocalSegments(Segments):
     """Segments of the local tensors of shards: `params[i]` is `shards[i].local`."""
@@ -114,6 +132,9 @@ class LocalSegments(Segments):
 
     def positions_in_param(self, i: int) -> Tensor:
         """Return the position of every active element of `params[i]` in the flattened parameter of its shard."""
+        param = self.shards[i].param
+        if isinstance(param, ActiveWeight):
+            return param.elements.positions(0)
         first = self.shards[i].first
         return self.positions(i) + first if first else self.positions(i)
 

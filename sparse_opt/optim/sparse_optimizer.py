@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from ..masks.mask_set import MaskSet, RandomMask, as_mask_set
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
-from . import base_weights, binding, lost_updates, options
+from . import base_weights, binding, lost_updates, options, quantised
 from . import state as compact_state
 from .buckets import Bucket, BucketStep
 from .clipping import clip_coefficient, global_norm, warn_of_clipping_elsewhere
@@ -108,6 +108,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None  # of the last step that was clipped, before clipping
         self._buckets: list[Bucket] = []
         self._bases: list[base_weights.BaseWeights] = []
+        self._overlays: list[quantised.Overlay] = []  # of quantised layers; they hold the trained weights
         self._frozen: list[Parameter] = []
         self._routes: list[tuple[nn.Module, Route]] = []  # layers with a replaced forward
         # Such a layer refers to itself; without this only the garbage collector would free it.
@@ -128,7 +129,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._check_groups()
         self.collector = GradientCollector(weakref.ref(self), compact=grads == "compact", amp_scaling=amp_scaling)
         self._process_group = process_group
-        self._bind(as_mask_set(mask, dict(self._named())))
+        self._bind(as_mask_set(mask, quantised.whole(dict(self._named()), self._root())))
 
     # Parameter groups
 
@@ -167,12 +168,21 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _bind(self, mask: MaskSet) -> None:
         """Train the active elements of the parameters in the groups, with new state and base weights."""
+        self._overlays = quantised.make_overlays(
+            self._root(),
+            self.param_groups,
+            mask,
+            grads=self.grads,
+            tile_backward=self.tile_backward,
+            backend=self.backend,
+        )
         named = dict(self._named())
         mask, active = binding.active_parameters(named, mask, self._frozen, self._root())
         self._shards = sharding.shards_of(named, self._root())
         mesh = next((shard.mesh for shard in self._shards.values() if shard.mesh is not None), None)
         self.process_group = group_of(self._process_group, self.grads, mesh)
         if self.process_group is not None:
+            self.require_no_quantised("a process group")
             agreement.require_same_setup(self, mask, self.process_group)
             agreement.require_same_weights(self._shards, named, self.process_group)
         buckets = self._build(active, mask.pattern)
@@ -197,8 +207,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         self._require_usable("rebind")
         sharding.reshard(model)
+        active = {id(overlay.weight): overlay.active for overlay in self._overlays if overlay.active is not None}
         params = {
-            name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): p
+            name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): active.get(id(p), p)
             for name, p in model.named_parameters(remove_duplicate=False)
         }
         names = [name for group in self.param_groups for name in group["param_names"]]
@@ -273,6 +284,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
         self._require_bound("set_mask")
+        self.require_no_quantised("set_mask")
         if self.collector.has_unused():
             raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
         sharding.reshard(self._root())
@@ -310,7 +322,18 @@ class SparseOptimizer(torch.optim.Optimizer):
             if buffer.tiles is not None
             for i, name in enumerate(buffer.names)
             if buffer.tiles.has(i)
-        )
+        ) + tuple(overlay.layer.name for overlay in self._overlays if overlay.is_tiled)
+
+    @property
+    def quantised_parameters(self) -> tuple[str, ...]:
+        """Names of the active parameters whose base is quantised; their trained weights are in this optimizer alone."""
+        return tuple(name for bucket in self._buckets if bucket.is_over_quantised for name in bucket.names)
+
+    def require_no_quantised(self, what: str) -> None:
+        """Raise a NotImplementedError that names the call `what` if an active parameter has a quantised base."""
+        overlay = next((overlay for overlay in self._overlays if overlay.active is not None), None)
+        if overlay is not None:
+            raise NotImplementedError(f"{what} is not supported for a quantised base, which {overlay.layer.name!r} has")
 
     def _require_usable(self, what: str) -> None:
         """Raise an error that names the call `what` if the optimizer is closed, or inside `base_weights()`."""
@@ -347,11 +370,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         if root is not None:
             for bucket, receiver in zip(self._buckets, self.collector.receivers, strict=True):
                 self._routes += tile_layers.install(root, bucket, receiver, everywhere=self.tile_backward is True)
+        quantised.connect(self._overlays, self.collector.receivers)
 
     def detach(self) -> None:
         """Undo the optimizer's changes of the model, until `attach`: hooks, frozen parameters, layers' own forward."""
         self.collector.detach()
         tile_layers.restore(self._routes)
+        quantised.disconnect(self._overlays)
         for p in self._frozen:
             p.requires_grad_(True)
         self._frozen = []
@@ -600,6 +625,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         self.sync_weights()
         return self._bases
 
+    def _shown_bases(self) -> list[quantised.ShownBase]:
+        return [quantised.ShownBase(self._overlays, self._shards)] if self._overlays else []
+
     def sync_weights(self) -> None:
         """With `compact_weights`, take over what other code has written to the weights, by their version counters."""
         for bucket in self._buckets:
@@ -617,6 +645,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: the model holds its base weights, or the optimizer is closed.
         """
         self._require_bound("active_weights")
+        self.require_no_quantised("active_weights")
         if not self.compact_weights:
             return None
         self.sync_weights()
@@ -634,7 +663,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 keep_base_weights=False.
         """
         return base_weights.InBaseWeights(
-            self._bases_to_swap,
+            lambda: [*self._bases_to_swap(), *self._shown_bases()],
             self.collector,
             self._root,
             lambda: ((name, self._shards[p].unsharded) for name, p in self._named()),
@@ -652,6 +681,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         from ..delta.sparse_delta import SparseDelta, origin, read_model
 
+        self.require_no_quantised("delta")
         bases = self._bases_to_swap("delta")
         root = self._root()
         layout, state = read_model(dict(self._named()) if root is None else root, "the model")

@@ -22,7 +22,7 @@ from .base_weights import BaseWeights
 from .buckets import Bucket
 from .options import shown
 from .ranks.sharding import Shard
-from .segments import LocalSegments
+from .segments import ActiveWeight, LocalSegments
 
 _BASE = ("base_indices", "base")
 _NOT_OPTIONS = ("params", "param_names")
@@ -49,6 +49,10 @@ def nbytes(buckets: list[Bucket], bases: list[BaseWeights]) -> dict[str, int]:
             total["master" if name == "master" else "state"] += flat.nbytes
         if bucket.weights is not None:
             total["compact_weights"] += bucket.weights.nbytes
+        for shard in bucket.shards:
+            if isinstance(shard.param, ActiveWeight):
+                total["compact_weights"] += shard.param.nbytes
+                total["indices"] += shard.param.elements.index_bytes
         total["indices"] += bucket.index_bytes + (bucket.unsharded.index_bytes if bucket.is_sharded else 0)
         total["grad"] += bucket.gradient.values.nbytes
         if bucket.is_sharded:
@@ -158,6 +162,8 @@ class SavedState:
         active = {shard: (bucket, i) for bucket in buckets for i, shard in enumerate(bucket.shards)}
         held = {}
         for param, there in self.states.items():
+            if isinstance(param, ActiveWeight):  # its base is the quantised weight
+                continue
             name = self.names[param]
             if any(key not in there for key in _BASE):
                 raise ValueError(

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from .. import quantised_layers
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim import SparseOptimizer
@@ -378,10 +379,20 @@ class WeightsOf(ActiveValues):
 
 
 def named_weights(source: Source) -> dict[str, Tensor]:
-    """Return the parameters of a source by name."""
+    """Return the parameters of a source by name.
+
+    Raises:
+        NotImplementedError: a weight is quantised.
+    """
     if isinstance(source, SparseOptimizer):
+        source.require_no_quantised("weight sync")
         groups = source.param_groups
         return {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+    if isinstance(source, nn.Module) and (quantised := quantised_layers.find(source)):
+        raise NotImplementedError(
+            f"{next(iter(quantised))!r} is quantised, and an engine has no place for full-precision weights over it: "
+            "serve what sparse_opt.optim.save_merged writes"
+        )
     return named_parameters_of(source)
 
 

@@ -25,6 +25,7 @@ LAYERS = (
     (
         "__init__",
         "errors",
+        "quantised_layers",
         "tensors",
         "files",
         "tables",

@@ -273,7 +273,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor, transposed: bool) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, route: Tensor | None, transposed: bool) -> Tensor:
     """The op `tile_linear` without its gradients."""
     rows = _rows(input)
     if transposed:

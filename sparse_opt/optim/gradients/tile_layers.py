@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ...masks.patterns import PATTERNS
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
-from ..segments import Segments
+from ..segments import ActiveWeight, Segments
 from . import tile_backward, tile_embedding, tile_experts
 from .collector import Receiver
 from .tile_backward import LinearRoute, Route
@@ -150,6 +150,8 @@ def choose(
         chosen.append([])
         for i, shard in enumerate(bucket.shards) if possible else ():
             param = shard.unsharded
+            if isinstance(param, ActiveWeight):  # its layer's own forward has its tiles
+                continue
             if not in_tiles and not _are_whole_matrices(bucket.unsharded, i):
                 continue
             if param not in layers:
@@ -162,7 +164,7 @@ def choose(
             f"tile128; grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
             f"pattern {pattern!r}"
         )
-    if tile_backward and not any(chosen):
+    if tile_backward and refused and not any(chosen):
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
         raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
     return [

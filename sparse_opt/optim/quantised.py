@@ -1,0 +1,399 @@
+"""Active weights in full precision over a quantised base.
+
+The optimizer's groups hold an `ActiveWeight` [nnz] in place of each quantised weight with active elements, so that the
+buckets, the step and the gradient buffers treat it as a small parameter whose elements are all active. The layer keeps
+its quantised weight as it is. An `Overlay` gives it a forward of its own: the weight that it multiplies with is
+dequantised into memory that all layers share, and the active elements are written over it; the backward pass does the
+same again, so that nothing of the weight's size is kept.
+
+The overlay stays on the layer when the optimizer is detached or freed: there is no other copy of the trained weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from .. import backends, quantised_layers
+from ..masks.mask_set import MaskSet
+from ..masks.patterns import PATTERNS
+from ..ops import bind as bind_ops
+from ..ops import tile_table
+from ..ops.tiles import TILE_SIZES
+from ..quantised_layers import QuantisedLinear
+from .gradients import tile_backward
+from .gradients.collector import Receiver
+from .gradients.tile_backward import Route
+from .gradients.tile_layers import MAX_TILED_DENSITY
+from .ranks.sharding import Shard
+from .segments import ActiveWeight, Segments, compact, fits_uint16, packed, run_length_of
+
+_ATTRIBUTE = "_sparse_opt_overlay"
+
+
+class Scratch:
+    """The memory into which the layers of one device and dtype make their weights, one at a time.
+
+    Work on it is queued on the current stream: layers that share it must run on one stream.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.lock = threading.Lock()  # on a CPU, two threads may run layers at the same time
+        self._memory = torch.empty(numel, dtype=dtype, device=device)
+
+    def view(self, layer: QuantisedLinear) -> Tensor:
+        """Return the part of the memory that the layer's weight takes: [out, in]."""
+        return self._memory[: layer.whole.numel()].view(layer.whole.shape)
+
+
+class Overlay:
+    """What a quantised layer computes with: its base, and over it the active elements, if there are any.
+
+    Args:
+        positions: [nnz] of the active elements in the flattened weight, on the CPU.
+        tile_size: of whole tiles whose gradients are computed without a dense one; None: the dense gradient is.
+    """
+
+    def __init__(
+        self,
+        layer: QuantisedLinear,
+        scratch: Scratch,
+        positions: Tensor,
+        pattern: str,
+        tile_size: int | None,
+        backend: str | None,
+    ) -> None:
+        self.layer, self.weight, self._scratch = layer, layer.weight, scratch
+        self._view = scratch.view(layer)
+        self.active: ActiveWeight | None = None
+        self.route: ActiveRoute | None = None
+        self.shows_base = False
+        self._tiles: Tensor | None = None
+        if not positions.numel():
+            return
+        run_length = run_length_of(layer.whole.shape, pattern)
+        narrow = fits_uint16(layer.whole, positions, run_length)
+        indices, index_bases, starts, ends = packed([positions], run_length, narrow)
+        device = self.weight.device
+        index_bases = None if index_bases is None else index_bases.to(device)
+        elements = Segments([self._view], indices.to(device), index_bases, starts, ends, run_length)
+        self._bound = bind_ops([self._view], elements.indices, starts, ends, **elements.layout(), backend=backend)
+        self.active = ActiveWeight(self._base_values(elements), elements, layer.whole)
+        if tile_size is not None:
+            self._tile_size, self._ops = tile_size, backends.functions(device, backend)
+            self._tiles = tile_table(elements.positions(0), tuple(layer.whole.shape), tile_size)
+
+    def _base_values(self, elements: Segments) -> Tensor:
+        with self._scratch.lock:
+            self.layer.dequantise_(self._view)
+            return compact(elements)
+
+    def is_trained(self) -> bool:
+        """Whether an active weight differs from the base."""
+        return self.active is not None and not torch.equal(self.active, self._base_values(self.active.elements))
+
+    @contextmanager
+    def merged(self) -> Iterator[Tensor]:
+        """Context manager with the weight that the layer multiplies with: [out, in], valid inside only."""
+        with self._scratch.lock:
+            self.layer.dequantise_(self._view)
+            if self.active is not None and not self.shows_base:
+                self._bound.indexed_swap_(self.active.detach().clone())
+            yield self._view
+
+    # The layer
+
+    def install(self) -> None:
+        """Give the layer this overlay and its forward."""
+        module = self.layer.module
+        if (previous := overlay_of(module)) is not self:
+            if previous is not None:
+                previous.remove()
+            self._refusal = module.register_state_dict_pre_hook(_refuse_state_dict)
+            setattr(module, _ATTRIBUTE, self)
+            module.forward = types.MethodType(_eager_forward(), module)
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        self._refusal.remove()
+        delattr(self.layer.module, _ATTRIBUTE)
+        del self.layer.module.forward
+
+    def output(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer's output, in the dtype of its input, as bitsandbytes' layers do."""
+        if self.layer.weight is not self.weight or self.weight.device != self._view.device:
+            raise RuntimeError(f"{self.layer.name!r} was moved or replaced after the optimizer was built")
+        dtype = self.layer.dtype
+        with _without_autocast(input.device.type):
+            bias = None if bias is None else bias.to(dtype)
+            output: Tensor = _QuantisedLinear.apply(input.to(dtype), self.active, bias, self)
+            return output.to(input.dtype)
+
+    def active_gradient(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """Return the active elements of left^T @ right, the weight's gradient; None if the optimizer has taken them.
+
+        Args:
+            left, right: [tokens, out] and [tokens, in].
+        """
+        assert self.active is not None
+        if self._tiles is None:
+            dense = left.t() @ right
+            values = dense.new_empty(self.active.numel())
+            self._bound.masked_grad_gather_(values, [dense])
+            return values
+        if self.route is not None:
+            use = self.route.gradient_use()
+            if use == "unused" or self.route.add_values(lambda: self._tile_values(left, right)):
+                return None
+        return self._tile_values(left, right).to(self.active.dtype)
+
+    def _tile_values(self, left: Tensor, right: Tensor) -> Tensor:
+        assert self._tiles is not None and self.active is not None
+        values = torch.zeros(self.active.numel(), dtype=torch.float32, device=left.device)
+        self._ops.tile_weight_grad_(
+            values,
+            [left.contiguous()],
+            [right.contiguous()],
+            self._tiles,
+            [0],
+            [len(self._tiles)],
+            tile_size=self._tile_size,
+            scale=None,
+            accumulate=False,
+            sum_sq=None,
+            found_inf=None,
+        )
+        return values
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the gradient is computed tile by tile."""
+        return self._tiles is not None
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{self.layer.name!r} has trained weights over a quantised base, and can't be copied or pickled; use "
+            "sparse_opt.optim.save_merged"
+        )
+
+
+class GradientProbe(Overlay):
+    """Passes the dense gradient of a quantised weight to `receive`, after each backward pass through its layer."""
+
+    def __init__(self, layer: QuantisedLinear, scratch: Scratch, receive: Callable[[Tensor], None] | None) -> None:
+        super().__init__(layer, scratch, torch.empty(0, dtype=torch.int32, device="cpu"), "element", None, None)
+        self.shows_base, self._receive = True, receive
+        if receive is not None:  # autograd reaches the layer through a parameter without elements
+            none = torch.empty(0, dtype=torch.int32, device="cpu")
+            elements = Segments([self._view], none, None, [0], [0], 1)
+            self.active = ActiveWeight(self._view.new_empty(0), elements, layer.whole)
+
+    def active_gradient(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """Pass left^T @ right on."""
+        assert self._receive is not None
+        self._receive(left.t() @ right)
+        return None
+
+
+@contextmanager
+def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) -> Iterator[None]:
+    """Context manager inside which each weight's dense gradient is passed to its function in `receive`.
+
+    Args:
+        receive: by the names of quantised weights; the gradients of others are not computed.
+    """
+    layers = {layer.module: layer for layer in quantised_layers.find(model).values()}
+    scratches = _scratches(layers.values())
+    probes = []
+    for layer in layers.values():
+        if overlay_of(layer.module) is not None:
+            raise ValueError(f"{layer.name!r} is trained by an optimizer: find masks of the model before")
+        probe = GradientProbe(layer, scratches[layer.weight.device, layer.dtype], receive.get(layer.name))
+        probes.append(probe)
+    try:
+        for probe in probes:
+            probe.install()
+        yield
+    finally:
+        for probe in probes:
+            if overlay_of(probe.layer.module) is probe:
+                probe.remove()
+
+
+class ActiveRoute(Route):
+    """Connects an overlay's tile gradient to the compact gradient of its active weight."""
+
+
+class _QuantisedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, active: Tensor | None, bias: Tensor | None, weight: Any) -> Tensor:
+        # `active` is saved for its version counter: a backward pass after a step, or through base weights, raises.
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, active)
+        ctx.weight = weight
+        with weight.merged() as merged:
+            return tile_backward.linear(input, merged, bias, None, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        input, _ = ctx.saved_tensors
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_input = grad_active = grad_bias = None
+        with _without_autocast(grad_output.device.type):
+            if ctx.needs_input_grad[0]:
+                with ctx.weight.merged() as merged:
+                    grad_input = (rows @ merged).view(*grad_output.shape[:-1], merged.shape[1])
+            if ctx.needs_input_grad[1]:
+                grad_active = ctx.weight.active_gradient(rows, input.reshape(-1, input.shape[-1]))
+            if ctx.needs_input_grad[2]:
+                grad_bias = rows.sum(0)
+        return grad_input, grad_active, grad_bias, None
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+@functools.cache
+def _eager_forward() -> Callable[..., Tensor]:
+    """Return the forward of a layer with an overlay, which `torch.compile` leaves to Python: its graphs break there."""
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        return overlay_of(self).output(input, self._parameters["bias"])
+
+    compiled: Callable[..., Tensor] = torch.compiler.disable(forward)
+    return compiled
+
+
+def overlay_of(module: nn.Module) -> Any:
+    """Return the layer's overlay, None if it has none."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Never:
+    raise RuntimeError(
+        f"state_dict() has no place for the trained weights of {prefix + 'weight'!r}, over its quantised base: use "
+        "sparse_opt.optim.save_merged(model, folder), or the state_dict of the optimizer"
+    )
+
+
+# Binding
+
+
+def make_overlays(
+    model: nn.Module | None,
+    groups: list[dict[str, Any]],
+    mask: MaskSet,
+    *,
+    grads: str,
+    tile_backward: bool | None,
+    backend: str | None,
+) -> list[Overlay]:
+    """Return an overlay of every quantised layer, and put their active weights into the parameter groups.
+
+    Layers without active elements have one, too: a forward pass must not depend on whether grad is enabled, as that of
+    bitsandbytes does.
+
+    Raises:
+        MaskError: the mask does not fit.
+        ValueError: the model's quantisation is not supported; a layer is already trained, or another has its weight;
+            or it has a forward that is not its class's.
+    """
+    if model is None:
+        return []
+    quantised_layers.require_supported(model)
+    layers = {id(layer.weight): layer for layer in quantised_layers.find(model).values()}
+    if not layers:
+        return []
+    named = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+    mask = mask.resolve(whole(named, model))
+    names = {id(p): name for name, p in named.items()}
+    scratches = _scratches(layers.values())
+    overlays: dict[int, Overlay] = {}
+    for key, layer in layers.items():
+        _require_free(layer)
+        name = names.get(key)
+        positions = mask[name] if name in mask.indices else torch.empty(0, dtype=torch.int32, device="cpu")
+        size = _tile_size(mask.pattern, positions.numel() / layer.whole.numel(), grads, tile_backward)
+        scratch = scratches[layer.weight.device, layer.dtype]
+        overlays[key] = Overlay(layer, scratch, positions, mask.pattern, size, backend)
+    for group in groups:
+        for i, param in enumerate(group["params"]):
+            if id(param) in overlays and (active := overlays[id(param)].active) is not None:
+                group["params"][i] = active
+    return list(overlays.values())
+
+
+def whole(named: Mapping[str, Tensor], model: nn.Module | None) -> dict[str, Tensor]:
+    """Return the parameters, with a tensor of the whole shape, on the meta device, for each with a quantised base."""
+    layers = [] if model is None else quantised_layers.find(model).values()
+    tensors = {id(layer.weight): layer.whole for layer in layers}
+    return {name: p.whole if isinstance(p, ActiveWeight) else tensors.get(id(p), p) for name, p in named.items()}
+
+
+def _scratches(layers: Any) -> Mapping[tuple[torch.device, torch.dtype], Scratch]:
+    largest: dict[tuple[torch.device, torch.dtype], int] = {}
+    for layer in layers:
+        key = layer.weight.device, layer.dtype
+        largest[key] = max(largest.get(key, 0), layer.whole.numel())
+    return {key: Scratch(numel, key[1], key[0]) for key, numel in largest.items()}
+
+
+def _require_free(layer: QuantisedLinear) -> None:
+    overlay = overlay_of(layer.module)
+    if overlay is None and "forward" in vars(layer.module):
+        raise ValueError(
+            f"the layer of {layer.name!r} has a forward that is not its class's, as device_map gives it over several "
+            "devices: load the model on one device"
+        )
+    if overlay is not None and overlay.is_trained():
+        raise ValueError(
+            f"{layer.name!r} has been trained by another optimizer over the same quantised base: load the model again"
+        )
+
+
+def _tile_size(pattern: str, density: float, grads: str, tile_backward: bool | None) -> int | None:
+    size = PATTERNS[pattern][0]
+    if size not in TILE_SIZES or grads != "compact" or tile_backward is False:
+        return None
+    return size if tile_backward or density < MAX_TILED_DENSITY[size] else None
+
+
+def connect(overlays: list[Overlay], receivers: list[Receiver]) -> None:
+    """Install the overlays, and let the receivers of their active weights take the gradients of tiles."""
+    places = {id(p): (receiver, i) for receiver in receivers for i, p in enumerate(receiver.buffer.params)}
+    for overlay in overlays:
+        overlay.install()
+        if overlay.is_tiled:
+            overlay.route = ActiveRoute(*places[id(overlay.active)])
+
+
+def disconnect(overlays: list[Overlay]) -> None:
+    """Leave the gradients to autograd; the layers keep their overlays."""
+    for overlay in overlays:
+        overlay.route = None
+
+
+class ShownBase:
+    """The base weights of quantised layers: what is there without the active elements. It needs no memory."""
+
+    def __init__(self, overlays: list[Overlay], shards: Mapping[Parameter, Shard]) -> None:
+        self._overlays = overlays
+        self.shards = [shards[overlay.active] for overlay in overlays if overlay.active is not None]
+
+    def enter_(self) -> None:
+        for overlay in self._overlays:
+            overlay.shows_base = True
+
+    def leave_(self) -> None:
+        for overlay in self._overlays:
+            overlay.shows_base = False
