@@ -45,12 +45,9 @@ def traced(model: nn.Module, source: nn.Module, part: str) -> tuple[PackedLayers
     return packed, slices
 
 
-# vLLM pads an intermediate size of 48 to 64.
-@pytest.mark.parametrize(
-    "kind, sizes", [("qwen3-moe", {"moe_intermediate_size": 48}), ("mixtral", {}), ("gpt-oss", {})]
-)
-def test_updated_experts_are_packed_as_in_a_fresh_model(kind, sizes, vllm_model):
-    source = moe(kind, **sizes)
+@pytest.mark.parametrize("kind", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_updated_experts_are_packed_as_in_a_fresh_model(kind, vllm_model):
+    source = moe(kind, moe_intermediate_size=48) if kind == "qwen3-moe" else moe(kind)  # vLLM pads 48 to 64
     changed = copy.deepcopy(source)
     with torch.no_grad():
         for name, weight in changed.named_parameters():
