@@ -112,14 +112,16 @@ def with_experts(folder):
         pad_token_id=sizes.pad_token_id,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
-def test_grpo_of_trl_with_experts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_grpo_of_trl(experts, tmp_path, monkeypatch):
     # The last test of this file, because TRL leaves the variables of a process group in the environment.
     monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    folder = with_experts(make_arithmetic(tmp_path / "arithmetic") / "model")
+    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+    if experts:
+        with_experts(folder)
     # A compiled model cannot be updated on a CPU.
     llm = {"enforce_eager": True, "enable_prefix_caching": True, "dtype": "float32"}
     options = {"vllm_mode": "colocate", "vllm_max_model_length": 64}

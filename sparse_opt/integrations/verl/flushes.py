@@ -49,7 +49,8 @@ class Change(NamedTuple):
 def split_change(change: Change, parts: Sequence[Part]) -> Iterator[Change]:
     """Yield the changes of the tensors that follow each other in a flattened parameter; none for unchanged ones."""
     bounds = list(accumulate((math.prod(shape) for _, shape in parts), initial=0))
-    cuts = torch.searchsorted(change.positions, torch.tensor(bounds).to(change.positions)).tolist()
+    starts = torch.tensor(bounds, dtype=change.positions.dtype, device=change.positions.device)
+    cuts = torch.searchsorted(change.positions, starts).tolist()
     for (name, shape), first, begin, end in zip(parts, bounds, cuts, cuts[1:], strict=False):
         if begin < end:
             yield Change(name, tuple(shape), change.positions[begin:end] - first, change.values[begin:end])
