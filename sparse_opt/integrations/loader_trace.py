@@ -161,6 +161,8 @@ class _CopyTrace(TorchDispatchMode):
         return isinstance(value, Tensor) and storage_key(value) == self.key
 
     def _record(self, target: Tensor, source: Tensor) -> Tensor:
+        if self._of_source(target):
+            self._refuse("writes to the checkpoint tensor (aten.copy_)")
         if not self._of_source(source):
             self._refuse("copies values that are not in the checkpoint tensor")
         if target.dtype != source.dtype:
@@ -237,7 +239,10 @@ def _joined(pieces: Iterable[Destination]) -> list[Destination]:
     joined: list[Destination] = []
     for piece in sorted(pieces, key=lambda piece: (piece.columns or (), piece.rows or ())):
         whole = _join(joined[-1], piece) if joined else None
-        joined[-1:] = [whole] if whole is not None else [*joined[-1:], piece]
+        if whole is None:
+            joined.append(piece)
+        else:
+            joined[-1] = whole
     return joined
 
 

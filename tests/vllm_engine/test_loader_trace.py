@@ -130,6 +130,7 @@ REFUSED = {
     "reorders": (lambda p, w: p.data.copy_(w.flip(0)), "computes new values"),
     "adds": (lambda p, w: p.data.add_(w), "calls aten.add_"),
     "composed": (lambda p, w: (p.data.copy_(w), p.data.copy_(p.data * 2)), "copies values that are not in the check"),
+    "changes a copy": (lambda p, w: p.data.copy_(w.clone().copy_(w.clone())), "writes to the checkpoint tensor"),
     "reads": (lambda p, w: p.data.fill_(w[0, 0].item()), "reads values"),
     "broadcasts": (lambda p, w: p.data.copy_(w[:1]), "copies shape"),
     "replaces": (load_with_data, "replaces the data"),
