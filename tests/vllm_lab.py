@@ -25,6 +25,32 @@ SIZES = {
     "initializer_range": 0.2,  # larger than usual, so that tokens depend on the weights
 }
 
+_FEW = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+# Mixtures of experts; the checkpoints of all but GPT-OSS have a tensor for each expert.
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("Qwen3Moe", {**_FEW, "num_experts": 4, "head_dim": 32, "moe_intermediate_size": 64}),
+    "mixtral": ("Mixtral", {**_FEW, "num_local_experts": 4}),
+    "gpt-oss": ("GptOss", {**_FEW, "num_local_experts": 4, "head_dim": 32, "intermediate_size": 128}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_FEW,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",  # which vLLM reads
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 64,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+        },
+    ),
+}
+
 
 def make_model(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
     """A small model of transformers in bfloat16 with random weights, biases included."""

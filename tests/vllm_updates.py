@@ -22,11 +22,11 @@ NEW_TOKENS = 12
 
 
 class Trainer:
-    """Changes random active elements of a small Llama, the same ones in every run."""
+    """Changes random active elements of a small Llama or of another model, the same ones in every run."""
 
-    def __init__(self) -> None:
-        self.model = make_model("Llama", tie_word_embeddings=False, max_position_embeddings=512)
-        self.mask = MaskSet.random(self.model, density=0.1, seed=1)
+    def __init__(self, model: nn.Module | None = None, mask: MaskSet | None = None) -> None:
+        self.model = model or make_model("Llama", tie_word_embeddings=False, max_position_embeddings=512)
+        self.mask = mask or MaskSet.random(self.model, density=0.1, seed=1)
         self.generator = torch.Generator().manual_seed(2)
         self.step_number = 0
 

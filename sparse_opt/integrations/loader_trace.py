@@ -5,11 +5,16 @@ pad vocabularies and tie heads, differently in each model. Their loaders know al
 the checkpoint tensor and copies them to views of runtime tensors. Here the loaders run on checkpoint tensors of the
 meta device, and their copies are recorded and not executed: offset and strides of the two views give the rows and
 columns of the checkpoint tensor and their place. No table of names is needed, and nothing is written to the model.
+
+A trainer's parameters are not always the tensors of a checkpoint: transformers 5 has the experts of a layer in one
+parameter, and saves most models with a tensor for each expert, some under other names. With the model's configuration
+its own conversion runs before the loader, within the trace, as `save_pretrained` runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,13 +38,15 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def trace_destinations(
-    model: nn.Module, weights: Mapping[str, tuple[Sequence[int], torch.dtype]]
+    model: nn.Module, weights: Mapping[str, tuple[Sequence[int], torch.dtype]], *, config: Any = None
 ) -> dict[str, list[Destination]]:
     """Return the places to which `model.load_weights` copies each weight.
 
     Args:
         model: a model of vLLM or SGLang, whose `load_weights` takes (name, tensor) pairs. It is not changed.
         weights: name in the checkpoint -> shape and dtype of the checkpoint tensor.
+        config: the model's configuration of transformers. With it, `weights` may also be parameters of transformers'
+            model.
 
     Returns:
         name -> destinations, with rows and columns, whose tensors are views of the model's, on the meta device if the
@@ -51,19 +58,22 @@ def trace_destinations(
             dtype: it computes new values, converts the dtype, reads values or replaces a parameter. Names the weight.
     """
     with torch.no_grad():
-        return {name: _trace(model, name, tuple(shape), dtype) for name, (shape, dtype) in weights.items()}
+        return {name: _trace(model, name, tuple(shape), dtype, config) for name, (shape, dtype) in weights.items()}
 
 
-def trace_layout(model: nn.Module, layout: Layout, *, is_whole: bool = True) -> dict[str, list[Destination]]:
+def trace_layout(
+    model: nn.Module, layout: Layout, *, is_whole: bool = True, config: Any = None
+) -> dict[str, list[Destination]]:
     """`trace_destinations` for the weights of a mask message.
 
     Args:
-        is_whole: False if other processes have other layers of the model (pipeline parallelism).
+        is_whole: False if other processes have other layers or experts of the model (pipeline, expert parallelism).
 
     Raises:
         ForeignMessage: the whole model has no place for a weight; names it.
     """
-    found = trace_destinations(model, {t.name: (t.shape, DTYPES[t.dtype]) for t in layout.tensors if t.nnz})
+    weights = {t.name: (t.shape, DTYPES[t.dtype]) for t in layout.tensors if t.nnz}
+    found = trace_destinations(model, weights, config=config)
     for name, pieces in found.items():
         if is_whole and not pieces:
             raise ForeignMessage(f"{type(model).__name__} has no weight {name!r}, which the mask names")
@@ -80,12 +90,13 @@ def require_plain_method(name: str, layer_name: str, layer: nn.Module) -> None:
         )
 
 
-def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Destination]:
+def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, config: Any) -> list[Destination]:
     source = torch.empty(shape, dtype=dtype, device="meta")
     trace = _CopyTrace(name, source)
     try:
         with _RefuseReplacedData(name), trace:
-            model.load_weights([(name, source)])  # type: ignore[operator]  # nn.Module has no such method
+            saved = _as_saved(name, source, config)
+            model.load_weights(saved)  # type: ignore[operator]  # nn.Module has no such method
     except WeightSyncError:
         raise
     except Exception as error:  # loaders raise anything; the message names the weight
@@ -93,7 +104,25 @@ def _trace(model: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dty
             f"the engine's loader of {type(model).__name__} fails for weight {name} of shape {list(shape)}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return [piece for target, view in trace.copies for piece in _as_matrices(name, target, view, *matrix_shape(shape))]
+    rows, columns = matrix_shape(shape)
+    return _joined(piece for target, view in trace.copies for piece in _as_matrices(name, target, view, rows, columns))
+
+
+def _as_saved(name: str, parameter: Tensor, config: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors as which `save_pretrained` writes a parameter of a model with this configuration."""
+    if config is None:
+        return [(name, parameter)]
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+    architecture = (getattr(config, "architectures", None) or [None])[0]
+    conversions = get_checkpoint_conversion_mapping(architecture) or get_checkpoint_conversion_mapping(
+        config.model_type
+    )
+    # transformers reverses them: one that makes several parameters of a tensor would need all of these at once.
+    usable = [c for c in conversions or () if len(c.target_patterns) == 1 and not isinstance(c, PrefixChange)]
+    model: Any = SimpleNamespace(config=config, _weight_conversions=usable)
+    return list(revert_weight_conversion(model, {name: parameter}).items())
 
 
 class _CopyTrace(TorchDispatchMode):
@@ -115,6 +144,9 @@ class _CopyTrace(TorchDispatchMode):
             if self._of_source(args[0]):
                 self._refuse(f"writes to the checkpoint tensor ({func})")
             return args[0]  # padding of the vocabulary
+        # A copy of a view has its values, and no operation can write to it here.
+        if func in (_aten.clone.default, _aten.contiguous.default) and self._of_source(args[0]):
+            return args[0]
         if func._schema.is_mutable:
             self._refuse(f"calls {func}")
         given = any(self._of_source(leaf) for leaf in tree_leaves((args, kwargs)))
@@ -129,6 +161,8 @@ class _CopyTrace(TorchDispatchMode):
         return isinstance(value, Tensor) and storage_key(value) == self.key
 
     def _record(self, target: Tensor, source: Tensor) -> Tensor:
+        if self._of_source(target):
+            self._refuse("writes to the checkpoint tensor (aten.copy_)")
         if not self._of_source(source):
             self._refuse("copies values that are not in the checkpoint tensor")
         if target.dtype != source.dtype:
@@ -198,6 +232,30 @@ def _as_matrices(name: str, target: Tensor, view: Tensor, rows: int, columns: in
         )
         for r, offset in pieces
     ]
+
+
+def _joined(pieces: Iterable[Destination]) -> list[Destination]:
+    """Join blocks whose rows follow each other in the weight and in memory, as those of a layer's experts."""
+    joined: list[Destination] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.columns or (), piece.rows or ())):
+        whole = _join(joined[-1], piece) if joined else None
+        if whole is None:
+            joined.append(piece)
+        else:
+            joined[-1] = whole
+    return joined
+
+
+def _join(a: Destination, b: Destination) -> Destination | None:
+    assert a.rows is not None and b.rows is not None  # of every block
+    (height, width), step = a.tensor.shape, a.tensor.stride()
+    end = a.tensor.storage_offset() + height * step[0]
+    if (a.columns, a.rows[1], step, end) != (b.columns, b.rows[0], b.tensor.stride(), b.tensor.storage_offset()):
+        return None
+    if storage_key(a.tensor) != storage_key(b.tensor):
+        return None
+    tensor = a.tensor.as_strided((height + b.tensor.shape[0], width), step)
+    return Destination(tensor, (a.rows[0], b.rows[1]), a.columns)
 
 
 def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

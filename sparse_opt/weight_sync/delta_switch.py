@@ -205,7 +205,10 @@ def _parts(
             of_part = values.view(-1, length)[inside][order].view(-1)
             yield part.memory, offsets.to(index_dtype(part.memory.numel())), of_part, length
     if missing:
-        raise DeltaError(f"the engine's checkpoint has no tensor {next(iter(missing))}, which the delta's base has")
+        raise DeltaError(
+            f"the engine's checkpoint has no tensor {next(iter(missing))}, which the delta's base has: make the delta "
+            "of the two checkpoints (`sparse-opt delta diff`)"
+        )
 
 
 def _keeps_runs(tensor: PlacedTensor, part: Placed, run_length: int) -> bool:

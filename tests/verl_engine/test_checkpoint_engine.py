@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import backends, device
+from moe_models import moe_model
 from verl_launch import launch_verl
 
 pytest.importorskip("verl", reason="needs verl: make test-verl")
@@ -21,7 +22,7 @@ from test_engine import save_mask
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import DamagedMessage, ForeignMessage, OutOfOrderMessage, WeightSyncError
-from sparse_opt.integrations.verl.flushes import ChangeReader, state_after
+from sparse_opt.integrations.verl.flushes import Change, ChangeReader, split_change, state_after
 from sparse_opt.weight_sync import WeightSender
 
 TRAINERS, UPDATES = 2, 4
@@ -346,3 +347,30 @@ def test_the_group_is_kept_while_its_members_stay():
         first, others = build(2, workers, changed)
         assert key not in first["key"] + others["key"] and not any(first["whole"])
     assert build(2, 2, members(1, 2, size=3, state="older"))[0]["whole"] == [True, True]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])  # verl sends the experts of gpt_oss together
+def test_changes_of_fused_experts_have_the_names_and_shapes_that_verl_sends(family: str):
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    from sparse_opt.integrations.verl.rollout_weights import rollout_tensors
+
+    model = moe_model(family)
+
+    def sent() -> dict[str, torch.Tensor]:
+        weights = unfuse_moe_params(model.named_parameters(), model.config.model_type)
+        return {name: tensor.detach().clone() for name, tensor in weights}
+
+    received, tensors = sent(), rollout_tensors(model)
+    changes = []
+    for name, indices in MaskSet.random(model, density=0.1, seed=1).indices.items():
+        parameter = model.get_parameter(name).data
+        parameter.view(-1)[indices.long()] += 1
+        values = parameter.view(-1)[indices.long()]
+        changes += split_change(Change(name, tuple(parameter.shape), indices.to(torch.int32), values), *tensors[name])
+    for name, shape, positions, values in changes:
+        assert received[name].shape == shape
+        received[name].view(-1)[positions.long()] = values
+    expected = sent()
+    assert expected.keys() == received.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())

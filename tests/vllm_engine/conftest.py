@@ -27,9 +27,11 @@ def worker(tmp_path_factory) -> Iterator[None]:
         initialize_model_parallel,
     )
     from vllm.distributed.parallel_state import destroy_model_parallel
-    from vllm_lab import engine_config, make_model, saved
+    from vllm_lab import EXPERTS, engine_config, make_model, saved
 
-    with set_current_vllm_config(engine_config(saved(tmp_path_factory.mktemp("any"), make_model("Llama")))):
+    name, overrides = EXPERTS["qwen3-moe"]  # for which vLLM makes all groups
+    any_model = saved(tmp_path_factory.mktemp("any"), make_model(name, **overrides))
+    with set_current_vllm_config(engine_config(any_model)):
         init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('groups')}/store", 0, "gloo")
         initialize_model_parallel(1, 1)
     yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.distributed import parallel_state
-from vllm_lab import make_model
+from vllm_lab import EXPERTS, make_model
 
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.loader_trace import trace_destinations
@@ -82,6 +82,31 @@ def test_slices_of_tensor_parallel_ranks(kind, ranks, vllm_model, monkeypatch):
         assert torch.equal(counts[name], torch.full(weight.shape, whole_copies, dtype=torch.int)), name
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_slices_of_the_experts_of_a_layer(kind, ranks, vllm_model, monkeypatch):
+    name, overrides = EXPERTS[kind]
+    source = make_model(name, **overrides)
+    weights = weights_of(source)
+    if ranks > 1:  # one rank adds GPT-OSS's bias of all; loaders of the others overwrite the checkpoint's by zeros
+        weights = {name: weight for name, weight in weights.items() if not name.endswith("down_proj_bias")}
+    counts = {name: torch.zeros(shape, dtype=torch.int) for name, (shape, _) in weights.items()}
+    for rank in range(ranks):
+        monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=rank, world_size=ranks))
+        target = vllm_model(source, processed=False)
+        slices = trace_destinations(target, weights, config=target.lab_config.model_config.hf_config)
+        for name in weights:
+            weight = source.get_parameter(name)
+            counts[name] += times_loaded(weight, slices[name])
+            assert all(torch.equal(piece.tensor, block(weight, piece)) for piece in slices[name]), name
+            if ranks == 1 and kind != "gpt-oss":  # whose loader transposes each expert
+                assert len(slices[name]) == 1, name
+    for name, count in counts.items():
+        assert int(count.min()) >= 1, name
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            assert int(count.max()) == 1, name
+
+
 class Loader(nn.Module):
     """A model whose loader is `load(parameter, weight)`."""
 
@@ -105,6 +130,7 @@ REFUSED = {
     "reorders": (lambda p, w: p.data.copy_(w.flip(0)), "computes new values"),
     "adds": (lambda p, w: p.data.add_(w), "calls aten.add_"),
     "composed": (lambda p, w: (p.data.copy_(w), p.data.copy_(p.data * 2)), "copies values that are not in the check"),
+    "changes a copy": (lambda p, w: p.data.copy_(w.clone().copy_(w.clone())), "writes to the checkpoint tensor"),
     "reads": (lambda p, w: p.data.fill_(w[0, 0].item()), "reads values"),
     "broadcasts": (lambda p, w: p.data.copy_(w[:1]), "copies shape"),
     "replaces": (load_with_data, "replaces the data"),

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm import LLM
 from vllm.config import WeightTransferConfig
+from vllm_lab import EXPERTS, make_model
 from vllm_server import Server
 from vllm_updates import DamagedSender, Trainer, save, tokens_of
 
@@ -41,7 +42,7 @@ def engine(folder: Path) -> Iterator[LLM]:
 
 
 def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeypatch):
-    """Tokens are compared with those of as many workers: another number of them adds up in another order."""
+    """A mixture of experts. Another number of workers adds up in another order: tokens are compared with as many."""
 
     def break_second(worker):
         def fail(update_info):
@@ -56,7 +57,8 @@ def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeyp
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # of the two functions
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise each worker needs a NUMA node
-    trainer = Trainer()
+    kind, sizes = EXPERTS["qwen3-moe"]
+    trainer = Trainer(make_model(kind, **sizes, max_position_embeddings=512))
     folder = save(tmp_path / "first", trainer.model)
     sender = WeightSender(trainer.model, trainer.mask)
     found = {}

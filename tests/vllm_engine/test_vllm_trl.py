@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="needs TRL 1.16 in vLLM's environment: pip ins
 
 import vllm
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_client, vllm_generation
 
@@ -93,11 +93,35 @@ def test_grpo_of_trl_with_a_server(tmp_path, monkeypatch):
         server.wait(60)
 
 
-def test_grpo_of_trl(tmp_path, monkeypatch):
+def with_experts(folder):
+    """Put a small mixture of experts in place of the model in a folder."""
+    sizes = AutoModelForCausalLM.from_pretrained(folder).config
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        bos_token_id=sizes.bos_token_id,
+        eos_token_id=sizes.eos_token_id,
+        pad_token_id=sizes.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_grpo_of_trl(experts, tmp_path, monkeypatch):
     # The last test of this file, because TRL leaves the variables of a process group in the environment.
     monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+    if experts:
+        with_experts(folder)
     # A compiled model cannot be updated on a CPU.
     llm = {"enforce_eager": True, "enable_prefix_caching": True, "dtype": "float32"}
     options = {"vllm_mode": "colocate", "vllm_max_model_length": 64}

@@ -25,7 +25,7 @@ from ...errors import ConfigError
 from ...weight_sync import Message
 from .broadcast import WeightBroadcast, connect, listen
 from .engine import ExportedWeights
-from .flushes import Change, ChangeReader, Flush, change_flushes, whole_flush
+from .flushes import Change, ChangeReader, Flush, Part, change_flushes, split_change, whole_flush
 from .rollout_weights import RolloutWeights
 
 
@@ -67,7 +67,7 @@ class SparseCheckpointEngine(CheckpointEngine):
         self._state: str | None = None
         self._weights: RolloutWeights | None = None  # of the sender
         self._reader = ChangeReader(self._device)
-        self._names: dict[str, list[str]] = {}
+        self._parts: dict[str, list[list[Part]]] = {}  # see `rollout_tensors`
 
     def prepare(self) -> Member:
         if self._group is not None and self._group.has_failed:
@@ -159,7 +159,7 @@ class SparseCheckpointEngine(CheckpointEngine):
             header, tensors = self._group.receive()
             if header["what"] == "mask":
                 self._reader.start(Message.from_header(header["message"], tensors))
-                self._names = header["names"]
+                self._parts = header["parts"]
             elif header["what"] == "weights":
                 is_last = header["is_last"]
                 yield whole_flush(header["params"], tensors["values"], is_last=is_last)
@@ -170,7 +170,7 @@ class SparseCheckpointEngine(CheckpointEngine):
         self._state = self._reader.state
 
     def _named(self, changes: list[Change]) -> Iterator[Change]:
-        """Yield changes under the names of the rollout's weights; tied weights have several."""
+        """Yield changes under the names of the rollout's weights; tied weights have several, fused experts parts."""
         for change in changes:
-            for name in self._names[change.name]:
-                yield change._replace(name=name)
+            for parts in self._parts[change.name]:
+                yield from split_change(change, parts)

@@ -7,8 +7,10 @@ verl's rollout worker has no access to the weights: it hands changes to the infe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from ...weight_sync.encoding import Layout, changed_tensors, check_follows, chec
 Flush = tuple[list[tuple[str, Tensor]], bool]  # named tensors, and whether it is the last one of an update
 # The engines make a dense tensor of each entry, with 8 bytes of index for an element; verl's own limit.
 MAX_ENTRY = 2**26
+Part = tuple[str, tuple[int, ...]]  # name and shape of a tensor that verl sends
 
 
 class Whole(NamedTuple):
@@ -35,12 +38,22 @@ class Whole(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The changed elements of a tensor: positions [n] int32 in the flattened tensor, and their values [n]."""
+    """The changed elements of a tensor: ascending positions [n] int32 in the flattened tensor, and their values [n]."""
 
     name: str
     shape: tuple[int, ...]
     positions: Tensor
     values: Tensor
+
+
+def split_change(change: Change, parts: Sequence[Part]) -> Iterator[Change]:
+    """Yield the changes of the tensors that follow each other in a flattened parameter; none for unchanged ones."""
+    bounds = list(accumulate((math.prod(shape) for _, shape in parts), initial=0))
+    starts = torch.tensor(bounds, dtype=change.positions.dtype, device=change.positions.device)
+    cuts = torch.searchsorted(change.positions, starts).tolist()
+    for (name, shape), first, begin, end in zip(parts, bounds, cuts, cuts[1:], strict=False):
+        if begin < end:
+            yield Change(name, tuple(shape), change.positions[begin:end] - first, change.values[begin:end])
 
 
 def state_after(message: Message) -> str:

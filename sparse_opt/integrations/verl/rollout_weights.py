@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from verl.utils.model import convert_weight_keys
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from ...errors import WeightSyncError
 from ...weight_sync import DistributedWeightSender, Message
 from .broadcast import WeightBroadcast
 from .engine import ExportedWeights, SparseFSDPEngine
-from .flushes import Whole, state_after, whole_bucket
+from .flushes import Part, Whole, state_after, whole_bucket
 
 SENT = torch.bfloat16  # verl sends whole weights in this dtype
 
@@ -73,7 +74,7 @@ class RolloutWeights:
         if group is None or self._sender.sender is None:
             return None
         message, mask = self._sender.sender.mask_message(), self._sender.sender.mask
-        nbytes += _send_message(group, "mask", message, rollout_names(self._engine.module))
+        nbytes += _send_message(group, "mask", message, rollout_tensors(self._engine.module))
         nbytes += _send_bucket(group, pending, is_last=True)  # nothing follows for a consumer that ends with it
         return Sent(state_after(message), nbytes, mask.nnz, mask.nnz)
 
@@ -88,22 +89,28 @@ class RolloutWeights:
         return Sent(state_after(message), nbytes, message.n_values, self._sender.sender.mask.nnz)
 
 
-def rollout_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names under which verl sends each parameter, by its name in the mask; tied weights have several."""
+def rollout_tensors(model: nn.Module) -> dict[str, list[list[Part]]]:
+    """Return how verl sends each parameter, by its name in the mask: once, and tied weights under each of their names.
+
+    Each time it is one tensor, or the experts of a fused parameter one by one, which together are the flattened
+    parameter.
+    """
     by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(param, []).append(name)
-    nothing = torch.empty(0, dtype=SENT, device="cpu")
-    return {
-        names[0]: [next(iter(convert_weight_keys({name: nothing}, model))) for name in names]
-        for names in by_parameter.values()
-    }
+    kind = model.config.model_type  # type: ignore[union-attr]  # of every model of transformers
+
+    def parts(name: str, param: nn.Parameter) -> list[Part]:
+        sent = convert_weight_keys({name: torch.empty(param.shape, dtype=SENT, device="meta")}, model)
+        return [(part, tuple(tensor.shape)) for part, tensor in unfuse_moe_params(sent.items(), kind)]
+
+    return {names[0]: [parts(name, param) for name in names] for param, names in by_parameter.items()}
 
 
 def _send_message(
-    group: WeightBroadcast, what: str, message: Message, names: dict[str, list[str]] | None = None
+    group: WeightBroadcast, what: str, message: Message, parts: dict[str, list[list[Part]]] | None = None
 ) -> int:
-    return group.send({"what": what, "message": message.header(), "names": names}, message.tensors)
+    return group.send({"what": what, "message": message.header(), "parts": parts}, message.tensors)
 
 
 def _send_bucket(group: WeightBroadcast, tensors: list[Whole], *, is_last: bool) -> int:

@@ -241,9 +241,11 @@ class ModelWeights:
         """Return where vLLM has the weights of a mask. Packed layers get plain weights."""
         if self._packed is None:
             self._packed = PackedLayers(self._model)
-        is_whole = self._vllm_config.parallel_config.pipeline_parallel_size == 1
+        parallel = self._vllm_config.parallel_config
+        is_whole = parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel
+        config = self._vllm_config.model_config.hf_config
         with self._packed.as_loaded():
-            slices = trace_layout(self._model, layout, is_whole=is_whole)
+            slices = trace_layout(self._model, layout, is_whole=is_whole, config=config)
             for name, pieces in slices.items():
                 self._packed.require_known_layout(name, pieces)
         slices = self._packed.keep(slices, self._vllm_config)

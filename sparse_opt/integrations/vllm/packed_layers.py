@@ -8,7 +8,8 @@ after its plain weights have changed, by vLLM's own `process_weights_after_loadi
 layers' weights a second time. On GPUs nothing is packed, and no memory is needed.
 
 Packed layers are recognized by their tensors: a parameter whose shape, strides or dtype differ from those that vLLM
-recorded when it created the layer, or a layer with a `cpu_linear`, which may hold a packed copy.
+recorded when it created the layer, or a layer with a `cpu_linear`, which may hold a packed copy. The experts of a
+layer (`w13_weight`, `w2_weight`) are packed for CPUs in tensors of the same shape; their kernels have a name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
@@ -28,6 +32,9 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from ...errors import WeightSyncError
 from ...weight_sync import Destination
 from ..loader_trace import require_plain_method, storage_key
+
+# The kernels of experts that compute with weights as they were loaded. Others swap, shuffle or transpose them.
+_PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 
 
 class PackedLayers:
@@ -130,7 +137,10 @@ class PackedLayers:
                     layer.weight = plain
                 else:  # vLLM replaces the data, not the parameter
                     layer._parameters[name].data = plain.data  # type: ignore[union-attr]
-            layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+            method: Any = layer.quant_method
+            # The method of experts packs them the first time only.
+            packing = method.moe_kernel.fused_experts if _has_packed_experts(layer) else method
+            packing.process_weights_after_loading(layer)
 
     def kept(self) -> list[Tensor]:
         """Return the plain weights that are kept in addition to the packed ones."""
@@ -141,13 +151,25 @@ class PackedLayers:
 
         Raises:
             WeightSyncError: the layer's quantization method is not one of plain weights, or has packed the weight in
-                another way than for the GEMM of CPUs; names the weight and the layer.
+                another way than for the GEMM of CPUs, or has rearranged experts; names the weight and the layer.
         """
         keys = {storage_key(piece.tensor) for piece in slices}
-        for layer_name, layer in self.model.named_modules():
+
+        def within(layer: nn.Module) -> list[Tensor]:
             parameters = {**dict(layer.named_parameters(recurse=False)), **self._plain.get(layer, {})}
-            mine = [parameter for parameter in parameters.values() if storage_key(parameter) in keys]
+            return [parameter for parameter in parameters.values() if storage_key(parameter) in keys]
+
+        for layer_name, layer in self.model.named_modules():
+            if isinstance(layer, MLAAttention) and within(layer.kv_b_proj):
+                raise WeightSyncError(
+                    f"weight {name} belongs to {layer_name}, which computes with copies that vLLM has made of it after "
+                    "loading: exclude it from the mask"
+                )
+            mine = within(layer)
             if getattr(layer, "quant_method", None) is None or not mine:
+                continue
+            if isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
+                _require_known_experts(name, layer_name, layer)
                 continue
             require_plain_method(name, layer_name, layer)
             # On CPUs vLLM packs convolutions into tensors that may have the shape of the plain weight.
@@ -174,13 +196,38 @@ def checkpoint_of(model: nn.Module, vllm_config: Any) -> Iterable[tuple[str, Ten
     return weights
 
 
+def _has_packed_experts(layer: nn.Module) -> bool:
+    method = getattr(layer, "quant_method", None)
+    return (
+        isinstance(method, UnquantizedFusedMoEMethod)
+        and method.unquantized_backend == UnquantizedMoeBackend.CPU
+        and method.moe_kernel is not None
+    )
+
+
+def _require_known_experts(name: str, layer_name: str, layer: Any) -> None:
+    backend = layer.quant_method.unquantized_backend
+    if layer.moe_config.moe_parallel_config.enable_eplb:
+        raise WeightSyncError(
+            f"weight {name} belongs to the experts of {layer_name}, which vLLM moves between its workers: start it "
+            "without enable_eplb"
+        )
+    if backend not in (*_PLAIN_EXPERTS, UnquantizedMoeBackend.CPU):
+        raise WeightSyncError(
+            f"weight {name} belongs to the experts of {layer_name}, which vLLM has rearranged for its kernels "
+            f'{backend.value}: start it with moe_backend="triton" (--moe-backend triton)'
+        )
+
+
 def _packed_parameters(layer: nn.Module) -> dict[str, Tensor]:
     """Return the parameters whose layout is not the one recorded at creation, as recorded, on the meta device."""
     recorded, _ = get_layerwise_info(layer).restore_metadata
+    has_packed_experts = _has_packed_experts(layer)
     plain = {
         name: restore_layer_refs(parameter, layer)
         for name, parameter in recorded.items()
-        if (current := layer._parameters.get(name)) is not None and not _same_layout(current, parameter)
+        if (current := layer._parameters.get(name)) is not None
+        and (not _same_layout(current, parameter) or (has_packed_experts and parameter.ndim == 3))
     }
     # vLLM records no biases, which its kernels for small matrices (AMX) convert to float32.
     bias = layer._parameters.get("bias")
