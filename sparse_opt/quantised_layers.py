@@ -71,7 +71,7 @@ def find(model: nn.Module) -> dict[str, QuantisedLinear]:
     """Return the quantised layers by the names of their weights, every name of a layer that has several.
 
     Raises:
-        ValueError: a layer is not quantised yet.
+        ValueError: a layer is not quantised yet, or is sharded.
     """
     bitsandbytes = sys.modules.get("bitsandbytes")
     if bitsandbytes is None:
@@ -91,6 +91,8 @@ def find(model: nn.Module) -> dict[str, QuantisedLinear]:
 
 def _layer(model: nn.Module, module: Any, name: str) -> QuantisedLinear | None:
     weight = module._parameters["weight"]
+    if hasattr(type(weight), "__tensor_flatten__"):
+        raise ValueError(f"{name!r} is a {type(weight).__name__}: a quantised base can't be sharded by fully_shard")
     if hasattr(module, "compute_dtype"):
         state = getattr(weight, "quant_state", None)
         is_quantised, dtype = state is not None, state and (module.compute_dtype or state.dtype)

@@ -62,6 +62,12 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--shapes", type=comma_separated, help=f"of {','.join(shapes)} (all)")
     what.add_argument("--methods", type=comma_separated, default=list(METHODS), help=f"of {','.join(METHODS)} (all)")
     what.add_argument(
+        "--base",
+        choices=("bf16", "nf4"),
+        default="bf16",
+        help="the decoder layers' matrices: bf16, or NF4 with double quantization; then lora is QLoRA (%(default)s)",
+    )
+    what.add_argument(
         "--checkpointing",
         type=comma_separated,
         default=list(CHECKPOINTING),
@@ -112,6 +118,8 @@ def problem(args: Namespace) -> str:
         or not_between(args, "sequence_length", at_least=16)
     ):
         return error
+    if args.base == "nf4" and ("dense" in args.methods or args.cuda_graphs):
+        return "--base nf4 needs --methods of lora,sparse,lean, and no --cuda_graphs"
     if args.cuda_graphs and (not set(args.methods) <= set(SPARSE_OPTIONS) or args.device == "cpu"):
         return f"--cuda_graphs needs a GPU and --methods of {','.join(SPARSE_OPTIONS)}"
     if args.n_steps <= cases(args)[0].n_warmup:
@@ -122,6 +130,7 @@ def problem(args: Namespace) -> str:
 def cases(args: Namespace) -> list[Case]:
     """The rows to measure, in this order."""
     names = (
+        "base",
         "compile",
         "cuda_graphs",
         "precomputed_reference",

@@ -20,9 +20,7 @@ def load(lab):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     def make():
-        config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
         options = {"quantization_config": config, "device_map": {"": lab.device}}
         return AutoModelForCausalLM.from_pretrained(lab.folder, dtype=torch.bfloat16, **options)
 
