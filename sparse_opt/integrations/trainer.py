@@ -26,8 +26,8 @@ from ..delta.sparse_delta import SparseDelta
 from ..errors import ConfigError, DataError
 from ..masks.mask_set import MaskSet, as_mask_set
 from ..optim import SparseAdamW, save_merged
-from ..optim.merged import load_plain_
 from ..optim.options import SharedOptions
+from ..optim.quantised import load_plain_
 from . import checks, rates
 from .arguments import Mask, SparseArguments, read_mask
 from .callback import DeltaLogCallback, Weights, on_process_0

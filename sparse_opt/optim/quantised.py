@@ -11,11 +11,14 @@ The overlay stays on the layer when the optimizer is detached or freed: there is
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Never
 
 import torch
@@ -24,12 +27,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from .. import backends, quantised_layers
+from ..files import written_aside
 from ..masks.mask_set import MaskSet
 from ..masks.patterns import PATTERNS
 from ..ops import bind as bind_ops
 from ..ops import tile_table
 from ..ops.tiles import TILE_SIZES
 from ..quantised_layers import QuantisedLinear
+from ..tensor_file import open_tensors
+from ..tensors import canonical_names, holds_base_weights
 from .gradients import tile_backward
 from .gradients.collector import Receiver
 from .gradients.tile_backward import Route
@@ -38,6 +44,7 @@ from .ranks.sharding import Shard
 from .segments import ActiveWeight, Segments, compact, fits_uint16, packed, run_length_of
 
 _ATTRIBUTE = "_sparse_opt_overlay"
+_SHARD_BYTES = 5 * 10**9  # of a file that `save_merged` writes
 
 
 class Scratch:
@@ -128,10 +135,16 @@ class Overlay:
         delattr(self.layer.module, _ATTRIBUTE)
         del self.layer.module.forward
 
-    def output(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer's output, in the dtype of its input, as bitsandbytes' layers do."""
+    def require_intact(self) -> None:
+        """Raise a RuntimeError if the layer no longer has the weight and the overlay that the optimizer trains."""
         if self.layer.weight is not self.weight or self.weight.device != self._view.device:
             raise RuntimeError(f"{self.layer.name!r} was moved or replaced after the optimizer was built")
+        if overlay_of(self.layer.module) is not self:
+            raise RuntimeError(f"{self.layer.name!r} is trained by another optimizer, which was built after this one")
+
+    def output(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer's output, in the dtype of its input, as bitsandbytes' layers do."""
+        self.require_intact()
         dtype = self.layer.dtype
         with _without_autocast(input.device.type):
             bias = None if bias is None else bias.to(dtype)
@@ -311,9 +324,13 @@ def make_overlays(
     if model is None:
         return []
     quantised_layers.require_supported(model)
-    layers = {id(layer.weight): layer for layer in quantised_layers.find(model).values()}
+    found = quantised_layers.find(model).values()
+    layers = {id(layer.weight): layer for layer in found}
     if not layers:
         return []
+    for layer in found:
+        if (other := layers[id(layer.weight)]).module is not layer.module:
+            raise ValueError(f"{layer.name!r} and {other.name!r} are one quantised weight of two layers")
     named = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
     mask = mask.resolve(whole(named, model))
     names = {id(p): name for name, p in named.items()}
@@ -397,3 +414,96 @@ class ShownBase:
     def leave_(self) -> None:
         for overlay in self._overlays:
             overlay.shows_base = False
+
+
+# Saving
+
+
+def save_merged(model: nn.Module, folder: str | Path) -> None:
+    """Write the model's weights as safetensors, each quantised layer's dequantised with its trained active weights.
+
+    transformers and vLLM load the folder like any checkpoint that is not quantised. The names are those of the model's
+    parameters, and layers' weights have the dtype in which they compute. One weight at a time is made; the host holds
+    one file's tensors, at most 5 GB. The model's config and generation config are written, too, the tokenizer is not.
+
+    Raises:
+        RuntimeError: the model holds its base weights.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    model = getattr(model, "_orig_mod", model)
+    layers = quantised_layers.find(model)
+    shown = [overlay for layer in layers.values() if (overlay := overlay_of(layer.module)) is not None]
+    if any(overlay.shows_base for overlay in shown) or holds_base_weights(model.parameters()):
+        raise RuntimeError("save_merged: the model holds its base weights; leave base_weights() first")
+    tensors = dict(_tensors(model))
+    firsts = canonical_names(tensors)
+    sizes = {
+        name: (layers[name].whole if name in layers else tensor).nbytes
+        for name, tensor in tensors.items()
+        if firsts[name] == name
+    }
+    files = _files(sizes)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, names in files.items():
+        content = {name: _on_host(layers[name]) if name in layers else tensors[name].detach().cpu() for name in names}
+        with written_aside(folder / file) as aside:
+            save_file({n: t.contiguous() for n, t in content.items()}, aside, metadata={"format": "pt"})
+        del content
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        with written_aside(folder / "model.safetensors.index.json") as aside:
+            aside.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    if (config := getattr(model, "config", None)) is not None:
+        config = copy.deepcopy(config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config.save_pretrained(folder)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_plain_(model: nn.Module, folder: str | Path) -> None:
+    """Copy the weights of a folder that `save_merged` wrote into the model, except those that are quantised in it."""
+    layers = quantised_layers.find(model)
+    tensors = {name: tensor for name, tensor in _tensors(model) if name not in layers}
+    for path in sorted(Path(folder).glob("model*.safetensors")):
+        with open_tensors(path) as file:
+            for name in file.names:
+                if name in tensors:
+                    tensors[name].copy_(file.read(name))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the persistent buffers, under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _files(sizes: dict[str, int]) -> dict[str, list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > _SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+@torch.no_grad()
+def _on_host(layer: QuantisedLinear) -> Tensor:
+    overlay = overlay_of(layer.module)
+    if overlay is None:
+        return layer.dequantised().cpu()
+    with overlay.merged() as merged:
+        return merged.to("cpu", copy=True)
