@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from .. import backends, quantised_layers
 from ..files import written_aside
@@ -44,6 +45,7 @@ from .ranks.sharding import Shard
 from .segments import ActiveWeight, Segments, compact, fits_uint16, packed, run_length_of
 
 _ATTRIBUTE = "_sparse_opt_overlay"
+_INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 * 10**9  # of a file that `save_merged` writes
 
 
@@ -82,9 +84,10 @@ class Overlay:
         self.layer, self.weight, self._scratch = layer, layer.weight, scratch
         self._view = scratch.view(layer)
         self.active: ActiveWeight | None = None
-        self.route: ActiveRoute | None = None
+        self.route: Route | None = None  # to the compact gradient of the active weight
         self.shows_base = False
         self._tiles: Tensor | None = None
+        self._refusal: RemovableHandle | None = None
         if not positions.numel():
             return
         run_length = run_length_of(layer.whole.shape, pattern)
@@ -120,17 +123,19 @@ class Overlay:
     # The layer
 
     def install(self) -> None:
-        """Give the layer this overlay and its forward."""
+        """Give the layer this overlay and its forward, in place of another optimizer's, which is untrained."""
+        if self._refusal is not None:
+            return
         module = self.layer.module
-        if (previous := overlay_of(module)) is not self:
-            if previous is not None:
-                previous.remove()
-            self._refusal = module.register_state_dict_pre_hook(_refuse_state_dict)
-            setattr(module, _ATTRIBUTE, self)
-            module.forward = types.MethodType(_eager_forward(), module)
+        if (previous := overlay_of(module)) is not None:
+            previous.remove()
+        self._refusal = module.register_state_dict_pre_hook(_refuse_state_dict)
+        setattr(module, _ATTRIBUTE, self)
+        module.forward = types.MethodType(_eager_forward(), module)
 
     def remove(self) -> None:
-        """Undo `install`."""
+        """Undo `install`, for good."""
+        assert self._refusal is not None
         self._refusal.remove()
         delattr(self.layer.module, _ATTRIBUTE)
         del self.layer.module.forward
@@ -242,10 +247,6 @@ def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) ->
                 probe.remove()
 
 
-class ActiveRoute(Route):
-    """Connects an overlay's tile gradient to the compact gradient of its active weight."""
-
-
 class _QuantisedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, active: Tensor | None, bias: Tensor | None, weight: Any) -> Tensor:
@@ -338,8 +339,7 @@ def make_overlays(
     overlays: dict[int, Overlay] = {}
     for key, layer in layers.items():
         _require_free(layer)
-        name = names.get(key)
-        positions = mask[name] if name in mask.indices else torch.empty(0, dtype=torch.int32, device="cpu")
+        positions = mask.indices.get(names.get(key, ""), torch.empty(0, dtype=torch.int32, device="cpu"))
         size = _tile_size(mask.pattern, positions.numel() / layer.whole.numel(), grads, tile_backward)
         scratch = scratches[layer.weight.device, layer.dtype]
         overlays[key] = Overlay(layer, scratch, positions, mask.pattern, size, backend)
@@ -391,7 +391,7 @@ def connect(overlays: list[Overlay], receivers: list[Receiver]) -> None:
     for overlay in overlays:
         overlay.install()
         if overlay.is_tiled:
-            overlay.route = ActiveRoute(*places[id(overlay.active)])
+            overlay.route = Route(*places[id(overlay.active)])
 
 
 def disconnect(overlays: list[Overlay]) -> None:
@@ -425,6 +425,7 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     transformers and vLLM load the folder like any checkpoint that is not quantised. The names are those of the model's
     parameters, and layers' weights have the dtype in which they compute. One weight at a time is made; the host holds
     one file's tensors, at most 5 GB. The model's config and generation config are written, too, the tokenizer is not.
+    Other weights in files `model*.safetensors` of the folder are removed.
 
     Raises:
         RuntimeError: the model holds its base weights.
@@ -454,8 +455,11 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        with written_aside(folder / "model.safetensors.index.json") as aside:
+        with written_aside(folder / _INDEX) as aside:
             aside.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    for path in folder.glob("model*.safetensors*"):  # transformers would load them
+        if path.name not in files and not (len(files) > 1 and path.name == _INDEX):
+            path.unlink()
     if (config := getattr(model, "config", None)) is not None:
         config = copy.deepcopy(config)
         if hasattr(config, "quantization_config"):

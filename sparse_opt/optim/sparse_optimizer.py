@@ -387,6 +387,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def attach(self) -> None:
         """Undo `detach`. Master weights are updated from weights that changed in between."""
         self._require_usable("attach")
+        for overlay in self._overlays:
+            overlay.require_intact()
         self.detach()
         self.refresh_master_weights()
         self._attach()

@@ -249,8 +249,10 @@ def test_what_is_refused(load, device, tmp_path):
         copy.deepcopy(model)
     with optimizer.base_weights(), pytest.raises(RuntimeError, match="save_merged: the model holds its base weights"):
         save_merged(model, tmp_path / "merged")
-    SparseAdamW(model, mask, lr=1e-2)  # untrained, it can have another
-    optimizer = SparseAdamW(model, mask, lr=1e-2)
+    optimizer.detach()
+    optimizer, replaced = SparseAdamW(model, mask, lr=1e-2), optimizer  # possible before the first step
+    with pytest.raises(RuntimeError, match="is trained by another optimizer"):
+        replaced.attach()
     train(model, optimizer, device, 1)
     with pytest.raises(ValueError, match="has been trained by another optimizer over the same quantised base"):
         SparseAdamW(model, mask, lr=1e-2)
