@@ -21,7 +21,7 @@ def load(lab):
 
     def make():
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-        options = {"quantization_config": config, "device_map": {"": lab.device}}
+        options = {"quantization_config": config, "device_map": {"": 0 if lab.device.type == "cuda" else "cpu"}}
         return AutoModelForCausalLM.from_pretrained(lab.folder, dtype=torch.bfloat16, **options)
 
     return make

@@ -41,7 +41,7 @@ def load(folder, device):
         if base is not None:
             compute = {"bnb_4bit_compute_dtype": torch.bfloat16} if "load_in_4bit" in BASES[base] else {}
             config = transformers.BitsAndBytesConfig(**{**BASES[base], **compute, **options})
-            options = {"quantization_config": config, "device_map": {"": device}}
+            options = {"quantization_config": config, "device_map": {"": 0 if device.type == "cuda" else "cpu"}}
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
         return model.train() if base is not None else model.to(device).train()
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_has_the_same_bits(load, device, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["weight_magnitude", "snip", "fisher_gradient", "wanda"])
-def test_masks_are_found_as_in_the_dequantised_model(twins, device, method):
+def test_masks_are_found_as_in_the_dequantised_model(twins, device, deterministic, method):
     class Sequence:
         ids, prompt_length = batch(torch.device("cpu"))[0].tolist(), 4
 
