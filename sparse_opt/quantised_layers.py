@@ -71,7 +71,7 @@ def find(model: nn.Module) -> dict[str, QuantisedLinear]:
     """Return the quantised layers by the names of their weights, every name of a layer that has several.
 
     Raises:
-        ValueError: a layer is not quantised yet.
+        ValueError: a layer is not quantised yet, or is sharded.
     """
     bitsandbytes = sys.modules.get("bitsandbytes")
     if bitsandbytes is None:
@@ -91,15 +91,17 @@ def find(model: nn.Module) -> dict[str, QuantisedLinear]:
 
 def _layer(model: nn.Module, module: Any, name: str) -> QuantisedLinear | None:
     weight = module._parameters["weight"]
+    if hasattr(type(weight), "__tensor_flatten__"):
+        raise ValueError(f"{name!r} is a {type(weight).__name__}: a quantised base can't be sharded by fully_shard")
+    dtype: torch.dtype | None = None
     if hasattr(module, "compute_dtype"):
-        state = getattr(weight, "quant_state", None)
-        is_quantised, dtype = state is not None, state and (module.compute_dtype or state.dtype)
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            dtype = module.compute_dtype or state.dtype
     elif module.state.has_fp16_weights:  # it quantises a weight that it trains in 16 bits
         return None
-    else:
-        is_quantised = weight.dtype == torch.int8
+    elif weight.dtype == torch.int8:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.bfloat16)
-    if not is_quantised:
+    if dtype is None:
         raise ValueError(f"{name!r} is not quantised yet: move the model to its device first, as bitsandbytes requires")
     shape = (module.out_features, module.in_features)
     return QuantisedLinear(module, name, dtype, torch.empty(shape, dtype=dtype, device="meta"))

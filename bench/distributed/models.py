@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,11 +40,15 @@ def make_model(
     mesh: DeviceMesh | None = None,
     checkpointing: bool = False,
     compiled: bool = False,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """A causal language model with random bf16 weights, the same for each seed, sharded by FSDP2 if a mesh is given.
 
     The unit of sharding, and of `torch.compile`, is a decoder layer. Weights are made layer by layer, so that the peak
     of memory is that of the sharded model and one layer in full.
+
+    Args:
+        prepare: called with each decoder layer once it has weights.
     """
     model: Any = _without_weights(config)
     if checkpointing:
@@ -54,6 +58,8 @@ def make_model(
     seeds = {name: seed * 1_000_003 + i for i, (name, _) in enumerate(model.named_parameters())}
     for name, layer in model.model.layers.named_children():
         _fill(layer, f"model.layers.{name}.", seeds, device)
+        if prepare is not None:
+            prepare(layer)
         if compiled:
             compile_layer(layer)
         if mesh is not None:

@@ -72,6 +72,7 @@ class Case:
 
     shape: str
     method: Method
+    base: Literal["bf16", "nf4"]  # the weights of the decoder layers' matrices; methods lora and lean
     checkpointing: bool  # of activations
     compile: bool  # the layers, with torch.compile
     precomputed_reference: bool  # its log-probabilities are computed before the first step
@@ -88,6 +89,7 @@ class Case:
     @property
     def name(self) -> str:
         extra = [
+            *([] if self.base == "bf16" else ["NF4 base"]),
             *(["checkpointing"] if self.checkpointing else []),
             *(["compiled"] if self.compile else []),
             *(["precomputed reference"] if self.precomputed_reference else []),
@@ -99,6 +101,8 @@ class Case:
         """The case of the rows: what is not of the method is left out, and so is the number of steps."""
         own = {"lean": {"density", "pattern"}, "lora": {"lora_rank"}, "dense": set[str]()}
         others = {"density", "pattern", "lora_rank", "n_steps", "device"} - own[self.method]
+        if self.base == "bf16":
+            others.add("base")
         values = {name: value for name, value in asdict(self).items() if name not in others}
         return {"shape": values.pop("shape"), "parameters": n_parameters(self.shape), **values}
 
@@ -117,13 +121,18 @@ class Case:
         adapters, the indices of whole tiles, and the rounding of the density to whole tiles are left out.
         """
         n = sum(_numel(shape) for shape in parameter_shapes(self.shape).values())
+        weights = sum(
+            _numel(shape) // 2 if self.base == "nf4" and ".layers." in name and len(shape) == 2 else 2 * _numel(shape)
+            for name, shape in parameter_shapes(self.shape).items()
+        )
         if self.method == "dense":
             return (8 if self.precomputed_reference else 10) * n  # weights, gradients, moments, reference, all bf16
         if self.method == "lora":
-            return 2 * n
+            return weights
         active = int(self.density * sum(map(_numel, self.masked().values())))
         base = 0 if self.precomputed_reference else 2
-        return 2 * n + active * (base + 2 + 4)  # base weights, compact gradients, two moments
+        # base weights, or over NF4 the active weights; compact gradients, two moments
+        return weights + active * (base + 2 + 4)
 
 
 @functools.cache

@@ -61,6 +61,12 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--shapes", type=comma_separated, help=f"of {','.join(shapes)} (all)")
     what.add_argument("--methods", type=comma_separated, default=list(METHODS), help=f"of {','.join(METHODS)} (all)")
     what.add_argument(
+        "--base",
+        choices=("bf16", "nf4"),
+        default="bf16",
+        help="the decoder layers' matrices: bf16, or NF4 with double quantization; then lora is QLoRA (%(default)s)",
+    )
+    what.add_argument(
         "--checkpointing",
         type=comma_separated,
         default=list(CHECKPOINTING),
@@ -98,6 +104,8 @@ def problem(args: Namespace) -> str:
         or not_between(args, "sequence_length", at_least=16)
     ):
         return error
+    if args.base == "nf4" and "dense" in args.methods:
+        return "--base nf4 needs --methods of lora,lean"
     return not_between(args, "n_steps", at_least=N_WARMUP + 1)
 
 

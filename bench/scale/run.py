@@ -23,6 +23,7 @@ from sparse_opt.trainers.modes import Trained, adapter_training, dense_training,
 from ..distributed.models import make_model, pair
 from ..harness import job_main, limit_memory
 from ..training.baseline.modes import held_bytes, n_tiled, n_trained
+from ..training.baseline.peers import add_lora_to_quantized, quantize_linear_layers
 from ..training.baseline.run import Sections, dpo_steps, take_steps
 from .cases import LEAN, Case
 
@@ -68,13 +69,21 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
 def make_training(case: Case, device: torch.device) -> Trained:
     """The model with random weights, made layer by layer on the device, and what trains it."""
     torch.manual_seed(case.seed)
-    policy: Any = make_model(case.config(), device, case.seed, checkpointing=case.checkpointing, compiled=case.compile)
+    policy: Any = make_model(
+        case.config(),
+        device,
+        case.seed,
+        checkpointing=case.checkpointing,
+        compiled=case.compile,
+        prepare=quantize_linear_layers if case.base == "nf4" else None,
+    )
     make_masks_skippable(policy)
     policy.train()  # transformers checkpoints activations only then
     if case.method == "dense":
         return dense_training(policy, case.learning_rate, copied=not case.precomputed_reference)
     if case.method == "lora":
-        return adapter_training(add_lora(policy, case.lora_rank), case.learning_rate)
+        add = add_lora_to_quantized if case.base == "nf4" else add_lora
+        return adapter_training(add(policy, case.lora_rank), case.learning_rate)
     mask = MaskSet.random(case.masked(), density=case.density, pattern=case.pattern, seed=case.seed)
     options = LEAN
     if case.precomputed_reference:

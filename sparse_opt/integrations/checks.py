@@ -22,7 +22,7 @@ def of_call(bound: inspect.BoundArguments) -> None:
     """Check the arguments of the trainer's constructor before it runs.
 
     Raises:
-        ConfigError: the caller passes an optimizer, a scheduler or a PEFT adapter.
+        ConfigError: the caller passes an optimizer, a scheduler, a PEFT adapter or a quantization_config.
     """
     given = named(bound)
     optimizer, scheduler = given.get("optimizers") or (None, None)
@@ -38,6 +38,11 @@ def of_call(bound: inspect.BoundArguments) -> None:
     if given.get("peft_config") is not None:
         raise ConfigError(
             "peft_config trains an adapter, but a mask selects the model's own weights: use only one of the two"
+        )
+    if given.get("quantization_config") is not None:
+        raise ConfigError(
+            "quantization_config needs an adapter in TRL: load the model with it, and pass the model "
+            "(AutoModelForCausalLM.from_pretrained(..., quantization_config=...))"
         )
     of_model(given.get("model"))
 

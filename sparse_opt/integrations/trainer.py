@@ -26,8 +26,8 @@ from ..delta.sparse_delta import SparseDelta
 from ..errors import ConfigError, DataError
 from ..masks.mask_set import MaskSet, as_mask_set
 from ..optim import SparseAdamW, save_merged
-from ..optim.merged import load_plain_
 from ..optim.options import SharedOptions
+from ..optim.quantised import load_plain_
 from . import checks, rates
 from .arguments import Mask, SparseArguments, read_mask
 from .callback import DeltaLogCallback, Weights, on_process_0
@@ -310,13 +310,14 @@ class SparseTrainer(RunTrainer):
         if not (options.save_delta or merges) or optimizer is None or not self.args.should_save:
             return
         folder = output_dir or self.args.output_dir
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if merges:
-            save_merged(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
+            save_merged(model, folder)  # with the config of a model that is not quantised
         else:
             optimizer.delta().save_pretrained(folder)
         if merges or not options.save_weights:  # what the Trainer's method saves with the weights
-            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            for part in (model.config, getattr(model, "generation_config", None), self.processing_class):
+            configs = () if merges else (model.config, getattr(model, "generation_config", None))
+            for part in (*configs, self.processing_class):
                 if part is not None:
                     part.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))

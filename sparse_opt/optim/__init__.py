@@ -10,8 +10,8 @@ weights are those of the shards' local tensors. Without FSDP2 all three are the 
 from .adamw import SparseAdamW
 from .graphed_step import GraphedStep
 from .lion import SparseLion
-from .merged import save_merged
 from .options import SharedOptions
+from .quantised import save_merged
 from .sgd import SparseSGD
 from .sparse_optimizer import SparseOptimizer
 

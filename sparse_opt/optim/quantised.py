@@ -11,25 +11,32 @@ The overlay stays on the layer when the optimizer is detached or freed: there is
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from .. import backends, quantised_layers
+from ..files import written_aside
 from ..masks.mask_set import MaskSet
 from ..masks.patterns import PATTERNS
 from ..ops import bind as bind_ops
 from ..ops import tile_table
 from ..ops.tiles import TILE_SIZES
 from ..quantised_layers import QuantisedLinear
+from ..tensor_file import open_tensors
+from ..tensors import canonical_names, holds_base_weights
 from .gradients import tile_backward
 from .gradients.collector import Receiver
 from .gradients.tile_backward import Route
@@ -38,6 +45,8 @@ from .ranks.sharding import Shard
 from .segments import ActiveWeight, Segments, compact, fits_uint16, packed, run_length_of
 
 _ATTRIBUTE = "_sparse_opt_overlay"
+_INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 5 * 10**9  # of a file that `save_merged` writes
 
 
 class Scratch:
@@ -75,9 +84,10 @@ class Overlay:
         self.layer, self.weight, self._scratch = layer, layer.weight, scratch
         self._view = scratch.view(layer)
         self.active: ActiveWeight | None = None
-        self.route: ActiveRoute | None = None
+        self.route: Route | None = None  # to the compact gradient of the active weight
         self.shows_base = False
         self._tiles: Tensor | None = None
+        self._refusal: RemovableHandle | None = None
         if not positions.numel():
             return
         run_length = run_length_of(layer.whole.shape, pattern)
@@ -113,25 +123,33 @@ class Overlay:
     # The layer
 
     def install(self) -> None:
-        """Give the layer this overlay and its forward."""
+        """Give the layer this overlay and its forward, in place of another optimizer's, which is untrained."""
+        if self._refusal is not None:
+            return
         module = self.layer.module
-        if (previous := overlay_of(module)) is not self:
-            if previous is not None:
-                previous.remove()
-            self._refusal = module.register_state_dict_pre_hook(_refuse_state_dict)
-            setattr(module, _ATTRIBUTE, self)
-            module.forward = types.MethodType(_eager_forward(), module)
+        if (previous := overlay_of(module)) is not None:
+            previous.remove()
+        self._refusal = module.register_state_dict_pre_hook(_refuse_state_dict)
+        setattr(module, _ATTRIBUTE, self)
+        module.forward = types.MethodType(_eager_forward(), module)
 
     def remove(self) -> None:
-        """Undo `install`."""
+        """Undo `install`, for good."""
+        assert self._refusal is not None
         self._refusal.remove()
         delattr(self.layer.module, _ATTRIBUTE)
         del self.layer.module.forward
 
-    def output(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer's output, in the dtype of its input, as bitsandbytes' layers do."""
+    def require_intact(self) -> None:
+        """Raise a RuntimeError if the layer no longer has the weight and the overlay that the optimizer trains."""
         if self.layer.weight is not self.weight or self.weight.device != self._view.device:
             raise RuntimeError(f"{self.layer.name!r} was moved or replaced after the optimizer was built")
+        if overlay_of(self.layer.module) is not self:
+            raise RuntimeError(f"{self.layer.name!r} is trained by another optimizer, which was built after this one")
+
+    def output(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer's output, in the dtype of its input, as bitsandbytes' layers do."""
+        self.require_intact()
         dtype = self.layer.dtype
         with _without_autocast(input.device.type):
             bias = None if bias is None else bias.to(dtype)
@@ -229,10 +247,6 @@ def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) ->
                 probe.remove()
 
 
-class ActiveRoute(Route):
-    """Connects an overlay's tile gradient to the compact gradient of its active weight."""
-
-
 class _QuantisedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, active: Tensor | None, bias: Tensor | None, weight: Any) -> Tensor:
@@ -311,9 +325,13 @@ def make_overlays(
     if model is None:
         return []
     quantised_layers.require_supported(model)
-    layers = {id(layer.weight): layer for layer in quantised_layers.find(model).values()}
+    found = quantised_layers.find(model).values()
+    layers = {id(layer.weight): layer for layer in found}
     if not layers:
         return []
+    for layer in found:
+        if (other := layers[id(layer.weight)]).module is not layer.module:
+            raise ValueError(f"{layer.name!r} and {other.name!r} are one quantised weight of two layers")
     named = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
     mask = mask.resolve(whole(named, model))
     names = {id(p): name for name, p in named.items()}
@@ -321,8 +339,7 @@ def make_overlays(
     overlays: dict[int, Overlay] = {}
     for key, layer in layers.items():
         _require_free(layer)
-        name = names.get(key)
-        positions = mask[name] if name in mask.indices else torch.empty(0, dtype=torch.int32, device="cpu")
+        positions = mask.indices.get(names.get(key, ""), torch.empty(0, dtype=torch.int32, device="cpu"))
         size = _tile_size(mask.pattern, positions.numel() / layer.whole.numel(), grads, tile_backward)
         scratch = scratches[layer.weight.device, layer.dtype]
         overlays[key] = Overlay(layer, scratch, positions, mask.pattern, size, backend)
@@ -374,7 +391,7 @@ def connect(overlays: list[Overlay], receivers: list[Receiver]) -> None:
     for overlay in overlays:
         overlay.install()
         if overlay.is_tiled:
-            overlay.route = ActiveRoute(*places[id(overlay.active)])
+            overlay.route = Route(*places[id(overlay.active)])
 
 
 def disconnect(overlays: list[Overlay]) -> None:
@@ -397,3 +414,100 @@ class ShownBase:
     def leave_(self) -> None:
         for overlay in self._overlays:
             overlay.shows_base = False
+
+
+# Saving
+
+
+def save_merged(model: nn.Module, folder: str | Path) -> None:
+    """Write the model's weights as safetensors, each quantised layer's dequantised with its trained active weights.
+
+    transformers and vLLM load the folder like any checkpoint that is not quantised. The names are those of the model's
+    parameters, and layers' weights have the dtype in which they compute. One weight at a time is made; the host holds
+    one file's tensors, at most 5 GB. The model's config and generation config are written, too, the tokenizer is not.
+    Other weights in files `model*.safetensors` of the folder are removed.
+
+    Raises:
+        RuntimeError: the model holds its base weights.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    model = getattr(model, "_orig_mod", model)
+    layers = quantised_layers.find(model)
+    shown = [overlay for layer in layers.values() if (overlay := overlay_of(layer.module)) is not None]
+    if any(overlay.shows_base for overlay in shown) or holds_base_weights(model.parameters()):
+        raise RuntimeError("save_merged: the model holds its base weights; leave base_weights() first")
+    tensors = dict(_tensors(model))
+    firsts = canonical_names(tensors)
+    sizes = {
+        name: (layers[name].whole if name in layers else tensor).nbytes
+        for name, tensor in tensors.items()
+        if firsts[name] == name
+    }
+    files = _files(sizes)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, names in files.items():
+        content = {name: _on_host(layers[name]) if name in layers else tensors[name].detach().cpu() for name in names}
+        with written_aside(folder / file) as aside:
+            save_file({n: t.contiguous() for n, t in content.items()}, aside, metadata={"format": "pt"})
+        del content
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        with written_aside(folder / _INDEX) as aside:
+            aside.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    for path in folder.glob("model*.safetensors*"):  # transformers would load them
+        if path.name not in files and not (len(files) > 1 and path.name == _INDEX):
+            path.unlink()
+    if (config := getattr(model, "config", None)) is not None:
+        config = copy.deepcopy(config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config.save_pretrained(folder)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_plain_(model: nn.Module, folder: str | Path) -> None:
+    """Copy the weights of a folder that `save_merged` wrote into the model, except those that are quantised in it."""
+    layers = quantised_layers.find(model)
+    tensors = {name: tensor for name, tensor in _tensors(model) if name not in layers}
+    for path in sorted(Path(folder).glob("model*.safetensors")):
+        with open_tensors(path) as file:
+            for name in file.names:
+                if name in tensors:
+                    tensors[name].copy_(file.read(name))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the persistent buffers, under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _files(sizes: dict[str, int]) -> dict[str, list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > _SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+@torch.no_grad()
+def _on_host(layer: QuantisedLinear) -> Tensor:
+    overlay = overlay_of(layer.module)
+    if overlay is None:
+        return layer.dequantised().cpu()
+    with overlay.merged() as merged:
+        return merged.to("cpu", copy=True)

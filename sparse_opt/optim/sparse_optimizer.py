@@ -354,6 +354,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: a parameter was replaced after the optimizer was built; names it.
         """
         self._links.require_intact(self.param_groups)
+        for overlay in self._overlays:
+            overlay.require_intact()
 
     # Hooks, frozen parameters and tiled layers in the model
 
@@ -385,6 +387,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     def attach(self) -> None:
         """Undo `detach`. Master weights are updated from weights that changed in between."""
         self._require_usable("attach")
+        for overlay in self._overlays:
+            overlay.require_intact()
         self.detach()
         self.refresh_master_weights()
         self._attach()

@@ -41,7 +41,7 @@ def load(folder, device):
         if base is not None:
             compute = {"bnb_4bit_compute_dtype": torch.bfloat16} if "load_in_4bit" in BASES[base] else {}
             config = transformers.BitsAndBytesConfig(**{**BASES[base], **compute, **options})
-            options = {"quantization_config": config, "device_map": {"": device}}
+            options = {"quantization_config": config, "device_map": {"": 0 if device.type == "cuda" else "cpu"}}
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
         return model.train() if base is not None else model.to(device).train()
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_has_the_same_bits(load, device, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["weight_magnitude", "snip", "fisher_gradient", "wanda"])
-def test_masks_are_found_as_in_the_dequantised_model(twins, device, method):
+def test_masks_are_found_as_in_the_dequantised_model(twins, device, deterministic, method):
     class Sequence:
         ids, prompt_length = batch(torch.device("cpu"))[0].tolist(), 4
 
@@ -249,8 +249,10 @@ def test_what_is_refused(load, device, tmp_path):
         copy.deepcopy(model)
     with optimizer.base_weights(), pytest.raises(RuntimeError, match="save_merged: the model holds its base weights"):
         save_merged(model, tmp_path / "merged")
-    SparseAdamW(model, mask, lr=1e-2)  # untrained, it can have another
-    optimizer = SparseAdamW(model, mask, lr=1e-2)
+    optimizer.detach()
+    optimizer, replaced = SparseAdamW(model, mask, lr=1e-2), optimizer  # possible before the first step
+    with pytest.raises(RuntimeError, match="is trained by another optimizer"):
+        replaced.attach()
     train(model, optimizer, device, 1)
     with pytest.raises(ValueError, match="has been trained by another optimizer over the same quantised base"):
         SparseAdamW(model, mask, lr=1e-2)

@@ -57,15 +57,14 @@ def galore(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     return GaLoreAdamW(groups, lr=learning_rate, no_deprecation_warning=True)
 
 
-def quantize_linear_layers(model: Any) -> None:
-    """Replace the linear layers, except the output layer, by bitsandbytes' 4-bit layers: NF4, double quantization.
+def quantize_linear_layers(model: nn.Module, output: nn.Module | None = None) -> None:
+    """Replace the linear layers, except `output`, by bitsandbytes' 4-bit layers: NF4, double quantization.
 
     They multiply in the dtype of the model. Other weights stay as they are: norms are not cast to fp32, as
     `peft.prepare_model_for_kbit_training` would do.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    output = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, layer in parent.named_children():
             if not isinstance(layer, nn.Linear) or layer is output:
@@ -77,15 +76,20 @@ def quantize_linear_layers(model: Any) -> None:
             quantized.bias = layer.bias
             quantized.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=quantized)
             setattr(parent, name, quantized.to(weight.device))  # here it is quantized
-    model.is_loaded_in_4bit = True  # where peft looks to choose its layer
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the bf16 weights are not part of the reserved memory that is measured
 
 
 def add_qlora(model: Any, rank: int) -> Any:
     """QLoRA (https://arxiv.org/abs/2305.14314): `trainers.models.add_lora` on a quantized base; bf16 adapters."""
+    quantize_linear_layers(model, model.get_output_embeddings())
+    return add_lora_to_quantized(model, rank)
+
+
+def add_lora_to_quantized(model: Any, rank: int) -> Any:
+    """Add bf16 adapters to a model that `quantize_linear_layers` has quantized."""
     dtype = model.dtype
-    quantize_linear_layers(model)
+    model.is_loaded_in_4bit = True  # where peft looks to choose its layer
     adapted = add_lora(model, rank)
     for parameter in adapted.parameters():
         if parameter.requires_grad:

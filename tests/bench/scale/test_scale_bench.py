@@ -25,6 +25,7 @@ def case() -> Case:
     return Case(
         shape="tiny_qwen2",
         method="lean",
+        base="bf16",
         checkpointing=True,
         compile=False,
         precomputed_reference=False,
@@ -68,6 +69,17 @@ def test_least_bytes_are_those_that_a_step_holds(case):
     assert replace(case, density=active).least_bytes() == pytest.approx(sum(held.values()), abs=8)
     dense = scale_run.run(replace(case, method="dense"))
     assert replace(case, method="dense").least_bytes() == sum(dense["bytes"].values())
+
+
+@pytest.mark.parametrize("method", ["lora", "lean"])
+def test_an_nf4_base_holds_less(method, case):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'sparse-opt[test]'")
+    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[test]'")
+    case = replace(case, method=method)
+    row, plain = scale_run.run(replace(case, base="nf4")), scale_run.run(case)
+    assert row["bytes"]["weights"] < plain["bytes"]["weights"]
+    assert replace(case, base="nf4").least_bytes() <= sum(row["bytes"].values())
+    assert scale.wrong_results(row, replace(case, base="nf4")) == []
 
 
 @pytest.mark.parametrize("method", ["dense", "lora", "lean"])
