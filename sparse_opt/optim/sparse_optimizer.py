@@ -182,7 +182,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         mesh = next((shard.mesh for shard in self._shards.values() if shard.mesh is not None), None)
         self.process_group = group_of(self._process_group, self.grads, mesh)
         if self.process_group is not None:
-            self.require_no_quantised("a process group")
+            self._require_no_quantised("a process group")
             agreement.require_same_setup(self, mask, self.process_group)
             agreement.require_same_weights(self._shards, named, self.process_group)
         buckets = self._build(active, mask.pattern)
@@ -284,7 +284,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: there are gradients that no step has used, or the model holds its base weights.
         """
         self._require_bound("set_mask")
-        self.require_no_quantised("set_mask")
+        self._require_no_quantised("set_mask")
         if self.collector.has_unused():
             raise RuntimeError("set_mask: there are unused gradients; call step() or zero_grad() first")
         sharding.reshard(self._root())
@@ -329,7 +329,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Names of the active parameters whose base is quantised; their trained weights are in this optimizer alone."""
         return tuple(name for bucket in self._buckets if bucket.is_over_quantised for name in bucket.names)
 
-    def require_no_quantised(self, what: str) -> None:
+    def _require_no_quantised(self, what: str) -> None:
         """Raise a NotImplementedError that names the call `what` if an active parameter has a quantised base."""
         overlay = next((overlay for overlay in self._overlays if overlay.active is not None), None)
         if overlay is not None:
@@ -649,7 +649,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: the model holds its base weights, or the optimizer is closed.
         """
         self._require_bound("active_weights")
-        self.require_no_quantised("active_weights")
+        self._require_no_quantised("active_weights")
         if not self.compact_weights:
             return None
         self.sync_weights()
@@ -685,7 +685,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         from ..delta.sparse_delta import SparseDelta, origin, read_model
 
-        self.require_no_quantised("delta")
+        self._require_no_quantised("delta")
         bases = self._bases_to_swap("delta")
         root = self._root()
         layout, state = read_model(dict(self._named()) if root is None else root, "the model")

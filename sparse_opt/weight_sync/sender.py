@@ -385,15 +385,20 @@ def named_weights(source: Source) -> dict[str, Tensor]:
         NotImplementedError: a weight is quantised.
     """
     if isinstance(source, SparseOptimizer):
-        source.require_no_quantised("weight sync")
+        _require_plain(source.quantised_parameters)
         groups = source.param_groups
         return {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
-    if isinstance(source, nn.Module) and (quantised := quantised_layers.find(source)):
-        raise NotImplementedError(
-            f"{next(iter(quantised))!r} is quantised, and an engine has no place for full-precision weights over it: "
-            "serve what sparse_opt.optim.save_merged writes"
-        )
+    if isinstance(source, nn.Module):
+        _require_plain(quantised_layers.find(source))
     return named_parameters_of(source)
+
+
+def _require_plain(quantised: Iterable[str]) -> None:
+    if (name := next(iter(quantised), None)) is not None:
+        raise NotImplementedError(
+            f"{name!r} is quantised, and an engine has no place for full-precision weights over it: serve what "
+            "sparse_opt.optim.save_merged writes"
+        )
 
 
 def mask_of(source: Source, mask: MaskSet | None) -> MaskSet:

@@ -236,13 +236,13 @@ def test_what_is_refused(load, device, tmp_path):
     for name, call in {
         "set_mask": lambda: optimizer.set_mask(mask),
         "delta": optimizer.delta,
-        "weight sync": lambda: WeightSender(optimizer),
         "GraphedStep": lambda: GraphedStep(lambda: None, optimizer),
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name} is not supported for a quantised base, which 'model"):
             call()
-    with pytest.raises(NotImplementedError, match="is quantised, and an engine has no place"):
-        WeightSender(model, mask)
+    for source in (optimizer, model):
+        with pytest.raises(NotImplementedError, match="is quantised, and an engine has no place"):
+            WeightSender(source, None if source is optimizer else mask)
     with pytest.raises(RuntimeError, match=r"state_dict\(\) has no place for the trained weights of .*save_merged"):
         model.state_dict()
     with pytest.raises(TypeError, match="can't be copied or pickled"):
