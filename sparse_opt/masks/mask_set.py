@@ -24,7 +24,6 @@ from ..tensors import (
     tensor_digest,
 )
 from . import mask_files
-from .experts import count_by_expert, group_by_expert, positions_of_experts
 from .parameters import Part, group_by_layer, group_by_part, layer_of, router_names
 from .patterns import PATTERNS, most_specific_pattern
 from .positions import checked_positions, index_dtype, intersection_size, positions_of_bool
@@ -228,6 +227,8 @@ class MaskSet:
             raise MaskError(
                 f"experts are given by the number of their layer, such as {{3: [0, 17]}}: {error}"
             ) from error
+        from .experts import positions_of_experts
+
         indices, pattern = positions_of_experts(shapes, chosen)
         for name in sorted(router_names(shapes)) if routers else ():
             if layer_of(name) in chosen:
@@ -381,6 +382,8 @@ class MaskSet:
 
     def per_expert(self) -> dict[tuple[int | None, int], MaskStats]:
         """Return the statistics of each expert by (layer, number), ascending; empty without experts."""
+        from .experts import count_by_expert, group_by_expert
+
         counts = {n: count_by_expert(t, n, self.shapes[n]) for n, t in self.indices.items()}
         stats = {
             name: {number: MaskStats(nnz, math.prod(self.shapes[name]) // len(of)) for number, nnz in of.items()}

@@ -19,9 +19,8 @@ from . import quantised
 from .buckets import Bucket
 from .gradients.gradient_buffer import NativeGradientBuffer
 from .gradients.python_collection import PythonGradientBuffer
-from .gradients.tiles import Tiles
 from .ranks.sharding import Shard
-from .segments import ActiveWeight, Segments, fits_uint16, packed, run_length_of
+from .segments import ActiveWeight, Segments, Tiles, fits_uint16, packed, run_length_of
 
 
 class ModelLinks:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ...ops.checks import FLOAT_DTYPES
-from ..segments import Segments
-from .tiles import Tiles
+from ..segments import Segments, Tiles
 
 
 class Product(NamedTuple):

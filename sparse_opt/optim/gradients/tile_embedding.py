@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..segments import Segments
+from ..segments import Segments, Tiles
 from .collector import Receiver
 from .tile_backward import LayerRoute
-from .tiles import Tiles
 
 # Of the fp32 sums that `gradient` computes at once. One call suffices for 1024 tokens of width 3072.
 _MAX_SUMS_BYTES = 16 * 2**20

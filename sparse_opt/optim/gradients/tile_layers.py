@@ -12,13 +12,12 @@ from torch.nn import Parameter
 from ...masks.patterns import PATTERNS
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
-from ..segments import ActiveWeight, Segments
+from ..segments import ActiveWeight, Segments, Tiles
 from . import tile_backward, tile_embedding, tile_experts
 from .collector import Receiver
 from .tile_backward import LinearRoute, Route
 from .tile_embedding import EmbeddingRoute
 from .tile_experts import ExpertsRoute
-from .tiles import Tiles
 
 # Layers of weights of a higher density have a dense gradient unless tile_backward=True.
 #
