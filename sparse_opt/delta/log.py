@@ -56,6 +56,12 @@ class DeltaLog:
     device until they are copied and in pinned host memory until they are written. A keyframe is copied to the host
     whole, while training waits. If tensors of one dtype are on several devices, they are copied to that of the first
     one.
+
+        with DeltaLog.create("delta_logs_llama", model) as log:
+            for step in ...:
+                ...
+                log.append(step)  # written in the background
+        state = DeltaLog.open("delta_logs_llama").load(step)
     """
 
     def __init__(self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError) -> None:
