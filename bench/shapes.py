@@ -35,20 +35,27 @@ def llama_matrices(
     return shapes
 
 
+def _options(sizes: Mapping[str, int], max_length: int) -> dict[str, Any]:
+    """What the configurations of all families have."""
+    return {
+        "vocab_size": sizes["vocab"],
+        "hidden_size": sizes["hidden"],
+        "num_hidden_layers": sizes["n_layers"],
+        "num_attention_heads": sizes["n_heads"],
+        "num_key_value_heads": sizes["n_kv_heads"],
+        "max_position_embeddings": max(2048, max_length),
+    }
+
+
 def llama_config(sizes: Mapping[str, int], max_length: int, *, tie_word_embeddings: bool = True, **options: Any) -> Any:
     """The transformers configuration of a Llama; ``sizes`` as for `llama_matrices`."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=sizes["vocab"],
-        hidden_size=sizes["hidden"],
         intermediate_size=sizes["intermediate"],
-        num_hidden_layers=sizes["n_layers"],
-        num_attention_heads=sizes["n_heads"],
-        num_key_value_heads=sizes["n_kv_heads"],
         head_dim=sizes["head_dim"],
-        max_position_embeddings=max(2048, max_length),
         tie_word_embeddings=tie_word_embeddings,
+        **_options(sizes, max_length),
         **options,
     )
 
@@ -60,13 +67,8 @@ def qwen2_config(sizes: Mapping[str, int], max_length: int) -> Any:
     if sizes["n_heads"] * sizes["head_dim"] != sizes["hidden"]:
         raise ValueError(f"{sizes['n_heads']} heads of {sizes['head_dim']} are not the hidden size {sizes['hidden']}")
     return Qwen2Config(
-        vocab_size=sizes["vocab"],
-        hidden_size=sizes["hidden"],
         intermediate_size=sizes["intermediate"],
-        num_hidden_layers=sizes["n_layers"],
-        num_attention_heads=sizes["n_heads"],
-        num_key_value_heads=sizes["n_kv_heads"],
-        max_position_embeddings=max(2048, max_length),
+        **_options(sizes, max_length),
         tie_word_embeddings=False,
     )
 
@@ -76,16 +78,11 @@ def qwen3_moe_config(sizes: Mapping[str, int], max_length: int) -> Any:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        vocab_size=sizes["vocab"],
-        hidden_size=sizes["hidden"],
         moe_intermediate_size=sizes["expert_intermediate"],
         num_experts=sizes["experts"],
         num_experts_per_tok=sizes["experts_per_token"],
-        num_hidden_layers=sizes["n_layers"],
-        num_attention_heads=sizes["n_heads"],
-        num_key_value_heads=sizes["n_kv_heads"],
         head_dim=sizes["head_dim"],
-        max_position_embeddings=max(2048, max_length),
+        **_options(sizes, max_length),
         tie_word_embeddings=False,
         norm_topk_prob=True,
     )

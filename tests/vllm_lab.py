@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm import LLM
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -87,3 +90,20 @@ def load_into_vllm(folder: Path, processed: bool) -> nn.Module:
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     model.lab_config = config
     return model
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[LLM]:
+    """An engine in this process that takes weight updates, and is shut down afterwards."""
+    llm = LLM(
+        str(folder),
+        enforce_eager=True,
+        max_model_len=512,
+        dtype="bfloat16",
+        weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
+        **options,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()

@@ -138,9 +138,8 @@ def get_layer_rank_stats(
     Raises:
         DataError: a matrix is missing from `init_state` or has another shape there, or its change is NaN or infinite.
     """
-    # A type checker does not narrow types by `is_module`.
     is_module = isinstance(model_or_state, nn.Module)
-    state = dict(model_or_state.named_parameters(remove_duplicate=False) if is_module else model_or_state)  # type: ignore[union-attr,arg-type]
+    state = dict(model_or_state.named_parameters(remove_duplicate=False) if is_module else model_or_state)  # type: ignore[union-attr,arg-type]  # it does not narrow by `is_module`
     firsts = canonical_names(state)
     stats: dict[str, RankStats] = {}
     for name, tensor in state.items():

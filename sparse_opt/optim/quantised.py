@@ -39,6 +39,7 @@ from ..tensor_file import open_tensors
 from ..tensors import canonical_names, holds_base_weights
 from .gradients import tile_backward
 from .gradients.collector import Receiver
+from .gradients.gradient_buffer import write_tiles
 from .gradients.tile_backward import Route
 from .gradients.tile_layers import MAX_TILED_DENSITY
 from .ranks.sharding import Shard
@@ -177,19 +178,7 @@ class Overlay:
     def _tile_values(self, left: Tensor, right: Tensor) -> Tensor:
         assert self._tiles is not None and self.active is not None
         values = torch.zeros(self.active.numel(), dtype=torch.float32, device=left.device)
-        self._ops.tile_weight_grad_(
-            values,
-            [left.contiguous()],
-            [right.contiguous()],
-            self._tiles,
-            [0],
-            [len(self._tiles)],
-            tile_size=self._tile_size,
-            scale=None,
-            accumulate=False,
-            sum_sq=None,
-            found_inf=None,
-        )
+        write_tiles(self._ops, values, left, right, self._tiles, self._tile_size)
         return values
 
     @property

@@ -6,11 +6,8 @@ The tokens after each switch are those of an engine that was started with the ch
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,8 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from torch import nn
-from vllm import LLM
-from vllm.config import WeightTransferConfig
+from vllm_lab import engine
 from vllm_server import Server
 from vllm_updates import Trainer, save, tokens_of
 
@@ -29,22 +25,6 @@ from sparse_opt.integrations.vllm import VLLMDeltas, VLLMWeightSync
 from sparse_opt.weight_sync import WeightSender
 
 Tokens = list[list[int]]
-
-
-@contextmanager
-def engine(folder: Path, **options: Any) -> Iterator[LLM]:
-    llm = LLM(
-        str(folder),
-        enforce_eager=True,
-        max_model_len=512,
-        dtype="bfloat16",
-        weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
-        **options,
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")

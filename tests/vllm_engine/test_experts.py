@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +11,9 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from vllm import LLM
-from vllm.config import WeightTransferConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm_lab import EXPERTS, make_model
+from vllm_lab import EXPERTS, engine, make_model
 from vllm_updates import Trainer, save, tokens_of
 
 from sparse_opt import MaskSet, SparseDelta
@@ -90,21 +86,6 @@ def test_weights_that_attention_has_copied_are_refused(vllm_model):
     traced(model, source, "mlp")
     with pytest.raises(WeightSyncError, match=r"kv_b_proj\.weight belongs to .*: exclude it from the mask"):
         traced(model, source, "kv_b_proj")
-
-
-@contextmanager
-def engine(folder: Path) -> Iterator[LLM]:
-    llm = LLM(
-        str(folder),
-        enforce_eager=True,
-        max_model_len=512,
-        dtype="bfloat16",
-        weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def test_updates_under_tiles_and_whole_experts_and_a_delta(tmp_path):

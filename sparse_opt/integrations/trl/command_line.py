@@ -57,7 +57,7 @@ class GRPOScriptArguments(ScriptArguments):
     """TRL's script arguments and the two of its GRPO script."""
 
     reward_model_name_or_path: str | None = option(None, "reward model: a sequence classifier with one label")
-    reward_funcs: list[str] | None = option(  # noqa: RUF009
+    reward_funcs: list[str] | None = option(  # noqa: RUF009  # `option` makes a field
         None,
         "exact_match, number (both read the column answer), accuracy_reward, reasoning_accuracy_reward, "
         "think_format_reward, get_soft_overlong_punishment, or import paths: my_package.rewards.function",

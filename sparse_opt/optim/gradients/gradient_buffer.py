@@ -23,6 +23,33 @@ class Product(NamedTuple):
     right: Tensor  # [tokens, columns]
 
 
+def write_tiles(
+    ops: Any,
+    values: Tensor,
+    left: Tensor,
+    right: Tensor,
+    tiles: Tensor,
+    tile_size: int,
+    *,
+    token_offsets: Tensor | None = None,
+) -> None:
+    """Write the active tiles of one matrix, left^T @ right, by `ops.tile_weight_grad_`, whose arguments these are."""
+    ops.tile_weight_grad_(
+        values,
+        [left.contiguous()],
+        [right.contiguous()],
+        tiles,
+        [0],
+        [len(tiles)],
+        tile_size=tile_size,
+        scale=None,
+        accumulate=False,
+        sum_sq=None,
+        found_inf=None,
+        token_offsets=token_offsets,
+    )
+
+
 @dataclass(eq=False)
 class GradientBuffer(Segments, ABC):
     """The active elements of the parameters' gradients, as one flat tensor, between two steps.
@@ -83,19 +110,7 @@ class GradientBuffer(Segments, ABC):
         for first_row, left in parts:
             tiles = self.tiles.of_rows(i, first_row, first_row + left.shape[1])
             tiles[:, 2] -= start
-            self.ops.tile_weight_grad_(
-                values,
-                [left.contiguous()],
-                [right],
-                tiles,
-                [0],
-                [len(tiles)],
-                tile_size=self.tiles.tile_size,
-                scale=None,
-                accumulate=False,
-                sum_sq=None,
-                found_inf=None,
-            )
+            write_tiles(self.ops, values, left, right, tiles, self.tiles.tile_size)
             del left  # free it before the next part is computed
         return values
 
@@ -109,20 +124,8 @@ class GradientBuffer(Segments, ABC):
         assert self.tiles is not None
         tiles = self.tiles.of_first_slot(i, self.starts[i])
         values = torch.empty(self.ends[i] - self.starts[i], dtype=torch.float32, device=self.device)
-        self.ops.tile_weight_grad_(
-            values,
-            [left.detach().contiguous()],
-            [right.detach().contiguous()],
-            tiles,
-            [0],
-            [len(tiles)],
-            tile_size=self.tiles.tile_size,
-            scale=None,
-            accumulate=False,
-            sum_sq=None,
-            found_inf=None,
-            token_offsets=token_offsets,
-        )
+        left, right = left.detach(), right.detach()
+        write_tiles(self.ops, values, left, right, tiles, self.tiles.tile_size, token_offsets=token_offsets)
         return values
 
     # Receiving gradients from autograd without the collector, if the implementation can
