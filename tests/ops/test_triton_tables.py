@@ -36,16 +36,6 @@ def test_least_recently_used_table_goes_first() -> None:
     assert tables.pointer_table("params", lists[1], CPU) is not made[1]
 
 
-def test_blocks_are_kept_by_segments_and_size() -> None:
-    blocks = tables.block_table([0, 5], [5, 9], 8, CPU)
-    assert tables.block_table((0, 5), (5, 9), 8, CPU) is blocks
-    assert tables.block_table([0, 5], [5, 8], 8, CPU) is not blocks
-    assert tables.block_table([0, 5], [5, 9], 16, CPU) is not blocks
-    for end in range(10, 20):
-        tables.block_table([0], [end], 8, CPU)
-    assert len(tables.BLOCK_TABLES) == 4
-
-
 compiled_only = pytest.mark.skipif(triton_kernels.interpreted(), reason="needs TRITON_INTERPRET unset")
 
 

@@ -233,18 +233,6 @@ def test_a_handler_that_the_body_installs_stays(backend):
     trained.assert_unharmed()
 
 
-def test_left_out_of_turn(backend):
-    first, second = Trained(backend), Trained(backend)
-    contexts = [trained.optimizer.base_weights() for trained in (first, second)]
-    for context in contexts:
-        context.__enter__()
-    for context in contexts:
-        context.__exit__(None, None, None)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    first.assert_unharmed()
-    second.assert_unharmed()
-
-
 def test_another_thread_touches_no_handler(backend):
     trained, found = Trained(backend), []
 
