@@ -268,11 +268,6 @@ def test_runs_as_a_script_and_says_what_was_saved(name, tmp_path):
     assert saved == dense - held > 0
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_is_short(file):
-    assert len(file.read_text().splitlines()) <= 80
-
-
 def test_the_page_shows_every_file():
     page = (CHECKOUT / "docs" / "loops.md").read_text()
     shown = re.findall(r"^<!-- file: examples/(\w+)\.py -->$", page, flags=re.MULTILINE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from launch import run_command
 from transformers import AutoModelForCausalLM
 
 from sparse_opt.cli.main import main
@@ -155,54 +153,6 @@ def test_fsdp_in_one_process(run, tmp_path):
         assert shown.splitlines()[0].startswith("minimal_dpo: fsdp in one process: the model is not sharded")
         assert "trained to step 1" in shown
     assert "not sharded" not in run("batch_size=16", "--fsdp=false", config=tmp_path / "fsdp.yaml")
-
-
-# accelerate shards models on GPUs only: this takes processes on a CPU for processes on GPUs.
-ON_CPU = """
-import sys
-from accelerate import PartialState
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
-from sparse_opt.cli.main import main
-init = PartialState.__init__
-def as_on_gpus(self, *args, **kwargs):
-    init(self, *args, **kwargs)
-    if self.distributed_type == DistributedType.MULTI_CPU:
-        self.distributed_type = DistributedType.MULTI_GPU
-PartialState.__init__ = as_on_gpus
-code = main(sys.argv[1:])
-print(AcceleratorState().distributed_type)
-sys.exit(code)
-"""
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_fsdp_in_two_processes(run, world, tmp_path):
-    model = world / "policy" / "model"
-    (tmp_path / "on_cpu.py").write_text(ON_CPU)
-    words = ["train", "minimal_dpo", "--config", CONFIG, "--policy_name", model, "--ref_name", model, "--fsdp"]
-    words += ["--dataset_name", world / "orca.jsonl", "batch_size=4", "precision=fp32", "--learning_rate=1e-3"]
-    words += ["--mount_dir", tmp_path / "two"]
-    script = tmp_path / "on_cpu.py"
-    ended = run_command(2, [str(word) for word in words], dict(os.environ), script=script, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "DistributedType.FSDP" in ended.stdout
-    run("batch_size=8", "precision=fp32", "--learning_rate=1e-3", "--mount_dir", "one")
-    two, one = (margins_of(Path(folder, "logs/margins")) for folder in ("two", "one"))
-    assert [row["n"] for row in two] == [8, 8]  # of both processes
-    assert two[1]["mean"] == pytest.approx(one[1]["mean"], rel=1e-3) and two[1]["mean"] != 0
-    states = [AutoModelForCausalLM.from_pretrained(Path(folder, "dpo_model")).state_dict() for folder in ("two", "one")]
-    for name, value in states[0].items():
-        torch.testing.assert_close(value, states[1][name], rtol=1e-3, atol=1e-4)  # sums in another order, through Adam
-
-
-def test_wandb_project(options, monkeypatch):
-    monkeypatch.delenv("WANDB_PROJECT")
-    options()
-    assert os.environ["WANDB_PROJECT"] == "handwritten-dpo"
-    options("--wandb_project", "other")
-    assert os.environ["WANDB_PROJECT"] == "other"
 
 
 @pytest.mark.parametrize(
