@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
@@ -102,17 +101,6 @@ def test_versions_are_incremented(any_place):
     assert changed == [*[True] * len(case.params), False, False, True, True]
 
 
-def test_memory_of_the_tensors_may_be_replaced(any_place):
-    case = make(torch.device(any_place[0]))
-    bound = bound_to(case, any_place[1])
-    expected = case.clone()
-    for param in case.params:
-        param.data = param.clone()
-    run_bound("indexed_sgd_", bound, case)
-    run_step("indexed_sgd_", expected, any_place[1])
-    assert_same_bits(case, expected)
-
-
 def test_errors_leave_everything_as_it_was(any_place):
     case = make(torch.device(any_place[0]))
     before, bound = case.clone(), bound_to(case, any_place[1])
@@ -139,17 +127,6 @@ def test_wrong_segments_are_refused_when_they_are_bound():
         ops.bind(case.params[:1], case.indices, [0], [9999])
     with pytest.raises(BackendUnavailable, match="no backend has this name"):
         ops.bind(case.params, case.indices, case.starts, case.ends, backend="fast")
-
-
-@pytest.mark.parametrize("op", [*STEP_OPS, "indexed_swap_", "masked_grad_gather_"])
-def test_signatures_are_those_of_the_functions_without_what_is_bound(op):
-    bound = {"params", "indices", "starts", "ends", "run_length", "index_bases", "backend"}
-    of_function = inspect.signature(getattr(ops, op)).parameters
-    own = {name: p for name, p in of_function.items() if name not in bound and not (name == "dense" and "swap" in op)}
-    found = dict(inspect.signature(getattr(ops.BoundOps, op)).parameters)
-    assert list(found) == ["self", *own]
-    assert all(found[name].kind == p.kind for name, p in own.items())
-    assert all(found[name].default == p.default for name, p in own.items() if name != "dense")
 
 
 def test_arguments_that_a_step_does_not_have_are_named():

@@ -26,16 +26,6 @@ def test_same_address_of_another_dtype_is_checked_again() -> None:
         tables.pointer_table("params", [tensors[0].view(torch.int32), tensors[1]], CPU)
 
 
-def test_least_recently_used_table_goes_first() -> None:
-    lists = [[torch.zeros(1), torch.zeros(1)] for _ in range(5)]
-    made = [tables.pointer_table("params", tensors, CPU) for tensors in lists[:4]]
-    assert tables.pointer_table("params", lists[0], CPU) is made[0]
-    tables.pointer_table("params", lists[4], CPU)
-    assert len(tables.POINTER_TABLES) == 4
-    assert tables.pointer_table("params", lists[0], CPU) is made[0]
-    assert tables.pointer_table("params", lists[1], CPU) is not made[1]
-
-
 compiled_only = pytest.mark.skipif(triton_kernels.interpreted(), reason="needs TRITON_INTERPRET unset")
 
 

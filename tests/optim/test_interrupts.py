@@ -165,7 +165,7 @@ def terminate(number, frame):
     raise Terminated
 
 
-@pytest.mark.parametrize("distance", [0, 1, 7, 40])
+@pytest.mark.parametrize("distance", [1, 40])
 def test_two_signals_with_handlers_that_raise(backend, distance):
     signal.signal(signal.SIGTERM, terminate)
     trained = Trained(backend)

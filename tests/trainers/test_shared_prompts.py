@@ -48,12 +48,8 @@ PROMPT = tokens(9, 0)
 PAIRS = {
     "rejected shorter": (pair(PROMPT, tokens(8, 1), tokens(3, 2)), 8),
     "rejected longer": (pair(PROMPT, tokens(4, 3), tokens(11, 4)), 8),
-    "one token each": (pair(PROMPT, tokens(1, 5), tokens(1, 6)), 8),
-    "equal completions": (pair(PROMPT, tokens(5, 7), tokens(5, 7)), 8),
     "completions begin alike": (pair(PROMPT, [7, 8, *tokens(3, 8)], [7, 8, *tokens(4, 9)]), 8),
     "chosen continues rejected": (pair(PROMPT, [7, 8, 9, 10], [7, 8]), 8),
-    "long prompt": (pair(tokens(23, 10), tokens(2, 11), tokens(3, 12)), 22),
-    "prompt of two tokens": (pair([5, 6], tokens(6, 13), tokens(7, 14)), 1),
     "prompt of one token": (pair([5], tokens(6, 15), tokens(7, 16)), 0),
     "no prompt": (pair([], tokens(6, 17), tokens(7, 18)), 0),
     "no prompt, equal starts": (pair([], [7, 8, 9], [7, 8, 10]), 0),

@@ -159,7 +159,6 @@ def test_fsdp_in_one_process(run, tmp_path):
     ("change", "message"),
     [
         ("dpo_training: {epoch: 1}", "unknown option 'epoch' (from config file"),
-        ("dpo_training: {epochs: 1}\nepochs: 2", "'epochs' is given twice, the second time in 'epochs': give it once"),
         ("dataset: {val_ratio: 1}", "--val_ratio is 1.0, expected a share of at least 0 and below 1"),
         ("dataset: {subset: 'train[:200%]'}", "train[:200%]"),
         ("dataset: {dataset_streaming: true}", "--dataset_streaming: rows cannot be held out"),

@@ -367,11 +367,9 @@ def test_what_does_not_fit_is_refused_in_one_line(words, files, tmp_path, capfd)
     (tmp_path / "other.jsonl").write_text('{"review": "a"}\n')
     cases = {
         "--reward_label is HAPPY, expected a label of": (2, {"reward_label": "HAPPY"}),
-        "score.weight": (1, {"reward_model_name": files / "gpt2"}),
         "expected a column text, found review": (1, {"dataset_name": tmp_path / "other.jsonl"}),
         "max_position_embeddings, 48": (2, {"max_new_tokens": 40}),
         "m.safetensors: no such mask file": (1, {"mask": "m.safetensors"}),
-        "cannot load a tokenizer from /a/b": (1, {"reward_model_name": "/a/b"}),
     }
     for message, (code, changes) in cases.items():
         found = main(words("refused", **changes)), capfd.readouterr().err
