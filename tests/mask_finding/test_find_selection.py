@@ -18,8 +18,6 @@ from sparse_opt.mask_finding import topk
 from sparse_opt.mask_finding.select import find_mask
 from sparse_opt.masks.patterns import PATTERNS
 
-UNIT_PATTERNS = [pattern for pattern in PATTERNS if pattern != "element"]
-
 
 class Scores:
     """A score source of tensors in memory."""

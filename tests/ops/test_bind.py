@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import LAYOUTS, VARIANTS, assert_same_bits, make, run_step, step_call
 
-from sparse_opt import BackendUnavailable, ops
+from sparse_opt import ops
 from sparse_opt.ops import STEP_OPS
 
 CALLS = [*((name, {}) for name in STEP_OPS), *VARIANTS]
@@ -84,23 +84,6 @@ def test_gather(of, accumulate, layout, any_place):
         assert torch.equal(b, y) and b.isinf().item() == accumulate
 
 
-def test_versions_are_incremented(any_place):
-    case = make(torch.device(any_place[0]))
-    bound = bound_to(case, any_place[1])
-
-    def versions():
-        return [t._version for t in (*case.params, case.exp_avg, case.exp_avg_sq, case.master, case.grad)]
-
-    before = versions()
-    run_bound("indexed_adamw_", bound, case, master=True)
-    assert all(now > then for now, then in zip(versions()[:-1], before[:-1], strict=True))
-    before = versions()
-    bound.indexed_swap_(case.master)
-    bound.masked_grad_gather_(case.grad)
-    changed = [now > then for now, then in zip(versions(), before, strict=True)]
-    assert changed == [*[True] * len(case.params), False, False, True, True]
-
-
 def test_errors_leave_everything_as_it_was(any_place):
     case = make(torch.device(any_place[0]))
     before, bound = case.clone(), bound_to(case, any_place[1])
@@ -117,16 +100,6 @@ def test_errors_leave_everything_as_it_was(any_place):
     with pytest.raises(ValueError, match=r"dense\[0\] has"):
         bound.masked_grad_gather_(case.grad, [case.dense_grads[0][1:].contiguous(), *case.dense_grads[1:]])
     assert_same_bits(case, before)
-
-
-def test_wrong_segments_are_refused_when_they_are_bound():
-    case = make(torch.device("cpu"))
-    with pytest.raises(ValueError, match="bind: starts holds 5 and ends 6 numbers, tensors holds 6 tensors"):
-        ops.bind(case.params, case.indices, case.starts[1:], case.ends)
-    with pytest.raises(ValueError, match=r"bind: segment 0 is \[0, 9999\)"):
-        ops.bind(case.params[:1], case.indices, [0], [9999])
-    with pytest.raises(BackendUnavailable, match="no backend has this name"):
-        ops.bind(case.params, case.indices, case.starts, case.ends, backend="fast")
 
 
 def test_arguments_that_a_step_does_not_have_are_named():

@@ -10,7 +10,7 @@ from computed import Computed
 from small_models import random_sequences, small
 from transformers import LlamaConfig
 
-from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim.gradients.gradient_buffer import GradientBuffer
 from sparse_opt.trainers import logprobs as logprobs_package
 from sparse_opt.trainers.batches import collate
@@ -19,14 +19,6 @@ from sparse_opt.trainers.logprobs import fused, token_logprobs
 from sparse_opt.trainers.logprobs.fused import weight_operand
 
 EPS32 = torch.finfo(torch.float32).eps
-ours = pytest.mark.skipif(
-    backends.choose("tile_weight_grad_", "cpu") != "cpu",
-    reason="another backend's layers raise without an optimizer, and take no lock",
-)
-# Without it, as in a wheel, layers raise if their optimizer is closed between forward and backward pass.
-needs_autograd = pytest.mark.skipif(
-    backends.autograd_module()[0] is None, reason="needs sparse_opt._autograd: " + backends.autograd_module()[1]
-)
 N_WORDS = 331  # ragged at the end
 SIZES = {"vocab_size": N_WORDS, "hidden_size": 80}
 
