@@ -109,17 +109,13 @@ def launch_weight_sync() -> None:
         kernels.digest_sum(values, 0)
         kernels.compare(values, values, 0, 8)
         kernels.select(values, bitmap, 1)
-        listed = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(64, dtype=torch.int16), None, longs
-        tiled = torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), longs, longs
-        for programs, tables, run, tile in (
-            (longs[:, :3], listed, 1, 0),
-            (longs[:, :3], listed, 32, 0),
-            (longs[0, :1], tiled, 1, 64),
-            (longs[0, :1], tiled, 1, 128),
-        ):
+        listed = longs[:, :3], torch.zeros(1, 6, dtype=torch.int64), torch.zeros(64, dtype=torch.int16), None, longs
+        tiled = longs[0, :1], torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), longs, longs
+        layouts = (listed, 1, 0), (listed, 32, 0), (tiled, 1, 64), (tiled, 1, 128)
+        for tables, run, tile in layouts if dtype == torch.bfloat16 else layouts[:1]:
             for kind in ({"single": True, "plain": True}, {"single": False, "plain": False, "wide": True}):
                 sizes = {"wide": False, "element_size": dtype.itemsize, **kind}
-                table = kernels.IndexTable(programs, *tables, run, tile, **sizes)
+                table = kernels.IndexTable(*tables, run, tile, **sizes)
                 kernels.take(table, values)
                 kernels.put(table, values, torch.ones(1, dtype=torch.bool))
                 kernels.put(table, values)
