@@ -159,7 +159,7 @@ def test_a_damaged_state_is_refused_or_loaded(sparse_optimizer, options):
             optimizer.step()  # with what was loaded
             params, optimizer, _, before = with_gradients()
             loaded += 1
-    assert refused > 500 and loaded > 20
+    assert refused > 200 and loaded > 10
     optimizer.load_state_dict(saved)
 
 
