@@ -8,9 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from sparse_opt import BackendUnavailable, backends, l2_fetch, ops
-from sparse_opt.delta import codec as patch_codec
-from sparse_opt.delta import digest as state_digest
+from sparse_opt import BackendUnavailable, backends, ops
 
 GPUS = {
     "V100": (7, 0),
@@ -169,20 +167,6 @@ def test_a_gpu_of_rocm_has_no_compute_capability_of_nvidia(machine, monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (0, 0))
     assert backends.why_unavailable("triton", "cuda:0") == ""
-
-
-def test_digests_and_patches_are_native_where_the_binary_has_code(machine):
-    machine.has("H100", "T4")
-    assert state_digest._why_not_native(torch.device("cuda:0")) == ""
-    assert state_digest._why_not_native(torch.device("cuda:1")).startswith("T4 has compute capability 7.5")
-    assert patch_codec._implementation(torch.device("cuda:0"), "native") is torch.ops.sparse_opt_native
-    with pytest.raises(BackendUnavailable, match=r"natively: T4 has compute capability 7\.5"):
-        patch_codec._implementation(torch.device("cuda:1"), "native")
-
-
-def test_a_setting_of_the_gpu_needs_no_code_for_it(machine):
-    machine.has("T4")
-    assert l2_fetch.why_unreachable() == ""
 
 
 @pytest.mark.gpu

@@ -58,14 +58,16 @@ def masks(model: nn.Module) -> tuple[MaskSet, MaskSet]:
     return tuple(MaskSet({**m, **scale}, {n: shapes[n] for n in {**m, **scale}}) for m in (first, second))
 
 
+def groups_of(model: Small, of_hidden: dict[str, Any], of_others: dict[str, Any]) -> list[dict[str, Any]]:
+    hidden, others = ([(n, p) for n, p in model.named_parameters() if ("hidden" in n) == of] for of in (True, False))
+    return [{"params": hidden, **of_hidden}, {"params": others, **of_others}]
+
+
 def trained(several_masks: bool = False) -> tuple[Small, SparseAdamW]:
     """A model and its optimizer on one device, after some steps, and with `several_masks` a change of the mask."""
     model = make()
     first, second = masks(model)
-    groups = [
-        {"params": [(n, p) for n, p in model.named_parameters() if "hidden" in n], "lr": 0.02},
-        {"params": [(n, p) for n, p in model.named_parameters() if "hidden" not in n], "weight_decay": 0.1},
-    ]
+    groups = groups_of(model, {"lr": 0.02}, {"weight_decay": 0.1})
     mask = first if several_masks else second
     optimizer = SparseAdamW(groups, mask, lr=0.05, model=model, process_group=False, **OPTIONS)
     for step in range(4):
@@ -79,11 +81,8 @@ def trained(several_masks: bool = False) -> tuple[Small, SparseAdamW]:
 
 def build(model: Small, mask: MaskSet | None = None, **options: Any) -> SparseAdamW:
     """An optimizer with the same groups, but other values of their options."""
-    groups = [
-        {"params": [(n, p) for n, p in model.named_parameters() if "hidden" in n]},
-        {"params": [(n, p) for n, p in model.named_parameters() if "hidden" not in n]},
-    ]
-    return SparseAdamW(groups, masks(make())[1] if mask is None else mask, lr=1.0, model=model, **OPTIONS, **options)
+    mask = masks(make())[1] if mask is None else mask
+    return SparseAdamW(groups_of(model, {}, {}), mask, lr=1.0, model=model, **OPTIONS, **options)
 
 
 def mesh_of(ranks: list[int]) -> DeviceMesh:

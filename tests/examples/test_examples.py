@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import re
@@ -219,58 +218,6 @@ def test_accelerates_own_clipping_sees_no_gradient_and_accumulate_keeps_them():
     other.step()
     assert torch.equal(model.weight, twin.weight)
     assert torch.equal(sparse.grad_norm, other.grad_norm)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning: pip install lightning")
-def test_lightning_clips_where_the_module_says_how():
-    import lightning
-
-    names = names_of("with_lightning")
-
-    class Clipping(names["SparseTuning"]):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-            optimizer.clip_grad_norm_(gradient_clip_val)
-
-    def trained(module_class: type[nn.Module]) -> nn.Module:
-        options = argparse.Namespace(model=None, mask=None, density=0.1, max_grad_norm=None, manual=False)
-        module = module_class(options)
-        lightning.Trainer(
-            max_epochs=names["EPOCHS"],
-            accumulate_grad_batches=names["ACCUMULATE"],
-            gradient_clip_val=MAX_GRAD_NORM,
-            reload_dataloaders_every_n_epochs=1,
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-        ).fit(module)
-        return module.model
-
-    expected = names["main"](["--density", "0.1", "--max_grad_norm", str(MAX_GRAD_NORM)])
-    unclipped = names["main"](["--density", "0.1", "--max_grad_norm", "1e9"])
-    for p, q, r, s in zip(
-        *(m.parameters() for m in (expected, trained(Clipping), unclipped, trained(names["SparseTuning"]))), strict=True
-    ):
-        assert torch.equal(p, q)
-        assert torch.equal(r, s)  # Lightning's own, which has nothing to clip
-    assert not all(torch.equal(p, r) for p, r in zip(expected.parameters(), unclipped.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", [p for p in ALL if "manual" not in p.values[0]])
-def test_runs_as_a_script_and_says_what_was_saved(name, tmp_path):
-    start().save_pretrained(tmp_path)
-    printed = run_script(name, ["--model", str(tmp_path)])
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
-    assert len(losses) >= STEPS
-    assert all(4 < loss < 7 for loss in losses)  # tokens of 256 kinds at random: ln 256 is 5.5
-    held, dense, saved = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{5,}", printed.splitlines()[-1]))
-    assert dense == 3 * sum(p.nbytes for p in start().parameters())
-    assert saved == dense - held > 0
-
-
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_is_short(file):
-    assert len(file.read_text().splitlines()) <= 80
 
 
 def test_the_page_shows_every_file():

@@ -186,10 +186,3 @@ def test_find_from_model_selects_by_the_scores_of_the_method(tiny_llama, method:
         # wanda leaves out the embedding, and so the output layer.
         **({} if method == "wanda" else {"tied": '{"lm_head.weight": "model.embed_tokens.weight"}'}),
     }
-
-
-def test_find_from_model_checks_its_arguments_first(tiny_llama) -> None:
-    with pytest.raises(MaskError, match="no tensor of the model is chosen by include, exclude, mlp_only and routers"):
-        find_from_model(tiny_llama(), method="weight_magnitude", sparsity=90, include=["nothing*"])
-    with pytest.raises(MaskError, match="sparsity is 100 percent, expected above 0 and below 100"):
-        find_from_model(tiny_llama(), method="snip", sparsity=100, sequences=SEQUENCES)

@@ -16,7 +16,7 @@ from sparse_opt import DeltaLog
 from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.errors import MaskError
 from sparse_opt.mask_finding import log_scores as mask_scores
-from sparse_opt.mask_finding.find import find_from_log, mask_file_name, top_file_name
+from sparse_opt.mask_finding.find import find_from_log
 from sparse_opt.mask_finding.log_scores import LOG_METHODS, LogScores, plan_scores
 
 State = dict[str, Tensor]
@@ -193,10 +193,7 @@ def test_steps_that_each_method_reads() -> None:
             {"method": "momentum", "target_step": 2},
             "window 2 needs 2 logged .* step 2 there is 1: log more steps, as with --delta_log_steps every:1",
         ),
-        ({"method": "fisher", "target_step": 2}, "fisher needs 2 logged steps after the first, .* step 2 there is 1"),
-        ({"method": "momentum", "target_step": 0}, "no element of step 0 has changed since step 0"),
         ({"method": "momentum", "momentum_window": 1}, "momentum_window is 1, expected 2 or more velocities"),
-        ({"method": "fisher", "momentum_window": 3}, "momentum_window is 3, expected None for the method fisher"),
         (
             {"method": "oracle", "target_step": 9},
             "target_step is 9, expected 10 for oracle, which scores",
@@ -244,9 +241,3 @@ def test_metadata_says_how_a_mask_was_made() -> None:
     assert json.loads(metadata["exclude"]) == ["*.norm"]
     assert "include" not in metadata
     assert found.mask.pattern == "run16"
-
-
-def test_names_of_files() -> None:
-    assert mask_file_name(99.99, "momentum_w25", 25) == "sparsity_99.99pct_momentum_w25_step25.safetensors"
-    assert top_file_name(10, "momentum_w25", 25) == "top_10.0pct_momentum_w25_step25.safetensors"
-    assert top_file_name(2.5, "snip", pattern="run32") == "top_2.5pct_snip_run32.safetensors"

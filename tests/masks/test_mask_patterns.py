@@ -12,7 +12,7 @@ from torch import Tensor
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.masks import patterns as mask_patterns
-from sparse_opt.masks.patterns import PATTERNS, broken_unit, unit_grid, unit_sizes, whole_units
+from sparse_opt.masks.patterns import PATTERNS, broken_unit
 
 SHAPES = [(), (1,), (130,), (3, 5), (64, 64), (128, 160), (130, 70), (129, 128), (0, 4), (4, 0), (5, 1)]
 # Stacks of matrices, as fused experts are: of whole tiles, cut off at the lower edge, smaller than a tile, and empty.
@@ -57,22 +57,6 @@ def test_random_masks_keep_their_pattern_and_others_are_found_out(shape: tuple[i
         found = MaskSet.from_bool({"w": dense})
         assert found.pattern == specific
         assert found == mask
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("shape", [(3, 130, 70), (2, 128, 128)], ids=str)
-def test_the_units_of_a_stack_are_those_of_its_matrices(shape: tuple[int, int, int], pattern: str) -> None:
-    experts, *matrix = shape
-    of_one = math.prod(unit_grid(matrix, pattern))
-    units = torch.arange(0, experts * of_one, 3)
-    parts = [
-        mask_patterns.expand_units(units[units // of_one == e] - e * of_one, matrix, pattern) + e * math.prod(matrix)
-        for e in range(experts)
-    ]
-    positions = mask_patterns.expand_units(units, shape, pattern)
-    assert torch.equal(positions, torch.cat(parts))
-    assert torch.equal(whole_units(positions, shape, pattern), units)
-    assert unit_sizes(units, shape, pattern).sum() == positions.numel()
 
 
 def test_one_element_more_or_less_breaks_a_tile() -> None:

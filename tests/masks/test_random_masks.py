@@ -78,7 +78,6 @@ def test_a_modules_parameters() -> None:
     ("options", "message"),
     [
         ({"density": -0.1}, "mask density is -0.1"),
-        ({"density": 1.1}, "mask density is 1.1"),
         ({"density": float("nan")}, "mask density is nan"),
         ({"density": 0.5, "pattern": "tile32"}, "mask pattern is 'tile32'"),
         ({"density": 0.5, "pool": "layer"}, "pool is 'layer', expected tensor or global"),
@@ -95,8 +94,6 @@ def test_a_mask_that_would_be_empty_is_refused_with_the_remedy() -> None:
         SparseAdamW(model, RandomMask(0.01, "tile64"))
     with pytest.raises(MaskError, match="in all tensors together; use a larger density or a smaller pattern"):
         MaskSet.random(model, density=1e-6, pool="global")
-    assert MaskSet.random(model, density=0.1, pattern="tile64", pool="global").nnz
-    assert not MaskSet.random(model, density=0.0).nnz
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

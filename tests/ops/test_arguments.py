@@ -53,21 +53,13 @@ BAD = {
     ),
     "list lengths": (lambda c: {"starts": c.starts[1:]}, "starts holds 5 and ends 6 numbers, params holds 6 tensors"),
     "no gradient": (lambda c: {"grad": None}, "neither of grad and dense_grads given, expected exactly one"),
-    "two gradients": (lambda c: {"dense_grads": c.dense_grads}, "both of grad and dense_grads given"),
-    "gradient length": (lambda c: {"grad": c.grad[:-1]}, r"grad has \d+ elements, expected \d+"),
     "gradient shape": (
         lambda c: {"grad": None, "dense_grads": [c.dense_grads[0].view(-1), *c.dense_grads[1:]]},
         r"dense_grads\[0\] has shape \[231\], params\[0\] has \[7, 33\]",
     ),
     "state dtype": (lambda c: {"state0": c.exp_avg.half()}, "STATE0 is torch.float16, expected float32 or bfloat16"),
     "state length": (lambda c: {"state0": c.exp_avg[:-1]}, r"STATE0 has \d+ elements, expected \d+"),
-    "states differ": (
-        lambda c: {"state1": c.exp_avg_sq.bfloat16()},
-        "STATE1 is torch.bfloat16, expected float32",
-    ),
     "master dtype": (lambda c: {"master": c.master.bfloat16()}, "master is torch.bfloat16, expected float32"),
-    "weights dtype": (lambda c: {"weights": c.master.bfloat16()}, "weights is torch.bfloat16, expected float32"),
-    "weights length": (lambda c: {"weights": c.master[:-1]}, r"weights has \d+ elements, expected \d+"),
     "weights and master": (
         lambda c: {"weights": c.master, "master": c.master},
         "both of master and weights given, expected at most one",
@@ -78,25 +70,11 @@ BAD = {
         r"lr is torch.float32 of shape \[2\], expected one float32 element",
     ),
     "steps": (lambda c: {"steps": c.steps[:2]}, "steps has 2 elements, expected 6"),
-    "beta": (lambda c: {"beta1": 1.0}, "beta1 is 1.0, expected 0 <= beta1 < 1"),
     "seed": (lambda c: {"seed": -1}, "seed is -1, expected 0 <= seed"),
     "run length": (
         lambda c: {"run_length": 12},
         "run_length is 12, expected a power of two from 1 to 1073741824",
     ),
-    "start inside a run": (
-        lambda c: {"run_length": 16},
-        r"segment 0 is \[\d+, \d+\), expected multiples of run_length 16",
-    ),
-    "too few indices of runs": (
-        lambda c: {"run_length": 4, "indices": c.indices[:2], "starts": [0] * 6, "ends": [12, 0, 0, 0, 0, 0]},
-        r"segment 0 is \[0, 12\), expected within \[0, 8\), the slots of 2 indices of run_length 4",
-    ),
-    "buffers for other runs": (
-        lambda c: {"run_length": 4, "indices": c.indices[:2], "starts": [0] * 6, "ends": [8, 0, 0, 0, 0, 0]},
-        r"grad has \d+ elements, expected 8 for 2 indices of run_length 4",
-    ),
-    "clip_coef": (lambda c: {"clip_coef": torch.ones(1).double()}, "clip_coef is torch.float64"),
 }
 
 
@@ -148,21 +126,10 @@ def test_other_ops():
         ops.indexed_swap_(c.params, c.grad.bfloat16(), *segments)
     with pytest.raises(ValueError, match=r"indexed_replace_: after has \d+ elements, expected \d+"):
         ops.indexed_replace_(c.params, c.grad, c.grad[:-1], *segments)
-    halves = [p.half() for p in c.params]
-    with pytest.raises(ValueError, match=r"indexed_replace_: before is torch.bfloat16, expected float16 or float32"):
-        ops.indexed_replace_(halves, c.grad.bfloat16(), c.grad, *segments)
-    with pytest.raises(ValueError, match=r"indexed_swap_: dense\[0\] is torch.complex128 of 16 bytes"):
-        ops.indexed_swap_([c.params[0].to(torch.complex128)], c.grad, c.indices, c.starts[:1], c.ends[:1])
     with pytest.raises(ValueError, match=r"masked_grad_gather_: sum_sq has 2 elements, expected 6"):
         ops.masked_grad_gather_(c.grad, c.dense_grads, *segments, sum_sq=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"masked_grad_gather_: out has 3 elements"):
-        ops.masked_grad_gather_(c.grad[:3], c.dense_grads, *segments)
     with pytest.raises(ValueError, match=r"delta_encode: old\[1\] has shape \[2\], new\[1\] has \[1\]"):
         ops.delta_encode([c.params[0], torch.zeros(2)], c.params[:2])
-    with pytest.raises(ValueError, match=r"delta_encode: old\[0\] is torch.float16, expected float32"):
-        ops.delta_encode([c.params[0].half()], c.params[:1])
-    with pytest.raises(ValueError, match="delta_encode: new holds no tensor"):
-        ops.delta_encode([], [])
     with pytest.raises(ValueError, match=r"delta_apply_: values has 4 elements"):
         ops.delta_apply_(c.params, c.indices, c.grad[:4], c.starts, c.ends)
 
@@ -173,12 +140,8 @@ def test_narrow_indices():
     swap = ops.indexed_swap_
     with pytest.raises(ValueError, match=r"indices is torch.uint16, expected int32 or int64"):
         swap(case.params, case.grad, *segments)
-    with pytest.raises(ValueError, match=r"indices is torch.int32, expected uint16"):
-        swap(case.params, case.grad, case.indices.int(), case.starts, case.ends, index_bases=case.index_bases)
     with pytest.raises(ValueError, match=r"index_bases has \d+ elements, expected \d+"):
         swap(case.params, case.grad, *segments, index_bases=case.index_bases[1:])
-    with pytest.raises(ValueError, match=r"index_bases is torch.int64, expected int32"):
-        swap(case.params, case.grad, *segments, index_bases=case.index_bases.long())
     with pytest.raises(ValueError, match=r"run_length is 2, expected 1 with index_bases"):
         swap(case.params, case.grad, *segments, index_bases=case.index_bases, run_length=2)
     with pytest.raises(ValueError, match="expected ascending segments with index_bases"):
@@ -195,8 +158,6 @@ def test_narrow_indices():
         ops.narrow_indices(far, [0], [2])
     with pytest.raises(ValueError, match=r"segment 1 has .* up to 2147483648; expected"):
         ops.narrow_indices(far, [2, 3], [3, 4])
-    with pytest.raises(ValueError, match="not in ascending order"):
-        ops.narrow_indices(far, [2, 0], [4, 2])
     assert not ops.can_narrow(far[:2]) and not ops.can_narrow(far[3:])
     assert ops.can_narrow(far[:1]) and ops.can_narrow(far[:0])
     even = torch.arange(0, 1 << 20, 257)  # 256 of them reach 65535
@@ -207,9 +168,6 @@ def test_narrow_indices():
     ("run_length", "ends", "message"),
     [
         (12, [32], "run_length is 12, expected a power of two from 1 to 1073741824"),
-        (-16, [32], "run_length is -16, expected a power of two"),
-        (0, [32], "run_length is 0, expected a power of two"),
-        (2**31, [32], "run_length is 2147483648, expected a power of two"),
         (16, [24], r"segment 0 is \[0, 24\), expected multiples of run_length 16"),
         (16, [48], r"segment 0 is \[0, 48\), expected within \[0, 32\)"),
         (8, [16], "compact has 32 elements, expected 16"),

@@ -182,9 +182,9 @@ def test_the_break_at_delta_encode_names_the_setting_and_changes_no_result():
 ADAMW = FUNCTIONS["indexed_adamw_"]
 
 
-def kernel_calls(compiler: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, list[list[int]]]:
-    """The case that the step was compiled for, and the addresses of the parameters in the kernel's call."""
-    seen: list[list[int]] = []
+def test_inductor_hands_over_the_tensors_themselves(monkeypatch):
+    """The compiler makes a mutating op functional; if it cannot undo that, it copies the whole model in each call."""
+    seen: list[list[int]] = []  # the addresses of the parameters in the kernel's call
     function = backends.function
 
     def noted(op: str, device: torch.device, backend: str | None = None) -> Callable[..., None]:
@@ -198,13 +198,7 @@ def kernel_calls(compiler: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Case, 
 
     monkeypatch.setattr(backends, "function", noted)
     case = make(torch.device("cpu"))
-    torch.compile(ADAMW, fullgraph=True, backend=compiler)(case, "cpu")
-    return case, seen
-
-
-def test_inductor_hands_over_the_tensors_themselves(monkeypatch):
-    """The compiler makes a mutating op functional; if it cannot undo that, it copies the whole model in each call."""
-    case, seen = kernel_calls("inductor", monkeypatch)
+    torch.compile(ADAMW, fullgraph=True, backend="inductor")(case, "cpu")
     assert seen == [[p.data_ptr() for p in case.params]]
     assert "possibly_missed_reinplacing_bytes" not in counters["inductor"]
 

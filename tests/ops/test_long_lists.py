@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import assert_same_bits, make, run_step
 
-from sparse_opt import backends, ops
+from sparse_opt import ops
 from sparse_opt.ops import STEP_OPS
 
 
@@ -70,12 +70,3 @@ def test_long_lists_of_tiles(count, place):
     expected, got = results
     assert torch.equal(got[0], expected[0]) and got[0].isfinite().all()
     assert torch.equal(got[1], expected[1])  # integers below 2^24, too
-
-
-@pytest.mark.parametrize("op", backends.OPS)
-def test_the_extension_implements_every_op(op):
-    if backends.native_module()[0] is None:
-        pytest.skip("needs the extension: " + backends.native_module()[1])
-    keys = ["CPU", *["CUDA"] * backends.native_module()[0].build_info()["cuda"]]
-    for key in keys:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sparse_opt_native::{op}", key)

@@ -423,8 +423,6 @@ BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
         lambda c: {"tiles": c.tiles.int()},
         r"tiles is torch.int32 of shape \[\d+, 4\], expected contiguous int64 \[tiles, 4\]",
     ),
-    "tiles shape": (lambda c: {"tiles": c.tiles[:, :3].contiguous()}, r"tiles is torch.int64 of shape \[\d+, 3\]"),
-    "tiles layout": (lambda c: {"tiles": c.tiles.T.contiguous().T}, "tiles is .*, expected contiguous int64"),
     "lengths": (
         lambda c: {"inputs": c.inputs[1:]},
         "grad_outputs holds 2 and inputs 1 tensors, starts 2 and ends 2 numbers, expected equal numbers",
@@ -441,10 +439,6 @@ BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
         lambda c: {"inputs": [c.inputs[0][:2].contiguous(), c.inputs[1]]},
         r"grad_outputs\[0\] has shape \[5, 65\] and inputs\[0\] \[2, 70\], expected .* of the same leading sizes",
     ),
-    "no leading size": (
-        lambda c: {"grad_outputs": [c.grad_outputs[0][0], c.grad_outputs[1]], "inputs": [c.inputs[0][0], c.inputs[1]]},
-        r"grad_outputs\[0\] has shape \[65\] and inputs\[0\] \[70\], expected",
-    ),
     "layout": (
         lambda c: {"inputs": [c.inputs[0].T.contiguous().T, c.inputs[1]]},
         r"inputs\[0\] of shape \[5, 70\] has strides \[1, 5\], expected contiguous",
@@ -453,29 +447,15 @@ BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
         lambda c: {"inputs": [x.half() for x in c.inputs]},
         r"inputs\[0\] is torch.float16, but grad_outputs\[0\] is torch.float32",
     ),
-    "matrices of two dtypes": (
-        lambda c: {"grad_outputs": [c.grad_outputs[0], c.grad_outputs[1].half()]},
-        r"grad_outputs\[1\] is torch.float16, but grad_outputs\[0\] is torch.float32",
-    ),
-    "dtype of operands": (
-        lambda c: {"grad_outputs": [g.double() for g in c.grad_outputs]},
-        r"grad_outputs\[0\] is torch.float64, expected bfloat16 or float16 or float32",
-    ),
     "device": (
         lambda c: {"inputs": [c.inputs[0], c.inputs[1].to("meta")]},
         r"inputs\[1\] is on meta, expected cpu",
     ),
     "dtype of out": (lambda c: {"out": c.out.double()}, "out is torch.float64, expected"),
-    "shape of out": (lambda c: {"out": c.out.view(1, -1)}, "out "),
     "dtype of offsets": (
         lambda c: {"token_offsets": torch.tensor([5])},
         "token_offsets is torch.int64, expected int32",
     ),
-    "scale": (
-        lambda c: {"scale": torch.ones(2)},
-        r"scale is torch.float32 of shape \[2\], expected one float32 element",
-    ),
-    "found_inf": (lambda c: {"found_inf": torch.ones(1).int()}, "found_inf is torch.int32"),
     "sum_sq": (lambda c: {"sum_sq": torch.ones(3)}, "sum_sq has 3 elements, expected 2"),
 }
 

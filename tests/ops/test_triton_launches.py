@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_tiles import PADDING, assert_bits, assert_sums, make, normals
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
@@ -44,15 +45,9 @@ def scattered() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tiles(size: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    tokens, rows, columns = 200, 128, 128
-    grad_output, x = (torch.randn(tokens, n, generator=generator).bfloat16().to(DEVICE) for n in (rows, columns))
-    table = ops.tile_table(torch.arange(rows * columns), (rows, columns), size).to(DEVICE)
-    out, sum_sq = torch.full((rows * columns,), torch.nan, device=DEVICE), torch.full((1,), torch.nan, device=DEVICE)
-    ops.tile_weight_grad_(
-        out, [grad_output], [x], table, [0], [len(table)], tile_size=size, sum_sq=sum_sq, backend="triton"
-    )
-    return [out, sum_sq]
+    call = make(DEVICE, shapes=((128, 128),), tokens=(200,), tile_size=size, dtype=torch.bfloat16, draw=normals)
+    sum_sq = torch.full((1,), torch.nan, device=DEVICE)
+    return [call.run("triton", sum_sq=sum_sq)[PADDING:-PADDING], sum_sq]
 
 
 CALLS = {
@@ -75,58 +70,19 @@ def test_the_sizes_of_every_gpu_give_the_same_bits(call, monkeypatch):
         assert torch.equal(as_bits(tensor), as_bits(other))
 
 
-SHAPES = ((130, 70), (64, 128))
-
-
-@pytest.mark.parametrize("matrices", [1, 2], ids=["one", "list"])
+@pytest.mark.parametrize("shapes", [((130, 70),), ((130, 70), (64, 128))], ids=["one", "list"])
 @pytest.mark.parametrize(("tile_size", "dtype"), [(64, torch.bfloat16), (128, torch.float32)], ids=["64", "128"])
-def test_parts_make_the_same_gradient(
-    monkeypatch: pytest.MonkeyPatch, tile_size: int, dtype: torch.dtype, matrices: int
-) -> None:
-    """Small integers, whose products and sums are exact in fp32 in any order: every bit must be the reference's."""
+def test_parts_make_the_same_gradient(monkeypatch, tile_size, dtype, shapes) -> None:
     monkeypatch.setattr(tile_weight_grad, "LEAST_TOKENS", 50)
     monkeypatch.setattr(tile_weight_grad, "WHOLE_BELOW", 0)
-    tokens, shapes = 170, SHAPES[:matrices]
-    generator = torch.Generator().manual_seed(tile_size)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randint(-4, 5, shape, generator=generator).to(DEVICE, dtype)
-
-    grad_outputs, inputs = [draw(tokens, rows) for rows, _ in shapes], [draw(tokens, columns) for _, columns in shapes]
-    tables, slots = [], 0
-    for rows, columns in shapes:
-        tables.append(ops.tile_table(torch.arange(rows * columns), (rows, columns), tile_size, first_slot=slots))
-        slots += rows * columns
-    ends = torch.tensor([len(t) for t in tables]).cumsum(0).tolist()
-    starts, tiles = [0, *ends[:-1]], torch.cat(tables).to(DEVICE)
-    assert tile_weight_grad._splits(ends[-1], tokens, tile_size, DEVICE) == 3
-    made = []
-    for op in (reference.tile_weight_grad_, triton_kernels.tile_weight_grad_):
-        out = torch.ones(slots + 5, device=DEVICE)
-        sum_sq = torch.full((matrices,), torch.nan, device=DEVICE)
-        found_inf = torch.zeros(1, device=DEVICE)
-        scale = torch.tensor([0.5], device=DEVICE)
-        op(
-            out,
-            grad_outputs,
-            inputs,
-            tiles,
-            starts,
-            ends,
-            tile_size=tile_size,
-            scale=scale,
-            accumulate=True,
-            sum_sq=sum_sq,
-            found_inf=found_inf,
-        )
-        made.append((out, sum_sq, found_inf))
-    (expected, _, _), (out, sum_sq, found_inf) = made
-    assert torch.equal(out, expected)
+    call = make(DEVICE, shapes=shapes, tokens=(170,), tile_size=tile_size, dtype=dtype, density=1.0)
+    assert tile_weight_grad._splits(call.ends[-1], 170, tile_size, DEVICE) == 3
+    sum_sq, found_inf = torch.full((len(shapes),), torch.nan, device=DEVICE), torch.zeros(1, device=DEVICE)
+    options = {"scale": torch.tensor([0.5], device=DEVICE), "accumulate": True}
+    got = call.run("triton", **options, sum_sq=sum_sq, found_inf=found_inf)
+    assert_bits(got, call.run("reference", **options))
+    assert_sums(sum_sq, call, got)
     assert found_inf.item() == 0
-    squares = [expected[:9100].double().square().sum(), expected[9100:-5].double().square().sum()][:matrices]
-    # Positive terms, so each addition rounds by 2^-24 of the sum at most. The longest chain, where everything is added
-    # one by one: 32 columns, 4 parts, 16 rows, 48 bands (6 tiles of 64).
-    torch.testing.assert_close(sum_sq.double(), torch.stack(squares), rtol=100 * 2.0**-24, atol=0)
 
 
 def test_parts_of_the_tokens_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,26 +26,6 @@ def test_same_address_of_another_dtype_is_checked_again() -> None:
         tables.pointer_table("params", [tensors[0].view(torch.int32), tensors[1]], CPU)
 
 
-def test_least_recently_used_table_goes_first() -> None:
-    lists = [[torch.zeros(1), torch.zeros(1)] for _ in range(5)]
-    made = [tables.pointer_table("params", tensors, CPU) for tensors in lists[:4]]
-    assert tables.pointer_table("params", lists[0], CPU) is made[0]
-    tables.pointer_table("params", lists[4], CPU)
-    assert len(tables.POINTER_TABLES) == 4
-    assert tables.pointer_table("params", lists[0], CPU) is made[0]
-    assert tables.pointer_table("params", lists[1], CPU) is not made[1]
-
-
-def test_blocks_are_kept_by_segments_and_size() -> None:
-    blocks = tables.block_table([0, 5], [5, 9], 8, CPU)
-    assert tables.block_table((0, 5), (5, 9), 8, CPU) is blocks
-    assert tables.block_table([0, 5], [5, 8], 8, CPU) is not blocks
-    assert tables.block_table([0, 5], [5, 9], 16, CPU) is not blocks
-    for end in range(10, 20):
-        tables.block_table([0], [end], 8, CPU)
-    assert len(tables.BLOCK_TABLES) == 4
-
-
 compiled_only = pytest.mark.skipif(triton_kernels.interpreted(), reason="needs TRITON_INTERPRET unset")
 
 

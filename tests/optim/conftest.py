@@ -16,6 +16,8 @@ from sparse_opt.optim import OPTIMIZERS
 
 sys.path.append(str(Path(__file__).parent))
 
+from tiled_models import FIRST_LAYERS
+
 
 @pytest.fixture(autouse=True)
 def threads(two_threads):
@@ -54,3 +56,9 @@ def native(device, autograd_library):
 def few_under_the_interpreter(request):
     if os.environ.get("TRITON_INTERPRET") == "1" and "gradients_are" not in request.node.name:
         pytest.skip("takes minutes under Triton's interpreter; tests/ops runs the kernel there")
+
+
+@pytest.fixture(params=FIRST_LAYERS)
+def first_layer(request):
+    """(make, batch) of a model whose first layer is of this kind."""
+    return FIRST_LAYERS[request.param]

@@ -83,25 +83,13 @@ DAMAGES = {
 # (option, value, the end of the error)
 BAD_OPTIONS = [
     ("lr", 1e39, r"is 1e\+39, expected a finite number >= 0 in the range of fp32"),
-    ("lr", 10**400, r"is 1000+\.\.\., expected a finite number >= 0"),
-    ("lr", None, "is None"),
     ("lr", True, "is True, expected a finite number"),
-    ("lr", -1.0, "is -1.0"),
-    ("lr", float("nan"), "is nan"),
     ("lr", torch.ones(2), r"is a torch.float32 tensor of shape \[2\] on .*, expected .* one floating-point element"),
-    ("lr", torch.ones(1, dtype=torch.int64), "is a torch.int64 tensor of shape"),
     ("weight_decay", [1], r"is \[1\]"),
-    ("seed", -1, "is -1"),
-    ("seed", True, "is True, expected an integer"),
     ("seed", 2**32, r"is 4294967296, expected an integer, 0 <= seed < 2\*\*32"),
-    ("seed", 1.5, "is 1.5"),
-    ("betas", ("x", 0.9), r"is \('x', 0.9\), expected two numbers"),
-    ("betas", (0.9,), r"is \(0.9,\)"),
     ("betas", (0.9, 1.0), r"is \(0.9, 1.0\)"),
-    ("betas", None, "is None"),
     ("eps", -1e-8, "is -1e-08"),
     ("momentum", "x", "is 'x'"),
-    ("dampening", "x", "is 'x'"),
     ("nesterov", 2, "is 2, expected True or False"),
 ]
 CASES = [
@@ -209,22 +197,6 @@ def test_a_foreign_dense_gradient(name, options, device, backend):
     check_refused(SparseAdamW, damage, message, error, device, backend, grads="dense", **options)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_clipping_refuses_a_foreign_dense_gradient_too(name, device, backend):
-    damage, error, message = FOREIGN[name]
-    params = make_params(device)
-    optimizer = build(SparseAdamW, params, backend, grads="dense")
-    backward(params, 0)
-    expected = optimizer.clip_grad_norm_(1.0).clone()
-    optimizer.zero_grad()
-    backward(params, 0)
-    repair = damage(params, optimizer)
-    with pytest.raises(error, match=message):
-        optimizer.clip_grad_norm_(1.0)
-    repair()
-    assert torch.equal(optimizer.clip_grad_norm_(1.0), expected)
-
-
 def test_gradients_of_two_dtypes_in_one_bucket(device, backend):
     params = make_params(device)
     mask = MaskSet.random(params, density=0.5)
@@ -236,14 +208,6 @@ def test_gradients_of_two_dtypes_in_one_bucket(device, backend):
     with pytest.raises(ValueError, match="gradient of 'b' is torch.bfloat16, but that of 'a' is torch.float32"):
         optimizer.step()
     assert all(torch.equal(p, q) for (_, p), q in zip(named, before, strict=True))
-
-
-def test_a_scale_of_several_elements(device, backend):
-    def damage(params, optimizer):
-        optimizer.grad_scale = torch.ones(2, device=device)
-        return lambda: delattr(optimizer, "grad_scale")
-
-    check_refused(SparseAdamW, damage, "grad_scale", ValueError, device, backend, grads="dense")
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["step", "clip"])
@@ -265,21 +229,10 @@ def test_a_sparse_embedding(grads, clip, device, backend):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_group_options_are_checked_at_construction(device):
-    params = make_params(device)
-    mask = MaskSet.random(params, density=0.5)
-    groups = [{"params": [("a", params["a"])]}, {"params": [(n, params[n]) for n in "bc"], "betas": (0.9, 2.0)}]
-    with pytest.raises(ValueError, match=r"parameter group 1: betas is \(0.9, 2.0\)"):
-        SparseAdamW(groups, mask)
-    assert all(p.requires_grad and p.grad is None for p in params.values())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("grads", ["compact", "dense"])
 def test_a_bad_bucket_on_another_device(grads):
     """The first bucket is on the CPU, the second on a GPU, whose parameter has another size by then."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     params = {"a": nn.Parameter(torch.ones(6, 4)), "b": nn.Parameter(torch.ones(6, 4, device="cuda"))}
     mask = MaskSet.from_bool({n: torch.ones(6, 4, dtype=torch.bool) for n in params})
     optimizer = SparseAdamW(list(params.items()), mask, grads=grads)

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet
 from sparse_opt.optim import OPTIMIZERS
-from sparse_opt.optim.options import SharedOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "optimizer.md").read_text(encoding="utf-8")
@@ -60,21 +59,6 @@ def test_the_tables_have_every_argument_and_its_default(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_signature_has_the_shared_options_that_are_typed(optimizer):
-    keywords = [p.name for p in inspect.signature(optimizer).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert keywords == list(SharedOptions.__annotations__)
-
-
-class WithDefaults(SparseAdamW):
-    def __init__(self, params, mask, **kwargs):
-        super().__init__(params, mask, **{"lr": 3e-5, **kwargs})
-
-
-def test_a_subclass_keeps_its_own_signature():
-    assert list(inspect.signature(WithDefaults).parameters) == ["params", "mask", "kwargs"]
-
-
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, WithDefaults])
 def test_an_unknown_argument(optimizer):
     model = torch.nn.Linear(4, 4)
     with pytest.raises(TypeError, match=rf"{optimizer.__name__}\(\) got an unexpected keyword argument 'clip'"):

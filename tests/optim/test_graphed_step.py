@@ -266,6 +266,39 @@ def test_parameters_without_a_gradient_are_skipped_in_replays(backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norms_of_gradients_by_tiles_and_dense_ones_between_replays(grad_dtype):
+    """The host does not know what kind of gradient a replay has left, nor that a failed capture has left none."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(128, 192, bias=False, device="cuda") for _ in range(2))
+    lr, mask = torch.tensor(1e-2, device="cuda"), MaskSet.random(layers, density=0.3, pattern="tile64", seed=1)
+    optimizer = SparseAdamW(layers, mask, lr=lr, tile_backward=True, grad_dtype=grad_dtype)
+    fails = []
+
+    def step(x, by_tiles=True):
+        outputs = [layer(x) if by_tiles else nn.functional.linear(x, layer.weight) for layer in layers]
+        torch.stack(outputs).square().mean().backward()
+        if fails and torch.cuda.is_current_stream_capturing():
+            raise KeyError(fails.pop())
+        norm = optimizer.clip_grad_norm_(1.0).clone()
+        grads = torch.cat([optimizer.compact_grad(p).float() for p in layers.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"norm": norm, "grads": grads}
+
+    call, x = GraphedStep(step, optimizer, n_warmup=1), torch.randn(40, 128, device="cuda")
+    found = [step(x, by_tiles=False), call(x)]
+    fails.append("in the capture")
+    with pytest.raises(KeyError, match="in the capture"):
+        call(x)
+    optimizer.zero_grad()
+    for one in (lambda: step(x), lambda: call(x), lambda: step(x, by_tiles=False), lambda: call(x)):
+        found.append({name: tensor.clone() for name, tensor in one().items()})
+    for one in found:
+        torch.testing.assert_close(one["norm"], one["grads"].norm())
+
+
+@pytest.mark.gpu
 def test_gradients_without_a_step_are_refused():
     model, optimizer = small_on_gpu()
     x = torch.ones(2, 8, device="cuda")

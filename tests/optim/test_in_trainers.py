@@ -94,18 +94,6 @@ def test_gradient_checkpointing(use_reentrant, device):
     assert same(plain, saving)
 
 
-def test_a_second_backward_through_one_graph_adds_up(device):
-    dense, sparse = make_model(device), make_model(device)
-    mask = MaskSet.random(dense, density=0.4)
-    optimizer = SparseAdamW(sparse, mask)
-    for model in (dense, sparse):
-        loss = loss_of(model, 0)
-        loss.backward(retain_graph=True)
-        loss.backward()
-    for (name, p), q in zip(dense.named_parameters(), sparse.parameters(), strict=True):
-        assert torch.equal(optimizer.compact_grad(q), p.grad.view(-1)[mask[name].long().to(device)])
-
-
 def test_a_compiled_model_has_the_names_of_its_own(device):
     model = make_model(device)
     compiled = torch.compile(model, backend="aot_eager")
@@ -168,40 +156,24 @@ def test_a_refused_mask_changes_nothing(device):
     assert same(model, twin)
 
 
-def test_a_loaded_state_is_not_shared(device):
+def test_a_refused_step_of_some_parameters_is_not_counted(sparse_optimizer, device):
     model = make_model(device)
-    lr = torch.tensor(1e-2)
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.4), lr=lr)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(saved)
-    optimizer.param_groups[0]["lr"].mul_(0.1)
-    assert saved["param_groups"][0]["lr"].item() == pytest.approx(1e-2)
-
-
-@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
-def test_a_refused_step_is_not_counted(sparse_optimizer, some, device):
-    """Whether all parameters have a gradient or some of them."""
-    model = make_model(device)
-    layers = model[2:] if some else model
     optimizer = sparse_optimizer(model, MaskSet.random(model, density=0.5, seed=1), lr=0.1)
-    loss_of(layers, 0, width=16 if some else 12).backward()
+    loss_of(model[2:], 0, width=16).backward()
     optimizer.step()
-    loss_of(layers, 1, width=16 if some else 12).backward()
+    loss_of(model[2:], 1, width=16).backward()
 
     def steps():
         return [optimizer.state[p]["step"].item() for p in model.parameters()]
 
-    first = 0.0 if some else 1.0
-    weight = layers[0].weight
+    weight = model[2].weight
     weight.data = weight.data.t().contiguous().t()
     with pytest.raises((ValueError, RuntimeError), match="strides|stride"):
         optimizer.step()
-    assert steps() == [first, first, 1.0, 1.0]  # and the gradients have not been used
+    assert steps() == [0.0, 0.0, 1.0, 1.0]  # and the gradients have not been used
     weight.data = weight.data.contiguous()
     optimizer.step()
-    assert steps() == [2 * first, 2 * first, 2.0, 2.0]
+    assert steps() == [0.0, 0.0, 2.0, 2.0]
 
 
 def test_amp_scaling_with_masks_and_distributed_checkpoints(sparse_optimizer, device):

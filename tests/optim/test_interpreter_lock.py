@@ -70,14 +70,6 @@ def test_step(sparse_optimizer, grads):
     assert_others_run_meanwhile(optimizer.step, before=lambda: param.sum().backward())  # a step consumes the gradient
 
 
-def test_dense_gradients_are_made_contiguous(autograd_library):
-    param, optimizer = optimizer_of(SparseSGD, grads="dense")
-    param.grad = torch.randn(param.shape[::-1]).t()
-    (buffer,) = optimizer.gradient_buffers
-    bound = backends.bind("indexed_sgd_", buffer.params, buffer.indices, buffer.starts, buffer.ends, backend="cpu")
-    assert_others_run_meanwhile(bound.take_grads)
-
-
 @pytest.mark.parametrize("call", ["swap", "gather", "digest", "compare"])
 def test_ops(call):
     param, optimizer = optimizer_of(SparseSGD)

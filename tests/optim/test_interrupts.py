@@ -165,7 +165,7 @@ def terminate(number, frame):
     raise Terminated
 
 
-@pytest.mark.parametrize("distance", [0, 1, 7, 40])
+@pytest.mark.parametrize("distance", [1, 40])
 def test_two_signals_with_handlers_that_raise(backend, distance):
     signal.signal(signal.SIGTERM, terminate)
     trained = Trained(backend)
@@ -231,18 +231,6 @@ def test_a_handler_that_the_body_installs_stays(backend):
         signal.signal(signal.SIGINT, terminate)
     assert signal.getsignal(signal.SIGINT) is terminate
     trained.assert_unharmed()
-
-
-def test_left_out_of_turn(backend):
-    first, second = Trained(backend), Trained(backend)
-    contexts = [trained.optimizer.base_weights() for trained in (first, second)]
-    for context in contexts:
-        context.__enter__()
-    for context in contexts:
-        context.__exit__(None, None, None)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    first.assert_unharmed()
-    second.assert_unharmed()
 
 
 def test_another_thread_touches_no_handler(backend):

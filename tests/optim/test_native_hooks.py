@@ -143,24 +143,6 @@ def test_hooks_of_others_run_in_their_order(model, python_calls, first):
     assert python_calls == ["0.weight"] and seen == [first]
 
 
-def test_a_new_mask_and_a_new_optimizer(model, python_calls):
-    first, second = MaskSet.random(model, density=0.5, seed=1), MaskSet.random(model, density=0.5, seed=2)
-    optimizer = SparseAdamW(model, first)
-    backward(model)
-    optimizer.zero_grad()
-    optimizer.set_mask(second)
-    backward(model)
-    assert_gathered(model, optimizer, second)
-    optimizer.close()
-    backward(model)
-    assert all(p.grad is not None for p in model.parameters())
-    model.zero_grad()
-    optimizer = SparseAdamW(model, first)
-    backward(model)
-    assert_gathered(model, optimizer, first)
-    assert python_calls == []
-
-
 def gradients_of(model, optimizer):
     grads = [optimizer.compact_grad(p) for p in model.parameters()]
     return [optimizer.clip_grad_norm_(1.0), *(g for g in grads if g is not None)]
@@ -251,16 +233,6 @@ def test_a_pass_that_raises_while_gradients_are_queued(device, then):
         gc.collect()
         model(x).square().sum().backward()
         assert all(p.grad is not None for p in model.parameters())
-
-
-def test_gradients_that_cannot_be_gathered_are_not_received(device):
-    model = torch.nn.Linear(16, 16).to(device)
-    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
-    queue_gradients(optimizer)
-    model.double()
-    with pytest.raises(ValueError, match="gradient of '(weight|bias)' is torch.float64, expected bfloat16"):
-        model(torch.ones(3, 16, device=device, dtype=torch.float64)).sum().backward()
-    assert all(optimizer.compact_grad(p) is None for p in model.parameters())
 
 
 @pytest.fixture

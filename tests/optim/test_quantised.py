@@ -105,10 +105,8 @@ def weights(model, tmp_path):
     ("base", "pattern", "density", "optimizer_class", "backend"),
     [
         ("nf4", "tile64", 0.2, SparseAdamW, None),  # gradients by tiles
-        ("nf4_double", "element", 0.05, SparseAdamW, None),
         ("nf4_double", "element", 0.05, SparseSGD, "reference"),
         ("fp4", "tile64", 0.6, SparseAdamW, None),  # too dense for tiles
-        ("int8", "tile64", 0.2, SparseSGD, "reference"),
         ("int8", "run16", 0.1, SparseAdamW, None),
     ],
 )

@@ -113,23 +113,6 @@ def test_many_steps_give_the_bits_of_the_same_elements(sparse_optimizer, pattern
     assert same(runs, trained)
 
 
-@pytest.mark.parametrize("grads", ["compact", "dense"])
-@pytest.mark.parametrize("pattern", RUN_LENGTH)
-def test_rows_that_hold_no_whole_runs_are_taken_by_element(pattern, grads, device):
-    runs, elements, start = (make_model(device, ragged=True) for _ in range(3))
-    mask = runs_mask(runs, pattern)
-    a = SparseAdamW(runs, mask, lr=1e-2, grads=grads)
-    b = SparseAdamW(elements, elements_of(mask), lr=1e-2, grads=grads)
-    assert run_lengths(a) == [1, RUN_LENGTH[pattern]] and run_lengths(b) == [1]
-    ragged = {n for buffer in a.gradient_buffers for n in buffer.names if buffer.run_length == 1}
-    assert ragged <= {"2.bias", "4.weight"} and "4.weight" in ragged
-    train(runs, a, range(5))
-    train(elements, b, range(5))
-    assert same(runs, elements) and same_state(a, b) and not same(runs, start)
-    with a.base_weights():
-        assert same(runs, start)
-
-
 @pytest.mark.parametrize("pattern", ["run16", "tile64"])
 def test_states_load_across(pattern, device):
     """A file states which elements are active; it is the same for both optimizers."""

@@ -160,21 +160,6 @@ def test_loading_under_another_mask_or_shape_raises_and_changes_nothing(device):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_distributed_checkpoint_state_dict_round_trip(sparse_optimizer, pattern, device):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    model = make_model(device)
-    optimizer = sparse_optimizer(model, MaskSet.random(model, density=0.5, pattern=pattern))
-    train(model, optimizer, range(3))
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    expected = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, range(3))
-    set_optimizer_state_dict(model, optimizer, saved)
-    for key, state in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(v, expected["state"][key][n]) for n, v in state.items())
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
 def test_set_mask_carries_what_is_kept(sparse_optimizer, pattern, device):
     model = make_model(device, torch.bfloat16)
     start = bits(model)

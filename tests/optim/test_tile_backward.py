@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiled_models import EPS32, FIRST_LAYERS, SIZES, assert_same_gradients, batch, loss_of, pair
+from computed import Computed
+from tiled_models import EPS32, SIZES, assert_same_gradients, batch, loss_of, pair
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD, backends
@@ -24,12 +24,6 @@ pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
 
 def conv1d():
     return pytest.importorskip("transformers.pytorch_utils", reason="needs transformers").Conv1D
-
-
-@pytest.fixture(params=FIRST_LAYERS)
-def first_layer(request):
-    """(make, batch) of a model whose first layer is of this kind."""
-    return FIRST_LAYERS[request.param]
 
 
 def layer_of(kind, device, dtype):
@@ -287,28 +281,6 @@ def test_tiles_under_checkpointing(reentrant, device, first_layer):
     assert_same_gradients(tiles, dense)
 
 
-def test_tiles_inside_base_weights_and_after_clipping_are_refused(device, first_layer):
-    make, batch = first_layer
-    model, tiles, twin, dense = pair(device, make)
-    x = batch(device)
-    for m, o in ((model, tiles), (twin, dense)):
-        loss = loss_of(m, x)
-        with o.base_weights(), pytest.raises(RuntimeError, match="does not require grad"):
-            loss_of(m, x).backward()
-        with o.base_weights(), torch.no_grad():
-            assert torch.equal(m(x), make(device)(x))
-        loss.backward()  # its graph was built outside
-        o.clip_grad_norm_(1.0)
-        with pytest.raises(RuntimeError, match=r"arrived after clip_grad_norm_\(\)"):
-            loss_of(m, x).backward()
-        o.step()
-        stale = loss_of(m, x)
-        with o.base_weights(), pytest.raises(RuntimeError, match="modified by an inplace operation|arrived inside"):
-            stale.backward()
-        loss_of(m, x).backward()  # without zero_grad(): it drops the gradients that the step has used
-    assert_same_gradients(tiles, dense, rtol=600 * EPS32)  # of weights that a step has moved apart by as much
-
-
 @pytest.mark.parametrize("unscale", [False, True])
 def test_tiles_under_a_grad_scaler(unscale, device, first_layer):
     make, batch = first_layer
@@ -388,21 +360,6 @@ def test_two_backward_passes_of_one_graph_add_tiles_twice(device):
     assert_same_gradients(tiles, dense)
 
 
-class _Shapes(TorchDispatchMode):
-    """Shapes of everything that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.seen.add((str(func.overloadpacket), tuple(tensor.shape)))
-        return out
-
-
 @pytest.mark.parametrize("extension", [True, False], ids=["", "without-extension"])
 def test_with_tiles_no_dense_weight_gradient_is_computed(extension, device, monkeypatch):
     if not extension:
@@ -413,9 +370,9 @@ def test_with_tiles_no_dense_weight_gradient_is_computed(extension, device, monk
     products = {}
     for name, m in (("tiles", model), ("dense", twin)):
         loss = loss_of(m, batch(device))
-        with _Shapes() as mode:
+        with Computed(m) as computed:
             loss.backward()
-        products[name] = {shape for op, shape in mode.seen if op == "aten.mm"}
+        products[name] = {shape for op, shape in computed.found if op == "aten.mm"}
     weights = {tuple(m.weight.shape) for m in model if isinstance(m, nn.Linear)}
     assert weights <= products["dense"] and not weights & products["tiles"]
 

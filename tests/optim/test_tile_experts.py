@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
-from tiled_models import EPS32, assert_same_gradients
-from torch.utils._python_dispatch import TorchDispatchMode
+from computed import Computed
+from tiled_models import EPS32, assert_same_gradients, pair
 
 from sparse_opt import MaskSet, SparseSGD
 
@@ -50,7 +51,7 @@ KINDS = {  # the class of the configuration, and its sizes
 }
 
 
-def make(kind, implementation="grouped_mm", device="cpu", dtype=torch.float32):
+def make(kind, implementation, device, dtype=torch.float32):
     name, sizes = KINDS[kind]
     config = getattr(transformers, name)(**COMMON | sizes)
     torch.manual_seed(0)
@@ -61,16 +62,6 @@ def make(kind, implementation="grouped_mm", device="cpu", dtype=torch.float32):
         if param.dim() == 3:
             torch.nn.init.normal_(param, std=0.05)
     return model.to(device)
-
-
-def pair(kind, implementation="grouped_mm", *, device="cpu", density=0.3, mask=None, pattern="tile64", **options):
-    """A model with tiles, its optimizer, and a copy of it with dense gradients under the same mask, and its."""
-    model = make(kind, implementation, device)
-    twin = copy.deepcopy(model)
-    mask = mask or MaskSet.random(model, density=density, pattern=pattern, seed=1)
-    tiles = SparseSGD(model, mask, lr=1e-2, **options)
-    dense = SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
-    return model, tiles, twin, dense
 
 
 def batch(device="cpu", seed=0):
@@ -89,7 +80,7 @@ def experts_of(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_the_masked_dense_ones(kind, implementation, device):
     """Over two micro-batches, a step, and one more batch, with the implementation that the user chose before."""
-    model, tiles, twin, dense = pair(kind, implementation, device=device)
+    model, tiles, twin, dense = pair(device, functools.partial(make, kind, implementation))
     tiled = [name for name in tiles.tiled_parameters if ".experts." in name]
     assert len(tiled) == 2 * len(experts_of(model)) > 0
     for seed in range(2):
@@ -111,7 +102,7 @@ def test_gradients_are_the_masked_dense_ones(kind, implementation, device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_with_activation_checkpointing(reentrant, device):
-    model, tiles, twin, dense = pair("qwen3_moe", device=device)
+    model, tiles, twin, dense = pair(device, functools.partial(make, "qwen3_moe", "grouped_mm"))
     for m in (model, twin):
         m.train()
         m.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -123,15 +114,12 @@ def test_with_activation_checkpointing(reentrant, device):
 # Single modules of experts, with a routing of the test's own.
 
 
-def make_module(kind="mixtral", implementation="grouped_mm", device="cpu", dtype=torch.float32):
-    return experts_of(make(kind, implementation, device, dtype))[0]
+def make_module(device="cpu", kind="mixtral", dtype=torch.float32):
+    return experts_of(make(kind, "grouped_mm", device, dtype))[0]
 
 
-def pair_of(module, mask=None, **options):
-    twin = copy.deepcopy(module)
-    mask = mask or MaskSet.random(module, density=0.3, pattern="tile64", seed=1)
-    tiles = SparseSGD(module, mask, lr=1e-2, tile_backward=True, **options)
-    return tiles, twin, SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
+def module_pair(device, mask=None, **how):
+    return pair(device, functools.partial(make_module, **how), mask=mask)
 
 
 def tokens(module, *, chosen=None, n=20, seed=0, hidden=128):
@@ -151,8 +139,7 @@ def tokens(module, *, chosen=None, n=20, seed=0, hidden=128):
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_inputs_get_the_gradients_of_transformers(kind, device):
-    module = make_module(kind, device=device)
-    _tiles, twin, _dense = pair_of(module)
+    module, _tiles, twin, _dense = module_pair(device, kind=kind)
     found = []
     for m in (module, twin):
         hidden, index, weights = tokens(m)
@@ -169,7 +156,7 @@ def test_inputs_get_the_gradients_of_transformers(kind, device):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_whole_experts_and_experts_without_tokens(kind, device):
-    module = make_module(kind, device=device)
+    module = make_module("meta", kind)
     experts = [0, 2, 3]
     flags = {name: torch.zeros(getattr(module, name).shape, dtype=torch.bool) for name in ("gate_up_proj", "down_proj")}
     for flag in flags.values():
@@ -178,7 +165,7 @@ def test_whole_experts_and_experts_without_tokens(kind, device):
         flags["down_proj_bias"] = flags["down_proj"][:, 0].clone()
     mask = MaskSet.from_bool(flags)
     assert mask.pattern.startswith("run" if kind == "gpt_oss" else "tile")
-    tiles, twin, dense = pair_of(module, mask)
+    module, tiles, twin, dense = module_pair(device, mask, kind=kind)
     assert set(tiles.tiled_parameters) == {"gate_up_proj", "down_proj"}
     for m in (module, twin):
         m(*tokens(m, chosen=[1, 2, 3])).square().sum().backward()
@@ -191,37 +178,19 @@ def test_whole_experts_and_experts_without_tokens(kind, device):
     assert not tiles.compact_grad(module.down_proj).any()
 
 
-class Shapes(TorchDispatchMode):
-    """The shapes of all tensors that are computed and are no views of the module's weights."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self.found = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.weights:
-                self.found.add(tuple(tensor.shape))
-        return out
-
-
 def test_no_dense_gradient_is_computed(device):
-    module = make_module(device=device)
-    tiles, twin, _dense = pair_of(module)
+    module, tiles, twin, _dense = module_pair(device)
     found = []
     for m in (module, twin):
-        with Shapes(m) as shapes:
+        with Computed(m) as computed:
             m(*tokens(m)).sum().backward()
-        found.append({shape for shape in shapes.found if math.prod(shape) >= m.down_proj.numel()})
+        found.append({shape for shape in computed.shapes if math.prod(shape) >= m.down_proj.numel()})
     assert not found[0] and tuple(module.down_proj.shape) in found[1]
     assert module.down_proj.grad is None and tiles.compact_grad(module.down_proj) is not None
 
 
 def test_gradients_have_the_same_bits_every_time(device):
-    module = make_module(device=device, dtype=torch.bfloat16)
-    tiles, _, _ = pair_of(module)
+    module, tiles, _, _ = module_pair(device, dtype=torch.bfloat16)
     found = []
     for _ in range(3):
         hidden, index, weights = tokens(module, n=300)
@@ -234,9 +203,8 @@ def test_gradients_have_the_same_bits_every_time(device):
 
 def test_one_of_the_weights_may_be_frozen(device):
     for name in ("gate_up_proj", "down_proj"):
-        module = make_module(device=device)
-        shapes = {name: tuple(getattr(module, name).shape)}
-        tiles, twin, dense = pair_of(module, MaskSet.random(shapes, density=0.3, pattern="tile64"))
+        shapes = {name: tuple(getattr(make_module("meta"), name).shape)}
+        module, tiles, twin, dense = module_pair(device, MaskSet.random(shapes, density=0.3, pattern="tile64"))
         for m in (module, twin):
             m(*tokens(m)).square().sum().backward()
         assert tiles.tiled_parameters == (name,)
@@ -245,8 +213,7 @@ def test_one_of_the_weights_may_be_frozen(device):
 
 def test_others_get_the_dense_gradient(device):
     """`torch.autograd.grad` and hooks on the weight."""
-    module = make_module(device=device)
-    tiles, twin, dense = pair_of(module)
+    module, tiles, twin, dense = module_pair(device)
     found = [torch.autograd.grad(m(*tokens(m)).square().sum(), m.down_proj)[0] for m in (module, twin)]
     assert (found[0] - found[1]).abs().max() <= 20 * EPS32 * found[1].abs().max()
     assert tiles.compact_grad(module.down_proj) is None
@@ -264,8 +231,7 @@ def test_others_get_the_dense_gradient(device):
 
 
 def test_close_and_copies_leave_ordinary_experts(device):
-    module = make_module(device=device)
-    tiles, _, _ = pair_of(module)
+    module, tiles, _, _ = module_pair(device)
     assert "forward" in vars(module)
     other = copy.deepcopy(module).requires_grad_()
     other(*tokens(other)).sum().backward()
@@ -293,8 +259,7 @@ def test_reasons_for_dense_gradients():
 
 
 def test_experts_under_compile(device):
-    module = make_module("gpt_oss", device=device)
-    tiles, twin, dense = pair_of(module)
+    module, tiles, twin, dense = module_pair(device, kind="gpt_oss")
     torch._dynamo.reset()
     whole = torch.compile(module, backend="aot_eager", fullgraph=True)
     for n in (20, 33):
@@ -310,8 +275,7 @@ def test_experts_under_compile(device):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_ops_of_experts_under_opcheck(transposed):
-    module = make_module("gpt_oss" if transposed else "mixtral")
-    tiles, _, _ = pair_of(module)
+    module, tiles, _, _ = module_pair("cpu", kind="gpt_oss" if transposed else "mixtral")
     weight = module.down_proj
     route = vars(module)["_tile_route_of_down_proj"].number
     rows, columns = weight.shape[1:]

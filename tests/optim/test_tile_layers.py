@@ -10,18 +10,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from tiled_models import EPS32, FIRST_LAYERS, assert_same_gradients, batch, loss_of, make, pair
+from tiled_models import EPS32, assert_same_gradients, batch, loss_of, make, pair
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW
 
 pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
-
-
-@pytest.fixture(params=FIRST_LAYERS)
-def first_layer(request):
-    """(make, batch) of a model whose first layer is of this kind."""
-    return FIRST_LAYERS[request.param]
 
 
 def forwards(model):

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 import torch
-from tiled_models import assert_same_gradients
+from tiled_models import EPS32, assert_same_gradients, pair
 from torch import nn
 
 from sparse_opt import MaskSet, SparseSGD
 
-EPS32 = torch.finfo(torch.float32).eps
-
 pytestmark = pytest.mark.usefixtures("few_under_the_interpreter")
-
-
-def pair(model, density=0.4, **options):
-    twin = copy.deepcopy(model)
-    mask = MaskSet.random(model, density=density, pattern="tile64", seed=1)
-    tiles = SparseSGD(model, mask, lr=1e-2, tile_backward=True, **options)
-    return tiles, twin, SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)
 
 
 class Block(nn.Module):
@@ -32,9 +23,9 @@ class Block(nn.Module):
         return x + self.b(torch.relu(self.a(x)))
 
 
-def blocks(n=2):
+def blocks(device, n=2):
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(n)])
+    return nn.Sequential(*[Block() for _ in range(n)]).to(device)
 
 
 @pytest.fixture
@@ -48,8 +39,7 @@ def graphs():
 
 def test_tiles_under_compile(graphs):
     """Whole, without a graph break; an input that needs no gradient; layers that a compiler would merge."""
-    model = blocks()
-    tiles, twin, dense = pair(model)
+    model, tiles, twin, dense = pair("cpu", blocks, density=0.4)
     x = torch.randn(3, 20, 128)
 
     def twice(m, x):
@@ -85,8 +75,7 @@ def test_tiles_under_compile(graphs):
 
 def test_tiles_under_compile_block_by_block(graphs):
     """Equal blocks share their graphs, although their parameters differ."""
-    model = blocks(6)
-    tiles, twin, dense = pair(model)
+    model, tiles, twin, dense = pair("cpu", functools.partial(blocks, n=6), density=0.4)
     for block in model:
         block.compile(backend="aot_eager")
     x = torch.randn(3, 20, 128)

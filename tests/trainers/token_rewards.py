@@ -1,4 +1,4 @@
-"""Rewards that a small model can learn in a few steps, as users write them."""
+"""A reward that a small model can learn in a few steps, as users write them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,3 @@ from __future__ import annotations
 def even_tokens(completion_ids, **kwargs):
     """The share of a completion's tokens with an even id."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
-
-
-def none_for_the_last(completions, **kwargs):
-    """Does not apply to the last row."""
-    return [1.0] * (len(completions) - 1) + [None]

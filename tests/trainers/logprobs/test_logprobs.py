@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from computed import Computed
 from small_models import (
     EPS,
     Head,
@@ -12,9 +13,7 @@ from small_models import (
     plain_logprobs,
     random_sequences,
     small,
-    with_logits,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from sparse_opt import MaskSet, SparseAdamW
@@ -59,18 +58,6 @@ def test_sums_over_completion_tokens_only(model):
     torch.testing.assert_close(batched.double(), torch.stack(expected), rtol=0, atol=30 * 6 * 8 * EPS[torch.float32])
 
 
-def test_models_that_give_logits_everywhere(model):
-    class EverywhereModel(torch.nn.Module):
-        def forward(self, input_ids, attention_mask, use_cache):
-            return model(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
-
-    batch = collate(random_sequences(4, model.config.vocab_size), pad_id=0)
-    with torch.no_grad():
-        cut, whole = completion_logprobs(model, batch), completion_logprobs(EverywhereModel(), batch)
-    # The output layer multiplies matrices of another height, whose sums over 32 products may be ordered differently.
-    torch.testing.assert_close(cut, whole, rtol=0, atol=30 * 6 * 8 * EPS[torch.float32])
-
-
 @pytest.fixture(params=[1, 28 * 64, 10**9], ids=["slices of 1", "slices of 64", "one slice"])
 def chunk_elements(request, monkeypatch):
     monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", request.param)
@@ -80,25 +67,12 @@ def chunk_elements(request, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_linear_logprobs_in_fp32_are_exact(chunk_elements, temperature):
-    head = Head(torch.float32, temperature)
-    eps = EPS[torch.float32]
-    scale = 60 / temperature  # the largest logit; it is a sum of 24 products, each rounded
-    found, grad_hidden, grad_weight = head.run(linear_logprobs)
-    torch.testing.assert_close(found.double(), head.selected, rtol=0, atol=24 * scale * eps)
-    # A probability's relative error is its exponent's error; sums of 300 and 28 of them times values of about 4.
-    torch.testing.assert_close(grad_hidden.double(), head.grads[0], rtol=0, atol=24 * scale * eps * 4)
-    torch.testing.assert_close(grad_weight.double(), head.grads[1], rtol=0, atol=24 * scale * eps * 28)
+    Head(torch.float32, temperature).assert_exact(linear_logprobs)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_linear_logprobs_in_bf16_are_as_good_as_a_linear_layer_with_all_logits(chunk_elements, temperature):
-    head = Head(torch.bfloat16, temperature)
-    exact = [head.selected, *head.grads]
-    for ours, theirs, true in zip(head.run(linear_logprobs), head.run(with_logits), exact, strict=True):
-        assert ours.dtype == theirs.dtype
-        # Both round the logits to bf16; after that each rounds probabilities to bf16 once, before or after it applies
-        # the gradient that comes in.
-        assert (ours - true).norm() <= 2 * (theirs - true).norm()
+    Head(torch.bfloat16, temperature).assert_as_good_as_all_logits(linear_logprobs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -110,23 +84,12 @@ def test_a_plain_model_never_makes_all_its_logits(monkeypatch, tied):
     expected = plain_logprobs(model, batch, 0.9)
     expected_grads = grads_of(model, expected)
 
-    class Widths(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
-            for tensor in tensors:
-                # A stand-in has the logits' shape, and the memory of one element.
-                if tensor.dim() and tensor.untyped_storage().nbytes() > 4:
-                    made.append(tuple(tensor.shape))
-            return out
-
-    made: list[tuple[int, ...]] = []
-    with Widths():
+    with Computed(model) as computed:
         found = token_logprobs(model, batch, 0.9)
         found_grads = grads_of(model, found)
-    # The widest is a slice of words, or the weight itself, [211, 32], and its transpose.
-    assert {shape for shape in made if 211 in shape} <= {(211, 32), (32, 211)}
-    assert any(shape[-1] == 50 for shape in made)
+    # The widest is a slice of words, or the weight's gradient, [211, 32], and its transpose.
+    assert {shape for shape in computed.shapes if 211 in shape} <= {(211, 32), (32, 211)}
+    assert any(shape[-1] == 50 for shape in computed.shapes)
     torch.testing.assert_close(found, expected, rtol=0, atol=30 * 8 * EPS[torch.float32])
     assert_same_gradients(found_grads, expected_grads)
 

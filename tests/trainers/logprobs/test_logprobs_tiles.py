@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from small_models import grads_of, plain_logprobs, random_sequences, small
-from torch.utils._python_dispatch import TorchDispatchMode
+from computed import Computed
+from small_models import random_sequences, small
 from transformers import LlamaConfig
 
-from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim.gradients.gradient_buffer import GradientBuffer
 from sparse_opt.trainers import logprobs as logprobs_package
 from sparse_opt.trainers.batches import collate
@@ -19,14 +19,6 @@ from sparse_opt.trainers.logprobs import fused, token_logprobs
 from sparse_opt.trainers.logprobs.fused import weight_operand
 
 EPS32 = torch.finfo(torch.float32).eps
-ours = pytest.mark.skipif(
-    backends.choose("tile_weight_grad_", "cpu") != "cpu",
-    reason="another backend's layers raise without an optimizer, and take no lock",
-)
-# Without it, as in a wheel, layers raise if their optimizer is closed between forward and backward pass.
-needs_autograd = pytest.mark.skipif(
-    backends.autograd_module()[0] is None, reason="needs sparse_opt._autograd: " + backends.autograd_module()[1]
-)
 N_WORDS = 331  # ragged at the end
 SIZES = {"vocab_size": N_WORDS, "hidden_size": 80}
 
@@ -112,43 +104,12 @@ def test_tiles_of_all_logits_at_once(tied, monkeypatch, without_parts):
     assert len(used) == 4
 
 
-class _Made(TorchDispatchMode):
-    """Shapes of everything that is computed and is no view of a model's weights."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            # A stand-in has the logits' shape, and the memory of one element.
-            if not isinstance(tensor, torch.Tensor) or tensor.untyped_storage().nbytes() <= 4:
-                continue
-            if tensor.untyped_storage().data_ptr() not in self.weights:
-                self.shapes.add(tuple(tensor.shape))
-        return out
-
-
 def test_with_tiles_neither_logits_nor_the_dense_gradient_are_made(least_words):
     model, tiles, _, _ = make(tied=False)
     model.model.embed_tokens.weight.requires_grad_(False)  # it has the same shape
-    with _Made(model) as made:
+    with Computed(model) as made:
         loss_of(model).backward()
     assert tiles.compact_grad(model.lm_head.weight) is not None
     assert tuple(model.lm_head.weight.shape) not in made.shapes
     if least_words < N_WORDS:
         assert not any(N_WORDS in shape[1:] for shape in made.shapes)
-
-
-def test_all_gradients_next_to_a_plain_computation():
-    model, tiles, twin, dense = make(tied=True)
-    dense.close()
-    expected = grads_of(twin, plain_logprobs(twin, collate(random_sequences(5, N_WORDS), pad_id=0)))
-    found = token_logprobs(model, collate(random_sequences(5, N_WORDS), pad_id=0))
-    (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
-    for name, parameter in model.named_parameters():
-        if (compact := tiles.compact_grad(parameter)) is not None:
-            active = expected[name][tiles.mask.bool(name)]
-            torch.testing.assert_close(compact, active, rtol=0, atol=200 * EPS32 * expected[name].abs().max().item())

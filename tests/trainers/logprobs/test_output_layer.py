@@ -138,12 +138,10 @@ def test_a_model_that_edits_its_logits_in_place_keeps_them(all_logits, work):
     [
         lambda logits: logits.logsumexp(-1).mean(),
         lambda logits: torch.cat([logits, logits]),
-        lambda logits: logits[0, 0].tolist(),
         lambda logits: logits.detach().cpu().numpy().sum(),
-        lambda logits: torch.zeros(logits.shape).copy_(logits),
         lambda logits: torch._C._nn.log_sigmoid(logits),
     ],
-    ids=["a mean", "in a list", "numbers", "numpy", "a copy", "below the Python functions"],
+    ids=["a mean", "in a list", "numpy", "below the Python functions"],
 )
 def test_a_model_that_computes_with_its_logits_gets_them(all_logits, work):
     model = with_logits_in(small(LlamaConfig), work)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -334,24 +329,6 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run, words, tmp_path, monkeypatc
     assert list(one.steps) == list(two.steps) == [0, 2, 4, 6] and one.digest(6) == two.digest(6)
 
 
-@pytest.mark.slow
-def test_a_killed_run_can_be_resumed(words, tmp_path):
-    command = [sys.executable, "-m", "sparse_opt", *words(num_updates=1000, save_ckpt_every=1)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-    for _ in range(1200):
-        if list(tmp_path.glob("run/checkpoint-*/*manifest.json")):
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    last = max(int(path.parent.name[11:]) for path in tmp_path.glob("run/checkpoint-*/*manifest.json"))
-    assert main([*words(num_updates=last + 2, save_ckpt_every=1), "--resume"]) == 0
-    assert [row["step"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == list(range(1, last + 3))
-    assert not list((tmp_path / "run").glob(".*.tmp"))
-    with pytest.raises(ConfigError, match="run holds a run: give --resume, or another folder"):
-        ppo.parse(words(num_updates=last + 3)[2:])
-
-
 def test_a_loss_that_is_nan_stops_the_run(words, monkeypatch, capfd):
     monkeypatch.setattr(ppo, "whiten", lambda values, mask: values * math.nan)
     assert main(words()) == 1
@@ -390,11 +367,9 @@ def test_what_does_not_fit_is_refused_in_one_line(words, files, tmp_path, capfd)
     (tmp_path / "other.jsonl").write_text('{"review": "a"}\n')
     cases = {
         "--reward_label is HAPPY, expected a label of": (2, {"reward_label": "HAPPY"}),
-        "score.weight": (1, {"reward_model_name": files / "gpt2"}),
         "expected a column text, found review": (1, {"dataset_name": tmp_path / "other.jsonl"}),
         "max_position_embeddings, 48": (2, {"max_new_tokens": 40}),
         "m.safetensors: no such mask file": (1, {"mask": "m.safetensors"}),
-        "cannot load a tokenizer from /a/b": (1, {"reward_model_name": "/a/b"}),
     }
     for message, (code, changes) in cases.items():
         found = main(words("refused", **changes)), capfd.readouterr().err

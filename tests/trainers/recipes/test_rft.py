@@ -251,14 +251,12 @@ WHERE = "--model_name_or_path MODEL --dataset_name ROWS --output_dir out"
     ("words", "content", "code", "message"),
     [
         ("", [], 2, "the stage is missing: sparse-opt train rft datagen | train | test | show_optimizations"),
-        ("dataget", [], 2, "unknown stage 'dataget'; the nearest is 'datagen'"),
         (f"train {WHERE}".replace("ROWS", "data/rft.json"), [], 2, "folder: 'sparse-opt train rft datagen' writes it"),
         (f"train {WHERE}", [["q"]], 1, 'row 1: found ["q"], expected [question, answer] or'),
         (f"test {WHERE}", [{"prompt": "q"}], 1, "'number'"),
         (f"test {WHERE}", [["q", "unknown"]], 1, "--verifier number judges none of 1 completions"),
         (f"test {WHERE} --max_completion_length 600", [["q", 1]], 2, "the model takes 512"),
         (f"test {WHERE} --oversample 2", [], 2, "--temperature is 0.0, expected more than 0, or 0 with --oversample 1"),
-        ("datagen --model_name_or_path m --output_dir out", [], 2, "--dataset_name is missing"),
     ],
 )
 def test_a_wrong_call_is_refused_by_name(tiny, run, words, content, code, message):
