@@ -132,15 +132,16 @@ def test_one_of_many_publishes_a_new_file(tmp_path, monkeypatch, links):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_new_file_whose_directory_cannot_be_synced_is_taken_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
+def test_a_new_file_that_or_whose_folder_cannot_be_synced_is_taken_back(tmp_path, monkeypatch, is_folder):
     sync = os.fsync
 
-    def fail_on_folders(descriptor: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+    def fail(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}") == is_folder:
             raise OSError(errno.EIO, "Input/output error")
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"), written_aside(tmp_path / "file", replace=False) as aside:
         aside.touch()
     assert not list(tmp_path.iterdir())
