@@ -174,6 +174,12 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
             assert torch.equal(as_bits(tensor), as_bits(files.states[step][name]))
 
 
+def test_convert_keeps_the_chosen_steps(sparse_opt, files, tmp_path):
+    words = ("delta", "convert", "--from", files.delta_log, "--to", tmp_path / "new", "--steps", 3, "--json")
+    assert as_json(sparse_opt(*words))["steps"] == [0, 3]
+    assert DeltaLog.open(tmp_path / "new").digest(3) == DeltaLog.open(files.delta_log).digest(3)
+
+
 def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_log, tmp_path):
     def refused(code, *words, source=pt_log):
         call = ("delta", "convert", "--from", source, "--to", tmp_path / "new", *words)

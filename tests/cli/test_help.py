@@ -54,3 +54,9 @@ def understood_by_train(algorithm, *words):
     assert algorithm in TRL_ALGORITHMS
     if "--config" not in words:  # whose file is not there to be read
         parse(algorithm, words)
+
+
+@pytest.mark.parametrize("algorithm", TRL_ALGORITHMS)
+def test_trls_options_are_listed_with_those_of_a_mask(sparse_opt, algorithm):
+    text = sparse_opt("train", algorithm, "--help").done()
+    assert {"--max_steps", "--mask_density"} <= set(re.findall(r"^  (--\w+)", text, re.MULTILINE))

@@ -90,6 +90,8 @@ def test_debug_lists_every_tensor(find):
     found = json.loads(find("magnitude", "--debug", "--json").done())
     mask = MaskSet.load(found["file"])
     assert {name: stats["kept"] for name, stats in found["tensors"].items()} == {n: len(mask[n]) for n in mask.names}
+    text = find("magnitude", "--debug").done()
+    assert all(name in text for name in mask.names)
 
 
 def test_calibration_is_recorded(find, files):
