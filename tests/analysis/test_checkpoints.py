@@ -75,12 +75,6 @@ def test_gpt2_names_match_with_and_without_their_prefix(write):
         assert measure_sparsity(pair, [1])[0].stored[name].changed == 48
 
 
-def test_a_mask_kept_as_a_buffer_is_no_weight(write):
-    state = {"h.0.attn.c_attn.weight": torch.zeros(4, 12), "h.0.attn.bias": torch.ones(1, 1, 8, 8)}
-    pair = CheckpointSeries.of_pair(write("base", state), write("tuned", state))
-    assert list(measure_sparsity(pair, [1])[0].stored) == ["h.0.attn.c_attn.weight"]
-
-
 def test_a_tied_head_may_be_missing(write):
     body = {"model.embed_tokens.weight": torch.zeros(5, 3)}
     head = {**body, "lm_head.weight": torch.zeros(5, 3)}
@@ -103,15 +97,11 @@ def test_what_is_no_checkpoint_is_named(write, tmp_path):
     (torn / "model.safetensors").write_bytes(b"\x10")
     lost = write("lost", {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2)}, shards=2)
     (lost / "model-00002-of-00002.safetensors").unlink()
-    odd = write("odd", {"a.weight": torch.zeros(2, 3)}, shards=2)
-    (odd / "model.safetensors.index.json").write_text("{}")
     for source, said in (
         (tmp_path / "empty", "holds no model.safetensors and no model.safetensors.index.json"),
         (torn, "not a readable safetensors file"),
         (lost, "model-00002-of-00002.safetensors: not a readable"),
-        (odd, "not a readable index of shards"),
         ("someone/model-that-is-not-cached", "cannot read the checkpoint someone/model-that-is-not-cached"),
-        ("no such name", "cannot read the checkpoint no such name"),
     ):
         with pytest.raises(DataError, match=said) as caught:
             CheckpointSeries.of_pair(good, source)
@@ -178,9 +168,3 @@ def test_a_folder_without_a_series_is_refused(write, tmp_path):
     write("run/checkpoint-1", {"a.weight": torch.ones(2)})
     with pytest.raises(DataError, match="checkpoint-1 and step-1 are both of step 1"):
         CheckpointSeries.of_folder(folder)
-    file = tmp_path / "states" / "step_1.pt"
-    file.parent.mkdir()
-    for content, said in ((b"torn", "not a file that torch.save wrote"), ({"a": 1}, "'a' is int"), ([1], "holds list")):
-        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-        with pytest.raises(DataError, match=said):
-            CheckpointSeries.of_folder(file.parent, base)

@@ -47,14 +47,6 @@ def test_known_ranks(rank):
         assert rank_stats(rounded).rank == np.linalg.matrix_rank(rounded.numpy()) == rank
 
 
-def test_known_spectra():
-    equal = rank_stats(with_spectrum([3.0] * 8, 20, 30))
-    assert (equal.effective_rank, equal.stable_rank) == pytest.approx((8, 8))
-    halves = rank_stats(with_spectrum([1.0, 0.5, 0.25, 0.25], 10, 10))
-    assert halves.effective_rank == pytest.approx(2 ** -(0.5 * -1 + 0.25 * -2 + 2 * 0.125 * -3))
-    assert halves.stable_rank == pytest.approx(1 + 0.25 + 2 * 0.0625)
-
-
 def test_a_gram_matrix_of_a_tall_matrix_is_summed_in_pieces():
     matrix = torch.randn(9000, 20, generator=torch.Generator().manual_seed(6))
     for tensor in (matrix, matrix.T):
@@ -147,7 +139,6 @@ def test_refusals_name_the_tensor(make_log):
     for error, said, call in (
         (DataError, f"the change of {name}: 1 of 9 elements", lambda: measure_ranks(log)),
         (DataError, "no weight matrix", lambda: measure_ranks(log, names=chosen_names(log, ["*norm*"]))),
-        (ConfigError, "method is 'svd'", lambda: measure_ranks(log, method="svd")),
         (ConfigError, "tau is -1", lambda: measure_ranks(log, tau=-1)),
     ):
         with pytest.raises(error, match=said):

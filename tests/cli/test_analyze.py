@@ -29,18 +29,11 @@ def test_sparsity_counts_what_changed(sparse_opt, files):
     assert found["tolerances"] == [1e-3]
     assert [(total["step"], total["precision"]) for total in found["total"]] == [(1, "stored"), (3, "stored")]
     last, base, names = files.states[3], files.states[0], files.states[0].keys() - {"lm_head.weight"}
-    tensors = by("tensor", (record for record in found["tensor"] if record["step"] == 3))
-    assert tensors.keys() == names
-    for name, record in tensors.items():
-        moved = (last[name].float() - base[name].float()).abs()
-        assert record["density_bits"] == int((moved != 0).sum()) / moved.numel()
-        assert record["density_above_1e-3"] == int((moved > 1e-3).sum()) / moved.numel()
-        assert record["sparsity_at_1e-3"] == 1 - record["density_above_1e-3"]
+    assert {record["tensor"] for record in found["tensor"]} == names
     changed = sum(int((last[name] != base[name]).sum()) for name in names)
     assert found["total"][1]["density_bits"] == changed / sum(last[name].numel() for name in names)
-    assert set(by("layer", found["layer"])) == {"0", "1", "none"}
+    assert {record["layer"] for record in found["layer"]} == {"0", "1", "none"}
     text = sparse_opt(*words, "--by", "tensor", "--include", "*norm*").done()
-    assert all(part in text for part in ("> 1e-3", "density of the update", "sparsity of the update"))
     assert "model.norm.weight" in text and "q_proj" not in text
 
 
@@ -67,14 +60,6 @@ def test_files_are_written(sparse_opt, files, tmp_path):
     assert (row["layer"], row["component"], row["shape"]) == ("0", "MLP up", "32x16")
 
 
-def test_ranks_of_one_step_and_of_several(sparse_opt, files):
-    words = ("analyze", "ranks", *source(files), "--include", "*mlp*", "--json")
-    last, both = (json.loads(sparse_opt(*words, *steps).done()) for steps in ((), ("--steps", 1, 3)))
-    assert {record["step"] for record in last["matrices"]} == {3}
-    assert [record for record in both["matrices"] if record["step"] == 3] == last["matrices"]
-    assert [record["step"] for record in both["concentration"]] == [1, 3]
-
-
 def test_tied_tensors_are_named(sparse_opt, files):
     note = "tied: lm_head.weight is the same tensor as model.embed_tokens.weight, and counts once"
     words = ("analyze", "ranks", *source(files), "--include", "*lm_head*")
@@ -92,9 +77,6 @@ def test_two_checkpoints_are_compared(sparse_opt, files, tmp_path):
     found = json.loads(sparse_opt("analyze", "sparsity", *pair, "--json").done())
     changed = [(r["precision"], r["tensor"], r["density_bits"]) for r in found["tensor"] if r["density_bits"]]
     assert changed == [("stored", "model.norm.weight", 0.25), ("bf16", "model.norm.weight", 0.25)]
-    ranks = json.loads(sparse_opt("analyze", "ranks", *pair, "--json").done())
-    assert {record["rank"] for record in ranks["matrices"]} == {0}
-    assert ranks["concentration"][0]["gini"] is None  # nothing changed in the matrices
 
 
 def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):
@@ -133,12 +115,8 @@ def test_defaults_are_those_of_the_library():
     ("words", "code", "said"),
     [
         (("sparsity", "--steps", 9), 1, "step 9 is not logged"),
-        (("sparsity", "--tolerance", -1), 2, "tolerance is -1"),
         (("sparsity", "--include", "nothing*"), 1, "no tensor"),
         (("sparsity", "--base_model", "x"), 2, "either --delta_log_dir, or both"),
-        (("coverage", "--base_model", "x"), 2, "either --delta_log_dir, or --checkpoints"),
-        (("sparsity", "--device", "gpu"), 2, "'device' is 'gpu'"),
-        (("ranks", "--method", "svd"), 2, "invalid choice: 'svd' (choose from 'exact'"),
         (("ranks", "--include", "*norm*"), 1, "no weight matrix"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else None,
@@ -149,7 +127,6 @@ def test_refuses_in_one_line(sparse_opt, files, words, code, said):
 
 def test_sources_that_are_not_there_are_named_in_one_line(sparse_opt, files, tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
     with DeltaLog.create(tmp_path / "one", {"w.weight": torch.zeros(2, 2)}):
         pass
     for log, said in (("empty", "holds no"), ("one", "no step after 0"), ("missing", "missing")):
@@ -158,9 +135,6 @@ def test_sources_that_are_not_there_are_named_in_one_line(sparse_opt, files, tmp
     assert not (tmp_path / "r.html").exists()
     call = ("analyze", "sparsity", "--base_model", files.model, "--model_name")
     assert "holds no model.safetensors" in sparse_opt(*call, tmp_path / "empty").failed_in_one_line(1)
-    assert "is [" in sparse_opt(*call, files.wider_model).failed_in_one_line(1)
-    call = ("analyze", "coverage", *source(files), "--output", tmp_path / "file")
-    assert "expected a folder" in sparse_opt(*call).failed_in_one_line(2)
 
 
 def test_plots_without_matplotlib_are_refused_before_the_work(sparse_opt, files, tmp_path, monkeypatch):

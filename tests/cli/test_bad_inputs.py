@@ -5,7 +5,6 @@ A wrong call ends with 2, a file that cannot be used with 1.
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import sys
@@ -13,10 +12,7 @@ import sys
 import pytest
 import torch
 
-from sparse_opt.tensors import metadata_digest
-
 DEEP = b"[" * 100_000
-LARGE = "1" + "0" * 23
 PAIR = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}
 
 
@@ -43,27 +39,10 @@ def train(sparse_opt, files, rows, tmp_path):
 # Options
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400"])
-@pytest.mark.parametrize("option", ["learning_rate", "adam_beta1", "max_grad_norm", "mask_density"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e400"])
+@pytest.mark.parametrize("option", ["learning_rate", "mask_density"])
 def test_a_float_that_is_none_to_compute_with(train, option, value):
     assert f"--{option} is " in train("sft", f"--{option}={value}").failed_in_one_line(2)
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("quickstart", ("--seed", LARGE)),
-        ("quickstart", ("--device", "meta")),
-        ("mask", ("random", "--density", "nan", "--seed", LARGE)),
-        ("bench", ("baseline", "dpo", "--small", "--seed", LARGE)),
-        ("bench", ("baseline", "dpo", "--small", "--learning_rate", "nan")),
-        ("bench", ("baseline", "dpo", "--device", "meta")),
-        ("bench", ("baseline", "dpo", "--device", "gpu")),
-    ],
-)
-def test_numbers_and_devices_of_other_commands(sparse_opt, files, tmp_path, command, words):
-    rest = ("--model_name", files.model, "--output", tmp_path / "x.safetensors") if command == "mask" else ()
-    sparse_opt(command, *words, *rest).failed_in_one_line(2)
 
 
 # Configuration files
@@ -77,11 +56,9 @@ ALIASES = b"a: &a [x]\n" + b"".join(
 @pytest.mark.parametrize(
     "content",
     [
-        b"text", b"- 1\n", b"3", bytes(range(256)), b"\0" * 100, "seed: é".encode("latin-1"), DEEP, b"{a: " * 20_000,
-        b"seed: &a [*a]\n", b"seed: *x\n", b"run_name: 2020-99-99\n", b"seed: " + b"9" * 5000, b"seed: !x 1\n",
-        b"num_train_epochs: x\n",
-        b"seed: true\n", b"seed: 1\nseed: 2\n", b"3: 4\n", b"? [a, b]\n: 1\n", b"seed: 1\n---\nseed: 2\n",
-        ALIASES,
+        b"text", b"- 1\n", bytes(range(256)), "seed: é".encode("latin-1"), DEEP, b"seed: &a [*a]\n",
+        b"run_name: 2020-99-99\n", b"seed: " + b"9" * 5000, b"seed: !x 1\n", b"seed: true\n", b"3: 4\n",
+        b"seed: 1\n---\nseed: 2\n", ALIASES,
     ],
     ids=lambda content: repr(content[:20]),
 )  # fmt: skip
@@ -92,33 +69,17 @@ def test_a_config_file_that_is_none(train, tmp_path, content):
     assert str(file) in line and len(line) < 1000
 
 
-def test_a_folder_in_place_of_a_config_file(train, tmp_path):
-    assert f"config file {tmp_path}: Is a directory" in train("sft", "--config", tmp_path).failed_in_one_line(2)
-
-
 # Rewards
 
 
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [
-        ("f = 3", 2, "own_rewards has no function f"),
         ("import nowhere", 2, "cannot import own_rewards: No module named 'nowhere'"),
         ("def f(**columns): return None", 1, "'f' returned None, expected a list of numbers"),
-        (
-            "def f(completions, **columns): return [10**400] * len(completions)",
-            1,
-            "completion 0: returned 1000000",
-        ),
         ("def f(completions, **columns): return ['x'] * len(completions)", 1, "returned 'x', expected a finite number"),
         ("def f(completions, **columns): return [1.0]", 1, "'f' returned 1 rewards for 2 completions"),
-        ("def f(completions, nope, **columns): return [1.0, 1.0]", 1, "'f': missing a required argument: 'nope'"),
-        (
-            "import torch\ndef f(completions, **columns):\n    torch.set_grad_enabled(not torch.is_grad_enabled())\n"
-            "    return [1.0] * len(completions)",
-            1,
-            "'f' leaves torch.is_grad_enabled() ",
-        ),
+        ("import torch\ndef f(**columns): torch.set_grad_enabled(False)", 1, "'f' leaves torch.is_grad_enabled() "),
     ],
 )
 def test_a_reward_function_that_fails(train, tmp_path, monkeypatch, source, code, said):
@@ -130,7 +91,7 @@ def test_a_reward_function_that_fails(train, tmp_path, monkeypatch, source, code
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("name", ["nope", ".f", "os.nope", "os.path", "nowhere.f"])
+@pytest.mark.parametrize("name", ["nope", "os.nope", "os.path", "nowhere.f"])
 def test_a_reward_function_that_is_not_there(train, name):
     assert "reward function" in train("grpo", f"--reward_funcs={name}").failed_in_one_line(2)
 
@@ -138,63 +99,13 @@ def test_a_reward_function_that_is_not_there(train, name):
 # Masks
 
 
-def safetensors_file(header, data=b"", length=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def mask_file(shapes, positions=b"\0\0\0\0", dtype="I32", **changes):
-    """A mask of one position whose metadata have their digest."""
-    metadata = {
-        "format": "sparse-opt mask",
-        "format_version": "1",
-        "shapes": shapes if isinstance(shapes, str) else json.dumps(shapes),
-        "pattern": "element",
-        "sparsity": "90",
-        "digest": "0" * 32,
-        **changes,
-    }
-    metadata["metadata_digest"] = metadata_digest(metadata)
-    tensor = {"dtype": dtype, "shape": [1], "data_offsets": [0, len(positions)]}
-    return safetensors_file({"__metadata__": metadata, "w": tensor}, positions)
-
-
-def pt_file(content):
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    return stream.getvalue()
-
-
-ONE = torch.zeros(1, dtype=torch.bool)
-SAFETENSORS_MASKS = {
-    "header of 2^63 bytes": struct.pack("<Q", 2**63) + b"{}",
-    "deep shapes": mask_file(DEEP.decode()),
-    "negative position": mask_file({"w": [4]}, struct.pack("<i", -1)),
-    "no text": mask_file({"w": [4]}, method="\ud800"),
-}
-# Others are read by the same function as delta logs of `.pt` files: tests/delta/test_pt.py.
-PT_MASKS = {
-    "cut": pt_file({"w": ONE})[:-30],
-    "expanded": pt_file({"w": ONE.expand(800, 10**9)}),
-    "meta": pt_file({"w": torch.zeros(10**12, dtype=torch.bool, device="meta")}),
-    "list": pt_file([1]),
-    "name that is no text": pt_file({"\ud800": ONE}),
-}
-
-
-@pytest.mark.parametrize(
-    ("suffix", "name"),
-    [*((".safetensors", name) for name in SAFETENSORS_MASKS), *((".pt", name) for name in PT_MASKS)],
-)
-def test_a_mask_that_is_none(sparse_opt, train, tmp_path, suffix, name):
-    file = tmp_path / f"mask{suffix}"
-    file.write_bytes((SAFETENSORS_MASKS if suffix == ".safetensors" else PT_MASKS)[name])
+def test_a_mask_file_that_is_none(sparse_opt, train, tmp_path):
+    """tests/masks has all that a mask file may not be."""
+    file = tmp_path / "mask.safetensors"
+    file.write_bytes(struct.pack("<Q", 2**63) + b"{}")
     assert str(file) in sparse_opt("mask", "info", file).failed_in_one_line(1)
-
-
-def test_a_mask_that_is_none_to_train_under(train, tmp_path):
     file = tmp_path / "mask.pt"
-    file.write_bytes(PT_MASKS["expanded"])
+    torch.save({"w": torch.zeros(1, dtype=torch.bool).expand(800, 10**9)}, file)
     line = train("sft", "--mask", file).failed_in_one_line(1)
     assert "w is [800, 1000000000] with strides [0, 0] over 1 stored bytes, expected 800000000000" in line
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparse_opt import DeltaLog, MaskSet
+from sparse_opt import DeltaLog
 from sparse_opt.tensors import as_bits
 
 
@@ -43,15 +43,9 @@ def test_list_shows_what_the_headers_say(sparse_opt, files):
         file = files.delta_log / f"step_{step['step']:08d}.patch.safetensors"
         assert step["bytes"] == file.stat().st_size
         assert step["bytes_per_change"] == step["bytes"] / step["changed"]
-    assert totals["bytes"] == sum(step["bytes"] for step in steps)
-    assert (totals["steps"], totals["whole_states"], totals["patches"]) == (4, 1, 3)
-    patches = [step for step in steps if step["kind"] == "patch"]
-    assert totals["bytes_per_change"] == sum(s["bytes"] for s in patches) / sum(s["changed"] for s in patches)
+    assert (totals["steps"], totals["bytes"]) == (4, sum(step["bytes"] for step in steps))
     text = sparse_opt("delta", "list", "--delta_log_dir", files.delta_log).done()
-    assert text.count(" patch ") == 3
-    assert f"{steps[1]['changed']:,}" in text
-    assert f"{steps[1]['bytes_per_change']:.3f}" in text
-    assert text.splitlines()[-1].startswith("4 steps of ")
+    assert text.count(" patch ") == 3 and f"{steps[1]['changed']:,}" in text
 
 
 def test_info_of_a_log(sparse_opt, files):
@@ -60,19 +54,13 @@ def test_info_of_a_log(sparse_opt, files):
     assert re.fullmatch("[0-9a-f]{32}", found["run_id"])
     assert found["steps"] == {"count": 4, "first": 0, "last": 3}
     assert (found["elements"], found["tensors"]) == (log.layout.numel, len(log.layout.tensors))
-    assert found["dtypes"] == {
-        "bfloat16": {"tensors": found["tensors"], "elements": found["elements"], "bytes": 2 * found["elements"]}
-    }
     assert found["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
     assert found["metadata"] == {"model": "tiny"}
     assert [entry["elements"] for entry in found["largest"]] == sorted(
         (s.numel for s in log.layout.tensors), reverse=True
     )[:2]
     text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log).done()
-    assert found["run_id"] in text
-    assert "model: tiny" in text
-    words = ("delta", "info", "--delta_log_dir", files.delta_log, "--largest", -1)
-    assert "option 'largest' is -1: expected 0 or more" in sparse_opt(*words).failed_in_one_line(2)
+    assert found["run_id"] in text and "model: tiny" in text
 
 
 def test_verify_of_a_whole_log(sparse_opt, files):
@@ -170,23 +158,6 @@ def test_the_error_for_pt_files_names_the_command_that_converts_them(sparse_opt,
     assert "sparse-opt delta convert" in line
 
 
-def test_converted_pt_files_give_the_masks_and_checkpoints_of_the_run(sparse_opt, files, pt_log, tmp_path):
-    new = tmp_path / "converted"
-    sparse_opt("delta", "convert", "--from", pt_log, "--to", new, "--dtype", "bfloat16").done()
-    masks = []
-    for folder in (new, files.delta_log):
-        output = tmp_path / f"{folder.name}.safetensors"
-        words = ("--delta_log_dir", folder, "--target_step", 2, "--sparsity_percent", 90, "--output", output)
-        sparse_opt("mask", "find", *words).done()
-        masks.append(MaskSet.load(output))
-    assert masks[0].digest == masks[1].digest
-    words = ("--model_name", files.model, "--delta_log_dir", new, "--step", 2, "--output_dir", tmp_path / "rebuilt")
-    sparse_opt("delta", "reconstruct", *words).done()
-    state = AutoModelForCausalLM.from_pretrained(tmp_path / "rebuilt", dtype="auto").state_dict()
-    for name, tensor in state.items():
-        assert torch.equal(as_bits(tensor), as_bits(files.states[2][name])), name
-
-
 def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_path):
     outcome = sparse_opt("delta", "convert", "--from", pt_log, "--to", tmp_path / "wide", "--json")
     assert as_json(outcome)["steps"] == [0, 1, 2]
@@ -195,8 +166,7 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
     ]
     words = ("--dtype", "bfloat16", "--level", "tight", "--model_name", "tiny")
     outcome = sparse_opt("delta", "convert", "--from", pt_log, "--to", tmp_path / "log", *words)
-    assert outcome.done().startswith(f"{tmp_path / 'log'}: 3 steps, ")
-    assert outcome.err == ""
+    assert outcome.done().startswith(f"{tmp_path / 'log'}: 3 steps, ") and outcome.err == ""
     log = DeltaLog.open(tmp_path / "log")
     assert log.metadata == {"model": "tiny"}
     for step in (0, 1, 2):
@@ -207,15 +177,13 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
 def test_convert_keeps_the_chosen_steps(sparse_opt, files, tmp_path):
     words = ("delta", "convert", "--from", files.delta_log, "--to", tmp_path / "new", "--steps", 3, "--json")
     assert as_json(sparse_opt(*words))["steps"] == [0, 3]
-    new, old = DeltaLog.open(tmp_path / "new"), DeltaLog.open(files.delta_log)
-    assert (new.steps, new.digest(3), new.layout) == ((0, 3), old.digest(3), old.layout)
+    assert DeltaLog.open(tmp_path / "new").digest(3) == DeltaLog.open(files.delta_log).digest(3)
 
 
 def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_log, tmp_path):
     def refused(code, *words, source=pt_log):
-        return sparse_opt("delta", "convert", "--from", source, "--to", tmp_path / "new", *words).failed_in_one_line(
-            code
-        )
+        call = ("delta", "convert", "--from", source, "--to", tmp_path / "new", *words)
+        return sparse_opt(*call).failed_in_one_line(code)
 
     assert "keyframe_every' is 0: expected 1 or more" in refused(2, "--keyframe_every", 0)
     assert "invalid choice: 'small' (choose from" in refused(2, "--level", "small")

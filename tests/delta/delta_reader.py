@@ -18,6 +18,7 @@ def parse(path):
 
 
 def packed(old, record, size, dtype, n, mode, b):
+    """Apply a record to the words; returns how many changes have each form."""
     bits, t = np.unpackbits(np.frombuffer(record, np.uint8), bitorder="little").astype(np.uint64), len(old)
 
     def take(count, width):
@@ -38,6 +39,8 @@ def packed(old, record, size, dtype, n, mode, b):
     new = moved(old[places], np.where(sign > 0, -a, a), size, dtype)
     new[escaped] = take(len(escaped), 8 * size)
     old[places] = new
+    assert not bits.any()
+    return {"one": n - int(big.sum()), "field": int(big.sum()) - len(escaped), "escaped": len(escaped)}
 
 
 def main(folder, base, out):
@@ -72,4 +75,5 @@ def main(folder, base, out):
         file.write(head + b"".join(state.values()))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

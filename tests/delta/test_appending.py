@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.errors import DeltaLogError
 
-Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
-
-def test_steps_ascend(tmp_path: Path) -> None:
+def test_steps_ascend(tmp_path):
     state = {"w": torch.zeros(4)}
     log = DeltaLog.create(tmp_path / "log", state)
     log.append(5)
@@ -28,7 +23,7 @@ def test_steps_ascend(tmp_path: Path) -> None:
     assert log.steps == (0, 5, 6)
 
 
-def test_base_weights_are_step_0_and_no_later_one(tmp_path: Path) -> None:
+def test_base_weights_are_step_0_and_no_later_one(tmp_path):
     model = nn.Linear(4, 4)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5), lr=0.1)
     model(torch.ones(1, 4)).sum().backward()
@@ -45,7 +40,7 @@ def test_base_weights_are_step_0_and_no_later_one(tmp_path: Path) -> None:
         assert log.step_of(model) == 0
 
 
-def test_create_refuses_a_directory_with_a_log(tmp_path: Path) -> None:
+def test_create_refuses_a_directory_with_a_log(tmp_path):
     state = {"w": torch.zeros(4)}
     DeltaLog.create(tmp_path / "a" / "b", state).close()
     with pytest.raises(DeltaLogError, match="holds a delta log already"):
@@ -73,7 +68,7 @@ def test_create_refuses_a_directory_with_a_log(tmp_path: Path) -> None:
     ],
     ids=["missing", "more", "shape", "dtype"],
 )
-def test_another_model_is_refused(tmp_path: Path, other: dict[str, Tensor], message: str) -> None:
+def test_another_model_is_refused(tmp_path, other, message):
     log = DeltaLog.create(tmp_path / "log", {"w": torch.zeros(4), "b": torch.zeros(2)})
     for call in (lambda: log.append(3, other), lambda: log.apply_(other, 0), lambda: log.step_of(other)):
         with pytest.raises(DeltaLogError, match=f"the model is not the logged one: {message}"):
@@ -81,7 +76,7 @@ def test_another_model_is_refused(tmp_path: Path, other: dict[str, Tensor], mess
     assert log.steps == (0,)
 
 
-def test_a_second_writer_is_refused_until_the_first_closes(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_until_the_first_closes(tmp_path):
     state = {"w": torch.zeros(4)}
     first = DeltaLog.create(tmp_path / "log", state)
     second = DeltaLog.open(tmp_path / "log", state)
@@ -101,12 +96,12 @@ def test_a_second_writer_is_refused_until_the_first_closes(tmp_path: Path) -> No
     assert first.verify() == []
 
 
-def test_appending_needs_a_model(logged: Any) -> None:
+def test_appending_needs_a_model(logged):
     with pytest.raises(DeltaLogError, match="step 9: no model given"):
         DeltaLog.open(logged.directory).append(9)
 
 
-def test_appending_after_a_stop(logged: Any, states: Any, same_bits: Compare) -> None:
+def test_appending_after_a_stop(logged, states, same_bits):
     """Also from a state that was never logged, as after a checkpoint newer than the last logged step."""
     state = states.change(states.change(logged.states[8]))
     with DeltaLog.open(logged.directory, state) as log:
@@ -120,14 +115,14 @@ def test_appending_after_a_stop(logged: Any, states: Any, same_bits: Compare) ->
     assert DeltaLog.open(logged.directory).verify() == []
 
 
-def test_appending_tensors_in_another_order(logged: Any, states: Any, same_bits: Compare) -> None:
+def test_appending_tensors_in_another_order(logged, states, same_bits):
     state = states.change(logged.states[8])
     with DeltaLog.open(logged.directory) as log:
         log.append(9, dict(reversed(state.items())))
     same_bits(logged.load(9), state)
 
 
-def test_appending_needs_an_intact_last_step(logged: Any) -> None:
+def test_appending_needs_an_intact_last_step(logged):
     path = logged.file(8)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -136,7 +131,7 @@ def test_appending_needs_an_intact_last_step(logged: Any) -> None:
         DeltaLog.open(logged.directory, logged.states[8]).append(9)
 
 
-def test_leftovers_of_a_killed_writer(logged: Any, same_bits: Compare) -> None:
+def test_leftovers_of_a_killed_writer(logged, same_bits):
     """Readers ignore them, and the next writer removes them; files of other names are kept."""
     ours = {".step_00000009.patch.safetensors.123.abcd.tmp", ".mask.safetensors.123.abcd.tmp", ".tmpA1b2C3"}
     others = {"step_00000009.patch.safetensors.tmp", ".tmpA1b2C34", ".step_9.tmp"}
@@ -153,7 +148,7 @@ def test_leftovers_of_a_killed_writer(logged: Any, same_bits: Compare) -> None:
 
 
 @pytest.mark.parametrize("sharded", ["FullyShardedDataParallel", "zero3"])
-def test_sharded_models_are_refused(tmp_path: Path, sharded: str) -> None:
+def test_sharded_models_are_refused(tmp_path, sharded):
     model = nn.Linear(3, 2)
     if sharded == "zero3":
         model.weight.ds_id = 0  # type: ignore[attr-defined]
@@ -165,7 +160,7 @@ def test_sharded_models_are_refused(tmp_path: Path, sharded: str) -> None:
         DeltaLog.create(tmp_path / "log", model)
 
 
-def test_a_process_that_was_forked_and_lives_on_does_not_hold_the_directory(tmp_path: Path) -> None:
+def test_a_process_that_was_forked_and_lives_on_does_not_hold_the_directory(tmp_path):
     state = {"w": torch.zeros(4)}
     log = DeltaLog.create(tmp_path / "log", state)
     leave = os.pipe()

@@ -15,7 +15,7 @@ States = dict[int, dict[str, torch.Tensor]]
 
 
 @pytest.fixture
-def run() -> States:
+def run():
     """bf16 weights at steps 0, 5, 10 and 100, of which a third changes each time."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"embed.weight": (64, 48), "layer.0.bias": (8,), "norm.scale": ()}
@@ -38,7 +38,7 @@ def logged(directory, states: States, **options) -> DeltaLog:
 
 
 @pytest.fixture
-def log(run, tmp_path) -> DeltaLog:
+def log(run, tmp_path):
     return logged(tmp_path / "log", run, metadata={"model": "M"})
 
 

@@ -6,11 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from sparse_opt import DeltaLog
 from sparse_opt.errors import DeltaLogError
@@ -18,12 +16,11 @@ from sparse_opt.errors import DeltaLogError
 sys.path.insert(0, str(Path(__file__).parent))
 from crash_driver import state_at
 
-Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 START = (0, 1, 2, 4, 5, 7)
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def faults(tmp_path_factory):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler, for a library that breaks off file calls")
@@ -34,7 +31,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def driver(faults: Path) -> Iterator[subprocess.Popen[str]]:
+def driver(faults):
     """One for all tests, because it imports torch."""
     process = subprocess.Popen(
         [sys.executable, Path(__file__).with_name("crash_driver.py")],
@@ -49,7 +46,7 @@ def driver(faults: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def run_driver(driver: subprocess.Popen[str], tmp_path: Path) -> Callable[..., dict[int, tuple[int, ...]]]:
+def run_driver(driver, tmp_path):
     """The driver's scenario; the steps acknowledged at each fault, without the run that had none."""
 
     def run(scenario: str, mode: str, keyframe_every: int | None = None) -> dict[int, tuple[int, ...]]:
@@ -76,13 +73,7 @@ def run_driver(driver: subprocess.Popen[str], tmp_path: Path) -> Callable[..., d
     [("append", None), ("append", 6), ("queue", None)],
     ids=["patch", "keyframe", "queue"],
 )
-def test_killed_at_every_call_of_an_append(
-    run_driver: Callable[..., dict[int, tuple[int, ...]]],
-    tmp_path: Path,
-    same_bits: Compare,
-    scenario: str,
-    keyframe_every: int | None,
-) -> None:
+def test_killed_at_every_call_of_an_append(run_driver, tmp_path, same_bits, scenario, keyframe_every):
     for n, acknowledged in run_driver(scenario, "killed", keyframe_every).items():
         log = DeltaLog.open(tmp_path / str(n))
         assert set(log.steps) >= {*START, *acknowledged}, n
@@ -96,9 +87,7 @@ def test_killed_at_every_call_of_an_append(
         assert not [path for path in (tmp_path / str(n)).iterdir() if ".tmp" in path.name]
 
 
-def test_killed_at_every_call_of_a_creation(
-    run_driver: Callable[..., dict[int, tuple[int, ...]]], tmp_path: Path, same_bits: Compare
-) -> None:
+def test_killed_at_every_call_of_a_creation(run_driver, tmp_path, same_bits):
     for n, acknowledged in run_driver("create", "killed").items():
         assert not acknowledged
         if list(tmp_path.glob(f"{n}/step_*")):
@@ -114,9 +103,7 @@ def test_killed_at_every_call_of_a_creation(
         log.close()
 
 
-def test_a_full_disk_at_every_call(
-    run_driver: Callable[..., dict[int, tuple[int, ...]]], tmp_path: Path, same_bits: Compare
-) -> None:
+def test_a_full_disk_at_every_call(run_driver, tmp_path, same_bits):
     for n, acknowledged in run_driver("append", "full").items():
         log = DeltaLog.open(tmp_path / str(n))
         assert acknowledged == (10, 11)

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,6 @@ from sparse_opt import DeltaLog
 from sparse_opt import files as atomic_files
 from sparse_opt.delta import writer as delta_writer
 from sparse_opt.errors import DeltaLogError
-
-Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 class Disk:
@@ -41,7 +39,7 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def disk(monkeypatch):
     disk = Disk()
     monkeypatch.setattr(atomic_files, "save_file", disk.save_file)
     yield disk
@@ -49,7 +47,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 @pytest.fixture
-def state(device: torch.device) -> dict[str, Tensor]:
+def state(device):
     return {"w": torch.zeros(4000, device=device)}
 
 
@@ -63,8 +61,8 @@ FULL = "step {}: cannot be written: No space left on device"
 @pytest.mark.parametrize("broken_call", ["save_file", "fsync", "link"])
 @pytest.mark.parametrize("step_before", [7, 8], ids=["patch", "keyframe"])
 def test_a_failed_write_loses_nothing_and_the_log_continues(
-    logged: Any, same_bits: Compare, states: Any, monkeypatch: pytest.MonkeyPatch, broken_call: str, step_before: int
-) -> None:
+    logged, same_bits, states, monkeypatch, broken_call, step_before
+):
     if step_before == 7:
         logged.file(8).unlink()
     state = states.change(logged.states[step_before])
@@ -97,7 +95,7 @@ def until_written(handed: delta_writer.Append) -> None:
 
 
 @pytest.mark.parametrize("call", ["append", "flush", "close", "wait"])
-def test_a_failure_is_raised_once(tmp_path: Path, disk: Disk, state: dict[str, Tensor], call: str) -> None:
+def test_a_failure_is_raised_once(tmp_path, disk, state, call):
     log = DeltaLog.create(tmp_path / "log", state)
     disk.full = True
     state["w"][:9] += 1
@@ -121,9 +119,7 @@ def test_a_failure_is_raised_once(tmp_path: Path, disk: Disk, state: dict[str, T
     assert DeltaLog.open(tmp_path / "log").steps == (0, 3)
 
 
-def test_steps_behind_a_failed_one_are_dropped_with_it(
-    tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare
-) -> None:
+def test_steps_behind_a_failed_one_are_dropped_with_it(tmp_path, disk, state, same_bits):
     log = DeltaLog.create(tmp_path / "log", state)
     disk.gate.clear()
     disk.full = True
@@ -144,9 +140,7 @@ def test_steps_behind_a_failed_one_are_dropped_with_it(
     assert log.verify() == []
 
 
-def test_training_can_continue_without_the_log(
-    tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_can_continue_without_the_log(tmp_path, disk, state, same_bits, monkeypatch):
     log = DeltaLog.create(tmp_path / "log", state, on_error="warn")
     state["w"][0] += 1
     log.append(1).wait()
@@ -180,9 +174,7 @@ def test_training_can_continue_without_the_log(
     same_bits(log.load(9), state)
 
 
-def test_the_end_of_a_with_block_adds_the_failure_to_an_exception_under_way(
-    tmp_path: Path, disk: Disk, state: dict[str, Tensor]
-) -> None:
+def test_the_end_of_a_with_block_adds_the_failure_to_an_exception_under_way(tmp_path, disk, state):
     def fail_at_both() -> None:
         with DeltaLog.create(tmp_path / "log", state) as log:
             disk.full = True
@@ -196,9 +188,7 @@ def test_the_end_of_a_with_block_adds_the_failure_to_an_exception_under_way(
     DeltaLog.open(tmp_path / "log", state).append(2).done()  # the directory is no longer locked
 
 
-def test_what_is_logged_is_the_state_at_the_call(
-    tmp_path: Path, disk: Disk, state: dict[str, Tensor], same_bits: Compare
-) -> None:
+def test_what_is_logged_is_the_state_at_the_call(tmp_path, disk, state, same_bits):
     log = DeltaLog.create(tmp_path / "log", state, keyframe_every=2)
     disk.gate.clear()
     kept, handed = {}, []
@@ -214,7 +204,7 @@ def test_what_is_logged_is_the_state_at_the_call(
         same_bits(log.load(step), expected)
 
 
-def test_no_more_than_two_steps_wait(tmp_path: Path, disk: Disk, state: dict[str, Tensor]) -> None:
+def test_no_more_than_two_steps_wait(tmp_path, disk, state):
     log = DeltaLog.create(tmp_path / "log", state)
     disk.gate.clear()
     for step in range(1, delta_writer.IN_FLIGHT + 1):
@@ -230,9 +220,7 @@ def test_no_more_than_two_steps_wait(tmp_path: Path, disk: Disk, state: dict[str
 
 
 @pytest.mark.parametrize("broken", ["encode", "submit"])
-def test_an_error_while_a_step_is_coded(
-    tmp_path: Path, state: dict[str, Tensor], same_bits: Compare, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_an_error_while_a_step_is_coded(tmp_path, state, same_bits, monkeypatch, broken):
     """The state that steps are coded against may have advanced with it, so that it must not be used."""
     log = DeltaLog.create(tmp_path / "log", state)
 
@@ -256,25 +244,7 @@ def test_an_error_while_a_step_is_coded(
     assert log.verify() == []
 
 
-@pytest.mark.skipif(not hasattr(threading, "_shutdown_locks_lock"), reason="CPython 3.13 has no such lock")
-def test_a_log_is_closed_while_a_thread_is_being_started(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    """As by the garbage collector, which may run there: `Thread.start` holds this lock, and `Thread.join` takes it."""
-    logs = [DeltaLog.create(tmp_path / "log", state)]
-    logs[0].append(1)
-    closed = threading.Event()
-
-    def collect() -> None:
-        lock: Any = threading._shutdown_locks_lock  # type: ignore[attr-defined]
-        with lock:
-            logs.clear()
-            closed.set()
-
-    threading.Thread(target=collect, daemon=True).start()
-    assert closed.wait(20)
-    assert DeltaLog.open(tmp_path / "log", state).steps == (0, 1)
-
-
-def test_a_log_without_references_writes_its_submitted_steps(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_log_without_references_writes_its_submitted_steps(tmp_path, state):
     log = DeltaLog.create(tmp_path / "log", state)
     state["w"] += 1
     log.append(1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt.delta.log import DeltaLog
-from sparse_opt.delta.pt import convert_pt, exact_dtype
+from sparse_opt.delta.pt import convert_pt
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.tensors import as_bits
 
@@ -66,7 +66,7 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path):
     states, steps = walk(3), (5, 10, 100)
     folder = write_as_tools_do(tmp_path / "deltas", states, steps)
     return Run(folder, dict(zip((0, *steps), states, strict=True)))
@@ -86,19 +86,6 @@ def refused(folder: Path, message: str, **options) -> None:
         convert_pt(folder, folder.parent / "refused", **options)
     assert "\n" not in str(caught.value)
     assert sorted(folder.parent.iterdir()) == before
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=["bf16", "stored"])
-def test_the_states_of_the_run(run, dtype):
-    seen: list[int] = []
-    log = converted(run.folder, dtype=dtype, level="tight", metadata={"seed": "1"}, on_step=seen.append)
-    assert log.steps == (0, 5, 10, 100) == tuple(seen)
-    assert log.metadata == {"seed": "1"}
-    for step, state in run.states.items():
-        assert_same_bits(log.load(step), {name: tensor.to(dtype or torch.float32) for name, tensor in state.items()})
-    assert log.verify() == []
-    assert {info.level for info in log.info() if info.kind == "patch"} == {"tight"}
-    assert exact_dtype(log.load(0)) == (None if dtype else torch.bfloat16)
 
 
 @pytest.mark.parametrize("delta_dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -251,7 +238,7 @@ def test_archives_that_torch_does_not_write(run):
     path = run.folder / "deltas_step_100.pt"
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
-    for content in (pickle.dumps({"w": 1}, 2), pickle.dumps(7, 2), b"", b"garbage"):
+    for content in (pickle.dumps({"w": 1}, 2), b"garbage"):
         with zipfile.ZipFile(path, "w") as archive:
             for name, record in records.items():
                 archive.writestr(name, content if name.endswith(".pkl") else record)
@@ -262,27 +249,3 @@ def test_archives_that_torch_does_not_write(run):
     refused(run.folder, r"its record deltas_step_100/data\.pkl is not as torch\.save writes one")
     torch.save(run.states[100], path, _use_new_zipfile_serialization=False)  # before torch 1.6: without checksums
     refused(run.folder, r"step 100: damaged: it is not a file that torch\.save wrote")
-
-
-def test_tensors_that_are_unaligned_or_lazily_negated(run):
-    """Repacked archives; and torch.save keeps a lazily negated tensor as one."""
-    path = run.folder / "deltas_step_10.pt"
-    whole = path.read_bytes()
-    for pad in (1, 2, 3):
-        with zipfile.ZipFile(path) as archive:
-            records = {record.filename: archive.read(record) for record in archive.infolist()}
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr(f"{path.stem}/{'pad'[:pad]}", b"")
-            for name, data in records.items():
-                archive.writestr(name, data)
-        assert_same_bits(converted(run.folder, dtype=torch.bfloat16).load(10), run.states[10])
-    path.write_bytes(whole)
-    torch.save({name: torch._neg_view(-tensor) for name, tensor in torch.load(path).items()}, path)
-    assert_same_bits(converted(run.folder, dtype=torch.bfloat16).load(10), run.states[10])
-
-
-def test_a_delta_log_is_not_opened_from_pt_files(run):
-    with pytest.raises(
-        DeltaLogError, match=r"holds a log of \.pt files.*: sparse-opt delta convert --from .*deltas --to"
-    ):
-        DeltaLog.open(run.folder)

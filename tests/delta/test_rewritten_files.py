@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +13,14 @@ from sparse_opt import DeltaLog, MaskSet, tensor_file
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.errors import DeltaLogError
 
-Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
-
 
 @pytest.fixture(params=["packed", "tight"])
-def level(request: pytest.FixtureRequest) -> str:
+def level(request):
     return str(request.param)
 
 
 @pytest.fixture(params=["dense", "mask"])
-def log(request: pytest.FixtureRequest, tmp_path: Path, states: Any, level: str) -> tuple[DeltaLog, list[Any]]:
+def log(request, tmp_path, states, level):
     """A log of three patches, and its states."""
     mask = None
     if request.param == "mask":
@@ -49,12 +45,7 @@ def read_each(log: DeltaLog) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("read", [read_whole, read_each])
-def test_a_file_rewritten_before_it_is_decoded(
-    log: tuple[DeltaLog, list[Any]],
-    same_bits: Compare,
-    monkeypatch: pytest.MonkeyPatch,
-    read: Callable[[DeltaLog], dict[str, Tensor]],
-) -> None:
+def test_a_file_rewritten_before_it_is_decoded(log, same_bits, monkeypatch, read):
     """In place and after its sums were checked: a mapped file would change under the decoder."""
     opened, kept = log
     contents = {path: path.read_bytes() for path in opened.directory.glob("*.safetensors")}
@@ -76,12 +67,7 @@ def test_a_file_rewritten_before_it_is_decoded(
 
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("read", [read_whole, read_each])
-def test_a_file_truncated_while_it_is_read(
-    log: tuple[DeltaLog, list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    read: Callable[[DeltaLog], dict[str, Tensor]],
-    step: int,
-) -> None:
+def test_a_file_truncated_while_it_is_read(log, monkeypatch, read, step):
     opened, _ = log
     opened.digest(3)  # reads the headers, which are kept
     (path,) = opened.directory.glob(f"step_0000000{step}.*")
@@ -106,7 +92,7 @@ def unaligned(tensor: Tensor) -> Tensor:
     return found
 
 
-def test_states_that_are_not_aligned(tmp_path: Path, states: Any, same_bits: Compare, level: str) -> None:
+def test_states_that_are_not_aligned(tmp_path, states, same_bits, level):
     kept = [states.state()]
     kept = [{name: tensor for name, tensor in kept[0].items() if tensor.numel()}]
     with DeltaLog.create(tmp_path / "log", {k: unaligned(t) for k, t in kept[0].items()}, level=level) as log:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,27 +11,9 @@ from torch import Tensor, nn
 
 from sparse_opt import DeltaLog
 
-Compare = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
-
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(0x7FC00001, 0x7FC00002), (0x00000000, 0x80000000), (0x7F800001, 0xFF800001), (0x00000001, 0x80000001)],
-    ids=["nan_payload", "minus_zero", "signalling_nan", "denormal"],
-)
-def test_changes_that_numbers_do_not_show(tmp_path: Path, before: int, after: int) -> None:
-    def holding(bits: int) -> dict[str, Tensor]:
-        word = torch.tensor([1, bits - 2**32 if bits >= 2**31 else bits, 2], dtype=torch.int64).int()
-        return {"w": word.view(torch.float32)}
-
-    log = DeltaLog.create(tmp_path / "log", holding(before))
-    assert log.append(1, holding(after)).wait().changed == 1
-    assert torch.equal(log.load(1)["w"].view(torch.int32), holding(after)["w"].view(torch.int32))
-    assert torch.equal(log.load(0)["w"].view(torch.int32), holding(before)["w"].view(torch.int32))
 
 
 class Small(nn.Module):
@@ -49,7 +28,7 @@ class Small(nn.Module):
         return self.head(self.norm(self.embed(tokens)))
 
 
-def test_a_training_model(tmp_path: Path, same_bits: Compare, device: torch.device) -> None:
+def test_a_training_model(tmp_path, same_bits, device):
     torch.manual_seed(0)
     model = Small().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -74,7 +53,7 @@ def test_a_training_model(tmp_path: Path, same_bits: Compare, device: torch.devi
         assert model.head.weight.requires_grad
 
 
-def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+def test_tied_tensors_are_stored_once(tmp_path):
     log = DeltaLog.create(tmp_path / "log", Small())
     with safe_open(tmp_path / "log" / "step_00000000.keyframe.safetensors", framework="pt") as file:
         assert sorted(file.keys()) == [
@@ -90,7 +69,7 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     assert log.info()[0].numel == 28 + 4 * 4 + 1
 
 
-def test_views_of_one_buffer_and_other_strides(tmp_path: Path, same_bits: Compare) -> None:
+def test_views_of_one_buffer_and_other_strides(tmp_path, same_bits):
     flat = torch.arange(24, dtype=torch.float32)
     state = {"a": flat[:6].view(2, 3), "b": flat[6:12], "t": flat[12:].view(3, 4).t(), "overlaps": flat[3:9]}
     before = {name: tensor.clone() for name, tensor in state.items()}
@@ -105,7 +84,7 @@ def test_views_of_one_buffer_and_other_strides(tmp_path: Path, same_bits: Compar
 
 
 @pytest.mark.gpu
-def test_a_state_on_several_devices(tmp_path: Path, states: Any, same_bits: Compare) -> None:
+def test_a_state_on_several_devices(tmp_path, states, same_bits):
     """Tensors of one dtype are coded together, on the device of the first; and a model may move between steps."""
     state = {"a": states.bits((40,), torch.bfloat16), "b": states.bits((50,), torch.bfloat16), "n": torch.tensor(1)}
     kept = {0: state}
@@ -118,27 +97,8 @@ def test_a_state_on_several_devices(tmp_path: Path, states: Any, same_bits: Comp
         assert log.verify() == []
 
 
-def test_info(tmp_path: Path, device: torch.device) -> None:
-    state = {"w": torch.zeros(1000, dtype=torch.bfloat16, device=device), "n": torch.zeros((), dtype=torch.int64)}
-    with DeltaLog.create(tmp_path / "log", state, keyframe_every=2) as log:
-        state["w"][:10] = 1
-        first = log.append(10).wait()
-        state["w"][5:25] = 2
-        second = log.append(20).wait()
-    assert (first.step, first.kind, first.changed, first.numel, first.share) == (10, "patch", 10, 1001, 10 / 1001)
-    assert (second.kind, second.changed) == ("keyframe", 20)
-    info = DeltaLog.open(tmp_path / "log").info()
-    assert info[1:] == [first, second]
-    assert [entry.changed for entry in info] == [0, 10, 20]
-    for entry in info:
-        path = tmp_path / "log" / f"step_{entry.step:08d}.{entry.kind}.safetensors"
-        assert path.stat().st_size == entry.bytes
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_patch_larger_than_a_keyframe_is_a_keyframe(
-    tmp_path: Path, device: torch.device, states: Any, same_bits: Compare, dtype: torch.dtype
-) -> None:
+def test_a_patch_larger_than_a_keyframe_is_a_keyframe(tmp_path, device, states, same_bits, dtype):
     state = {"w": states.bits((300,), dtype).to(device)}
     kept = {0: {"w": state["w"].clone()}}
     with DeltaLog.create(tmp_path / "log", state) as log:
@@ -163,13 +123,13 @@ def test_a_patch_larger_than_a_keyframe_is_a_keyframe(
         same_bits(log.load(9), state)
 
 
-def test_metadata_and_names(tmp_path: Path) -> None:
+def test_metadata_and_names(tmp_path):
     log = DeltaLog.create(tmp_path / "log", {"w": torch.zeros(2)}, metadata={"model": "ü/x", "lr": "1e-6"})
     assert DeltaLog.open(tmp_path / "log").metadata == {"model": "ü/x", "lr": "1e-6"}
     assert repr(log).endswith("1 steps, last 0)")
 
 
-def test_step_of_and_digest(logged: Any) -> None:
+def test_step_of_and_digest(logged):
     log = DeltaLog.open(logged.directory)
     for step, state in logged.states.items():
         assert log.step_of(state) == step
@@ -179,7 +139,7 @@ def test_step_of_and_digest(logged: Any) -> None:
     assert log.step_of(other) is None
 
 
-def test_a_keyframe_is_a_plain_safetensors_file(logged: Any) -> None:
+def test_a_keyframe_is_a_plain_safetensors_file(logged):
     with safe_open(logged.file(5), framework="pt") as file:
         assert torch.equal(file.get_tensor("n"), logged.states[5]["n"])
         layout = json.loads(file.metadata()["layout"])

@@ -27,7 +27,7 @@ def train(opt: torch.optim.Optimizer) -> None:
         opt.zero_grad()
 
 
-def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+def test_the_blocks_run(tmp_path, monkeypatch, recwarn):
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn
     assert names["same"].result_digest == names["delta"].result_digest
 
 
-def test_the_commands_are_understood() -> None:
+def test_the_commands_are_understood():
     listed = re.findall(r"^\| `delta (\w+) (.*?)` \|", PAGE, re.MULTILINE)
     assert [name for name, _ in listed] == ["diff", "apply", "show", "merge", "push"]
     calls = re.findall(r"^sparse-opt delta (.*)$", PAGE, re.MULTILINE)

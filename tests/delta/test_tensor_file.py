@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from sparse_opt.tensor_file import DamagedFile, open_tensors
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     """`a` and `b` of 4 bytes, then `c` of 6."""
     path = tmp_path / "file.safetensors"
     save_file({"a": torch.tensor([1.5]), "b": torch.tensor([7], dtype=torch.int32), "c": torch.ones(2, 3).byte()}, path)
@@ -23,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pad", range(9))
-def test_every_dtype_at_any_address(tmp_path: Path, states: Any, same_bits: Any, with_header: Any, pad: int) -> None:
+def test_every_dtype_at_any_address(tmp_path, states, same_bits, with_header, pad):
     state = states.state() | {"empty": torch.empty(0, dtype=torch.int64), "scalar": torch.tensor(3.0)}
     path = tmp_path / "file.safetensors"
     save_file(state, path, metadata={"key": "ü"})
@@ -35,7 +33,7 @@ def test_every_dtype_at_any_address(tmp_path: Path, states: Any, same_bits: Any,
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors.values() if tensor.numel())
 
 
-def test_ranges(file: Path) -> None:
+def test_ranges(file):
     save_file({"a": torch.arange(10).view(2, 5), "b": torch.arange(3.0)}, file)
     with open_tensors(file) as found:
         assert found.numel("a") == 10
@@ -56,21 +54,15 @@ def entry(name: str, key: str, value: object) -> Any:
     [
         (entry("a", "dtype", "F64"), r"a has 4 bytes, expected F64 \[1\]"),
         (entry("a", "dtype", "F4"), "a has the dtype 'F4', expected one of BOOL, "),
-        (entry("a", "shape", [2]), r"a has 4 bytes, expected F32 \[2\]"),
         (entry("a", "shape", [-1]), "a has an invalid shape"),
-        (entry("a", "shape", [1] * 65), "a has an invalid shape"),
         (entry("a", "data_offsets", [0, 4, 8]), "a has invalid data_offsets, expected two numbers"),
         (entry("b", "data_offsets", [0, 4]), r"[ab] begins at byte \d+, expected \d+"),
         (lambda header: header.pop("c") and None, r"its tensors end at byte \d+, expected \d+, the end"),
         (lambda header: header.__setitem__("a", 5), "the header entry of a is not dtype, shape and data_offsets"),
-        (
-            lambda header: header.__setitem__("__metadata__", {"key": 5}),
-            "its metadata are invalid, expected strings by name",
-        ),
         (lambda header: [header], "its header is a list, expected a JSON object"),
     ],
 )
-def test_headers_that_do_not_fit(file: Path, with_header: Any, change: Any, message: str) -> None:
+def test_headers_that_do_not_fit(file, with_header, change, message):
     with_header(file, change)
     with pytest.raises(DamagedFile, match=message), open_tensors(file):
         pass
@@ -80,22 +72,11 @@ def test_headers_that_do_not_fit(file: Path, with_header: Any, change: Any, mess
     ("content", "message"),
     [
         (b"", "it has 0 bytes, expected 8 or more"),
-        (b"\0" * 8, "its header is not JSON"),
         (b"\1" + b"\0" * 7, "its header has 1 bytes, expected at most 0"),
-        ((4).to_bytes(8, "little") + b"\xff{} ", "its header is not JSON"),
         ((200_000).to_bytes(8, "little") + b"[" * 200_000, "its header is not JSON"),
     ],
 )
-def test_no_safetensors_file(file: Path, content: bytes, message: str) -> None:
+def test_no_safetensors_file(file, content, message):
     file.write_bytes(content)
     with pytest.raises(DamagedFile, match=message), open_tensors(file):
         pass
-
-
-def test_a_file_that_is_truncated_while_it_is_read(file: Path) -> None:
-    """Mapped, it would end the process."""
-    with open_tensors(file) as found:
-        os.truncate(file, file.stat().st_size - 3)
-        assert found.read("a").tolist() == [1.5]
-        with pytest.raises(DamagedFile, match=r"it ends at byte \d+, expected \d+ or more"):
-            found.read("c")

@@ -249,14 +249,6 @@ def backend(lab: Lab) -> str:
     return "nccl"
 
 
-def test_one_process_of_a_launcher_trains_as_one_without(lab: Lab, tmp_path: Path) -> None:
-    if lab.device.type != "cpu":
-        pytest.skip("on GPUs, one process of a launcher is what others are compared with")
-    mask_file = lab.random_mask(0.1).save(tmp_path / "mask.safetensors")
-    (found,) = launch(train_one, 1, lab.folder, mask_file, tmp_path / "one", ["SFT"])
-    assert_same(found["SFT"], alone(lab, ["SFT"], mask_file, tmp_path)["SFT"], "SFT")
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_the_whole_batch(lab: Lab, backend: str, tmp_path: Path) -> None:
     mask = lab.random_mask(0.1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -123,14 +121,14 @@ class OnlyActive(TrainerCallback):
                 p.copy_(torch.where(active, p, start))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["DPO", "GRPO with a reference"])
 def test_every_weight_active_equals_theirs(lab, curve, case):
-    """With compact gradients. With dense ones only the Trainer and DPO: no trainer has code of its own for them."""
+    """With compact gradients, and with dense ones, for which no trainer has code of its own."""
     kind, changes = CASES[case]
     mask = lab.random_mask(1.0)
     makers = [
         lambda grads=grads: lab(kind, mask=mask, sparse=SparseArguments(grads=grads), **changes)
-        for grads in (("compact", "dense") if kind in ("Trainer", "DPO") else ("compact",))
+        for grads in (("compact", "dense") if kind == "DPO" else ("compact",))
     ]
     theirs, trained = run_all(lambda: lab(kind, **changes), makers, kind == "GRPO")
     for ours in trained:
@@ -156,9 +154,8 @@ def test_a_tenth_active_equals_theirs_with_masked_gradients(lab, curve, case):
         assert set(changed.tolist()) <= set(mask.indices[name].tolist() if name in mask.indices else [])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dpo_by_base_weights_equals_a_separate_reference_model(lab, curve, weights, dtype):
-    mask, sparse = lab.random_mask(0.1), SparseArguments(master_weights=dtype != torch.float32)
+def test_dpo_by_base_weights_equals_a_separate_reference_model(lab, curve, weights):
+    mask, sparse, dtype = lab.random_mask(0.1), SparseArguments(master_weights=True), torch.bfloat16
     runs = []
     # TRL takes only modules' dropout away: what attention drops must not reach the reference.
     for reference in (None, lab.model(dtype, attention_dropout=0.1)):
@@ -178,7 +175,7 @@ def test_dpo_by_base_weights_equals_a_separate_reference_model(lab, curve, weigh
     assert [row["loss"] for row in by_base] == [row["loss"] for row in by_model]
     assert all(torch.equal(p[name], q[name]) for name in p)
     assert evaluated == evaluated_too
-    assert evaluated[0] == pytest.approx(0.6931, abs=1e-4 if dtype == torch.float32 else 5e-3)  # the policy is W0
+    assert evaluated[0] == pytest.approx(0.6931, abs=5e-3)  # the policy is W0
     assert evaluated[1] < evaluated[0] - 0.05
 
 
@@ -205,18 +202,6 @@ def test_parameter_groups_are_the_trainers(lab):
     assert all(names for *_, names in expected)
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1e9])
-def test_the_logged_norm_without_clipping(lab, curve, max_grad_norm):
-    mask = lab.random_mask(1.0)
-    norms = []
-    for chosen in (None, mask):
-        trainer = lab("SFT", mask=chosen, max_steps=3, max_grad_norm=max_grad_norm)
-        trainer.train()
-        norms.append([row["grad_norm"] for row in curve(trainer)])
-    assert norms[1] == pytest.approx(norms[0], rel=NORM_TOLERANCE)
-    assert min(norms[0]) > 0.5
-
-
 def test_a_reentrant_checkpoint_behind_a_frozen_embedding_has_gradients(lab, weights):
     mask = lab.random_mask(0.1, without=("embed_tokens",))
     ends = []
@@ -236,57 +221,29 @@ def test_a_reentrant_checkpoint_behind_a_frozen_embedding_has_gradients(lab, wei
     assert all(torch.equal(p, ends[1][n]) for n, p in ends[0].items())
 
 
-@pytest.mark.parametrize("form", ["file", ".pt file", "dictionary"])
-def test_a_mask_in_any_form(lab, weights, tmp_path, form):
-    mask = lab.random_mask(0.1)
-    shaped = {n: torch.zeros(mask.shapes[n], dtype=torch.bool) for n in mask.names}
-    for name, tensor in shaped.items():
-        tensor.view(-1)[mask[name].long()] = True
-    torch.save({"masks": shaped}, tmp_path / "mask.pt")
-    forms = {
-        "file": mask.save(tmp_path / "mask.safetensors"),
-        ".pt file": str(tmp_path / "mask.pt"),
-        "dictionary": shaped,
-    }
-    trainer = lab("SFT", mask=forms[form], max_steps=1)
-    trainer.train()
-    assert trainer.sparse_optimizer.mask == mask
+class Stumbles(TrainerCallback):
+    """Fails after the first micro-batch of the first run; `gradients` are those at the first step of the second."""
+
+    gradients = None
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.gradients is None:
+            raise FloatingPointError("out of luck")
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step == 0 and hasattr(self, "trainer"):
+            self.gradients = [self.trainer.sparse_optimizer.compact_grad(p) for p in model.parameters()]
 
 
 def test_gradients_of_a_loop_that_was_left_are_not_added_to(lab):
-    class Stumbles(lab.CLASSES["SFT"][0]):
-        calls = 0
-
-        def compute_loss(self, *args, **kwargs):
-            self.calls += 1
-            if self.calls == 2:
-                raise FloatingPointError("out of luck")
-            return super().compute_loss(*args, **kwargs)
-
-    class Waiting(TrainerCallback):
-        gradients = None
-
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 0:
-                self.gradients = [trainer.sparse_optimizer.compact_grad(p) for p in model.parameters()]
-
-    from sparse_opt.integrations import sparse_trainer
-
-    waiting = Waiting()
-    plain = lab("SFT", max_steps=1)
-    trainer = sparse_trainer(Stumbles)(
-        lab.model(),
-        args=copy.copy(plain.args),
-        train_dataset=plain.train_dataset,
-        processing_class=lab.tokenizer,
-        callbacks=[waiting],
-        mask=lab.random_mask(0.1),
-    )
+    stumbles = Stumbles()
+    trainer = lab("SFT", mask=lab.random_mask(0.1), max_steps=1, given={"callbacks": [stumbles]})
     with pytest.raises(FloatingPointError):
         trainer.train()
+    stumbles.trainer = trainer
     assert any(trainer.sparse_optimizer.compact_grad(p) is not None for p in trainer.model.parameters())
     trainer.train()
-    assert all(gradient is None for gradient in waiting.gradients)
+    assert stumbles.gradients and all(gradient is None for gradient in stumbles.gradients)
 
 
 def test_the_buffers_are_those_of_the_optimizer_alone(lab, monkeypatch):

@@ -9,9 +9,9 @@ from importlib import metadata
 import pytest
 import torch
 import transformers
+from trl import SFTTrainer
 
 from sparse_opt.integrations import factory
-from sparse_opt.integrations import factory as versions
 
 LOADED = ("transformers", "trl", "accelerate", "peft", "datasets", "packaging", "vllm")
 
@@ -26,29 +26,23 @@ def test_importing_loads_none_of_their_packages(tmp_path):
     assert imported.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("package", ["transformers", "trl"])
-def test_a_missing_or_old_package_is_one_line(package, monkeypatch):
+@pytest.mark.parametrize(("package", "trainer"), [("transformers", transformers.Trainer), ("trl", SFTTrainer)])
+def test_a_missing_or_old_package_is_one_line(package, trainer, monkeypatch):
+    minimum, version = factory.MINIMUM_VERSIONS[package], metadata.version
+
     def missing(name):
-        raise metadata.PackageNotFoundError(name)
+        if name == package:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
 
-    minimum = versions.MINIMUM_VERSIONS[package]
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(
-        ImportError, match=rf"needs {package} >= {minimum}, which is not installed: pip install"
-    ) as caught:
-        versions.require(package)
+    needed = f"needs {package} >= {minimum}"
+    with pytest.raises(ImportError, match=f"{needed}, which is not installed: pip install") as caught:
+        factory.sparse_trainer.__wrapped__(trainer)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(metadata, "version", lambda name: "1.0.0")
-    with pytest.raises(
-        ImportError, match=rf"needs {package} >= {minimum}, found 1.0.0: pip install '{package}>={minimum}'"
-    ):
-        versions.require(package)
-
-
-def test_a_trainer_of_an_old_version_is_refused_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(metadata, "version", lambda name: "1.0.0")
-    with pytest.raises(ImportError, match="needs transformers"):
-        factory.sparse_trainer.__wrapped__(transformers.Trainer)
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0.0" if name == package else version(name))
+    with pytest.raises(ImportError, match=f"{needed}, found 1.0.0: pip install '{package}>={minimum}'"):
+        factory.sparse_trainer.__wrapped__(trainer)
 
 
 # In a process of its own, that looks at their modules before ours is imported.

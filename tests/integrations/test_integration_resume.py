@@ -25,9 +25,7 @@ CASES = {
         {},
     ),
     "DPO": ("DPO", torch.float32, SparseArguments(), {}),
-    "DPO, dense gradients": ("DPO", torch.float32, SparseArguments(grads="dense"), {}),
     "GRPO": ("GRPO", torch.float32, SparseArguments(), {"beta": 0.3}),
-    "GRPO, unshuffled": ("GRPO", torch.float32, SparseArguments(), {"shuffle_dataset": False}),
 }
 
 
@@ -74,9 +72,7 @@ def test_grpo_resumes_only_where_completions_begin(lab, weights):
     whole = lab("GRPO", mask=mask, **saving(), num_iterations=2)
     whole.train()
     resumed = lab("GRPO", mask=mask, **reused)
-    with pytest.raises(
-        ConfigError, match=r"step 3 is between two generations.*a multiple of 4 batches of an epoch \(2 per step\)"
-    ):
+    with pytest.raises(ConfigError, match="step 3 is between two generations.*a multiple of 4 batches"):
         resumed.train(resume_from_checkpoint=checkpoint(whole, 3))
     for step in (2, 4):
         resumed = lab("GRPO", mask=mask, **reused)
@@ -207,16 +203,6 @@ def test_a_run_that_fails_releases_its_log(logged, tmp_path):
     with pytest.raises(FloatingPointError):
         trainer.train()
     DeltaLog.open(tmp_path / "log").append(9, trainer.model)  # nobody holds it any more
-
-
-def test_a_resumed_run_appends_to_its_log(logged, tmp_path):
-    whole = logged()
-    whole.train()
-    # As if the first run had ended after step 7, with steps 3 and 6 logged, and gone back to the checkpoint of step 4.
-    (tmp_path / "log" / "step_00000008.patch.safetensors").unlink()
-    resumed = logged(save_strategy="no")
-    resumed.train(resume_from_checkpoint=checkpoint(whole, 4))
-    assert_log_holds(DeltaLog.open(tmp_path / "log"), whole, (0, 3, 6, 8))
 
 
 def test_a_resumed_run_may_begin_a_log_at_its_base_weights(lab, logged, weights, tmp_path):

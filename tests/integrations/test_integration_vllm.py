@@ -166,19 +166,11 @@ def test_an_update_after_a_refused_one_sends_all_active_values(lab, stand_in):
         assert torch.equal(served, trained)
 
 
-def test_a_prefix_cache_in_use_is_an_error(lab, stand_in, monkeypatch):
-    trainer = lab("GRPO", mask=lab.random_mask(0.1), sparse=SPARSE, max_steps=1, **OPTIONS)
-    monkeypatch.setattr(trainer.vllm_generation, "reset_prefix_cache", lambda **_: False)
-    with pytest.raises(WeightSyncError, match="reset_prefix_cache of vLLM failed: blocks are still in use"):
-        trainer.vllm_generation.sync_weights()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"use_vllm": False}, "use_vllm is False, expected True"),
         ({"vllm_mode": "remote"}, "vllm_mode is 'remote', expected 'colocate' or 'server'"),
-        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode is True, expected False"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2, expected 1"),
     ],
 )
@@ -190,5 +182,3 @@ def test_what_it_does_not_support_is_refused(lab, stand_in, changes, message):
 def test_other_trainers_refuse_it(lab):
     with pytest.raises(ConfigError, match="vllm_weight_sync is 'sparse', and use_vllm is False"):
         lab("SFT", mask=lab.random_mask(0.1), sparse=SPARSE)
-    with pytest.raises(ConfigError, match="vllm_weight_sync is 'some', expected full or sparse"):
-        SparseArguments(vllm_weight_sync="some")

@@ -17,13 +17,10 @@ PREFERENCE_ROWS = {
     "trl-text": ({"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"}, Example("2 + 2?", (" 4", " 5"))),
     "trl-messages": ({"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}, CONVERSATION),
     "trl-implicit": ({"chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, CONVERSATION),
-    "text-prompt-repeated": ({"prompt": "2 + 2?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, CONVERSATION),
-    "same-answers": ({"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]}, Example([USER], ([RIGHT], [RIGHT]))),
     "orca": (
         {"system": "Be brief.", "question": "2 + 2?", "chosen": "4", "rejected": "5"},
         Example([SYSTEM, USER], ([RIGHT], [WRONG])),
     ),
-    "orca-empty-system": ({"system": "", "question": "2 + 2?", "chosen": "4", "rejected": "5"}, CONVERSATION),
     "light-r1": (
         {
             "conversations": LIGHT_R1,

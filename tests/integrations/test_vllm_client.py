@@ -17,7 +17,7 @@ import torch
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync, connections
-from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
+from sparse_opt.weight_sync import WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupSender, open_receiver
 
 SHAPE = (40, 30)
@@ -218,27 +218,6 @@ def test_a_server_that_does_not_answer_is_one_line(sender):
         VLLMWeightSync(sender, "localhost:8000")
 
 
-def test_a_server_that_is_gone_does_not_keep_the_others_from_the_update(weights, sender, servers):
-    first, second = servers(2)
-    sync = VLLMWeightSync(sender, [first.address, second.address])
-    sync.connect()
-    first.http.shutdown()
-    first.http.server_close()
-    step(weights, sender)
-    with pytest.raises(WeightSyncError, match=f"{first.address}/weight_info cannot be reached"):
-        sync.update()
-    assert second.version == "1" and torch.equal(second.weights["w"], weights["w"])
-
-
-def test_an_error_that_is_no_refusal_is_not_hidden(weights, sender):
-    class Broken(LLM):
-        def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
-            raise RuntimeError("Failed to reset KV cache")
-
-    with pytest.raises(WeightSyncError, match="reset_prefix_cache of the vLLM engine failed: Failed to reset KV cache"):
-        VLLMWeightSync(sender, Broken(weights)).connect()
-
-
 def test_a_server_whose_workers_may_differ_stays_paused(weights, sender, servers):
     (server,) = servers(1)
     server.workers = 2
@@ -318,12 +297,13 @@ def test_a_server_that_hangs_is_not_waited_for_again_as_long(weights, sender, se
     assert sync.update() == 2 and torch.equal(server.weights["w"], weights["w"])
 
 
-def test_a_failing_pause_is_followed_by_resume(sender, servers):
+@pytest.mark.parametrize("route", ["/pause", "/reset_prefix_cache"])
+def test_a_failure_is_followed_by_resume(sender, servers, route):
     (server,) = servers(1)
-    server.fails = "/pause"
-    with pytest.raises(WeightSyncError, match=r"pause\?mode=wait answered 500: out of order$"):
-        VLLMWeightSync(sender, server.address, pause="wait").connect()
-    assert server.calls == ["pause?mode=wait", "finish_weight_update", "resume"]
+    server.fails = route
+    with pytest.raises(WeightSyncError, match=f"{route}.* answered 500: out of order$"):
+        VLLMWeightSync(sender, server.address).connect()
+    assert server.calls[-1] == "resume"
 
 
 def test_a_failing_resume_does_not_hide_the_first_error(sender, servers):
@@ -333,15 +313,6 @@ def test_a_failing_resume_does_not_hide_the_first_error(sender, servers):
     server.receiver, server.fails = WeightReceiver(server.weights), "/resume"
     with pytest.raises(WeightSyncError, match="update_weights answered 500: .*; then .*/resume answered 500"):
         sync.update()
-
-
-def test_a_prefix_cache_in_use_is_an_error(weights, sender):
-    class Busy(LLM):
-        def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
-            return False
-
-    with pytest.raises(WeightSyncError, match="reset_prefix_cache of the vLLM engine failed: blocks are still in use"):
-        VLLMWeightSync(sender, Busy(weights)).connect()
 
 
 class ChannelLLM(LLM):
@@ -387,23 +358,6 @@ def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
         llm.channel.close()
 
 
-def test_workers_of_parts_are_verified_in_the_round_of_an_update(weights, sender):
-    """Half of the rows, as with tensor parallelism; one of its elements is changed by others."""
-    llm = ChannelLLM(weights)
-    half = Destination(llm.weights["w"][:20], rows=(0, 20))
-    llm.receiver = WeightReceiver(None, destinations={"w": [half]})
-    with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=5.0)) as channel:
-        sync = VLLMChannelSync(channel, llm)
-        sync.connect()
-        assert sync.update(verify=True) == 1
-        llm.weights["w"].view(-1)[int(sender.mask.indices["w"][0])] += 1
-        assert sync.update() == 2  # an update without changes, which does not notice it
-        with pytest.raises(WeightSyncError, match="^version 3: .* digest .*: they were changed by others$"):
-            sync.update(verify=True)
-        assert sync.update(verify=True) == 4 and torch.equal(llm.weights["w"][:20], weights["w"][:20])
-        llm.channel.close()
-
-
 def test_a_dead_engine_does_not_keep_the_others_from_the_update(weights, sender):
     dead, alive = ChannelLLM(weights), ChannelLLM(weights)
     with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
@@ -417,9 +371,7 @@ def test_a_dead_engine_does_not_keep_the_others_from_the_update(weights, sender)
         assert sync.update() == 1 and dead.version == alive.version == "1"
         dead.is_dead = True
         step(weights, sender)
-        with pytest.raises(
-            WeightSyncError, match="get_weight_version of the vLLM engine failed: the engine core is dead"
-        ):
+        with pytest.raises(WeightSyncError, match="get_weight_version of .* the engine core is dead"):
             sync.update()
         assert alive.version == "2" and torch.equal(alive.weights["w"], weights["w"])
         dead.restart()
@@ -456,22 +408,6 @@ def test_updates_are_sent_while_training_goes_on(weights, sender, servers):
         llm.channel.close()
 
 
-def test_a_worker_that_was_slow_has_the_next_version(weights, sender):
-    """The channel drops a worker that does not receive in time; the worker joins again during the next update."""
-    llm = ChannelLLM(weights)
-    with closing(ProcessGroupSender(sender, "127.0.0.1:0", timeout=1.0)) as channel:
-        sync = VLLMChannelSync(channel, llm)
-        sync.connect()
-        step(weights, sender)
-        llm.is_broken = True
-        with pytest.raises(WeightSyncError, match="has not replied within 1 s"):
-            sync.update()
-        assert channel.receivers == ()
-        llm.is_broken = llm.active = False
-        step(weights, sender)
-        assert sync.update() == 2 and llm.version == "2" and torch.equal(llm.weights["w"], weights["w"])
-
-
 def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, sender):
     class Slow(ChannelLLM):
         def start_weight_update(self) -> None:
@@ -485,11 +421,3 @@ def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, se
         step(weights, sender)
         assert sync.update() == 1
         assert all(llm.version == "1" and torch.equal(llm.weights["w"], weights["w"]) for llm in llms)
-
-
-def test_a_failing_reset_of_the_cache_does_not_leave_the_server_paused(sender, servers):
-    (server,) = servers(1)
-    server.fails = "/reset_prefix_cache"
-    with pytest.raises(WeightSyncError, match="reset_prefix_cache.* answered 500: out of order$"):
-        VLLMWeightSync(sender, server.address).connect()
-    assert server.calls[-1] == "resume"

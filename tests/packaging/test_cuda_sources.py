@@ -95,21 +95,3 @@ def test_products_overlap(tmp_path: Path):
     copy.write_text(text)
     notes = compile_for([WITH_WGMMA], copy, tmp_path, "-fatbin", f"-I{source.parent}")
     assert "wgmma" not in notes  # ptxas makes a note, no warning, where it serializes them
-
-
-@pytest.mark.nvcc
-@pytest.mark.parametrize(
-    ("statement", "error"),
-    [
-        ('asm volatile("redux.sync.max.NaN.f32 %0, %0, 0xffffffff;" : "+f"(x[0]));', "not supported on .target"),
-        ("__shared__ float tile[20000]; tile[threadIdx.x] = x[1]; x[0] = tile[threadIdx.x ^ 1];", "too much shared"),
-        ("x[0] = missing(x[0]);", "missing"),
-        ("int unused = 3;", "never referenced"),
-    ],
-    ids=["instruction", "shared-memory", "unresolved", "warning"],
-)
-def test_errors_are_found(statement: str, error: str, tmp_path: Path):
-    source = tmp_path / "kernel.cu"
-    source.write_text(f"__device__ float missing(float);\n__global__ void kernel(float* x) {{ {statement} }}\n")
-    with pytest.raises(AssertionError, match=error):
-        compile_for([OLDEST], source, tmp_path, *HOST_SYNTAX, UNOPTIMIZED)

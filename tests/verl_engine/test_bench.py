@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("verl", reason="needs verl: make test-verl")
@@ -12,7 +10,7 @@ from sparse_opt.bench import rows
 from sparse_opt.cli.main import main
 
 
-def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_small_run(tmp_path, capfd):
     output = tmp_path / "verl.json"
     code = main(["bench", "verl", "--small", "--n_rounds", "2", "--folder", str(tmp_path), "--output", str(output)])
     out, err = capfd.readouterr()

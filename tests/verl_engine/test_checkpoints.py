@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ SGD = {
 
 @BACKENDS
 @pytest.mark.parametrize("ranks", [2, 1, 4])
-def test_continues_on_any_number_of_ranks(ranks: int, backend: str, saved: Callable[[str], tuple[Any, ...]]):
+def test_continues_on_any_number_of_ranks(ranks, backend, saved):
     if backend == "nccl" and ranks > 2:
         pytest.skip("needs 4 CUDA GPUs; runs with gloo")
     model, mask, folder, (_, weights, schedule) = saved(backend)
@@ -57,7 +56,7 @@ def test_continues_on_any_number_of_ranks(ranks: int, backend: str, saved: Calla
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Callable[[str], tuple[Any, ...]]:
+def saved(tmp_path_factory):
     """Returns model, mask and checkpoint of a run on two ranks of a backend, and how rank 0 continued it."""
     from verl_lab import save_model
 
@@ -84,7 +83,7 @@ def refused_run(rank: int, model: str, mask: str, folder: str) -> str:
     return str(raised.value)
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(saved: Callable[[str], tuple[Any, ...]], tmp_path: Path):
+def test_a_folder_that_is_no_checkpoint_is_refused(saved, tmp_path):
     model, mask, *_ = saved("gloo")
     (message,) = launch_verl(refused_run, 1, model, mask, str(tmp_path))
     assert "fsdp_config.json" in message
@@ -101,7 +100,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("name", ["extra_state_world_size_2_rank_0.pt", "model_world_size_2_rank_0.pt"])
-def test_nothing_in_a_folder_is_unpickled(name: str, saved: Callable[[str], tuple[Any, ...]], tmp_path: Path):
+def test_nothing_in_a_folder_is_unpickled(name, saved, tmp_path):
     model, mask, folder, _ = saved("gloo")
     copy = shutil.copytree(folder, tmp_path / "copy")
     torch.save(Touch(tmp_path / "run"), copy / name)
@@ -132,7 +131,7 @@ def reference_run(rank: int, model: str, mask: str) -> Any:
 
 
 @BACKENDS
-def test_the_reference_is_the_model_before_training(backend: str, tmp_path: Path):
+def test_the_reference_is_the_model_before_training(backend, tmp_path):
     from verl_lab import save_model
 
     model = save_model(tmp_path / "model")

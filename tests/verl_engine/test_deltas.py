@@ -41,7 +41,7 @@ def delta_run(rank: int, model: str, mask: str) -> tuple[list[int], int]:
 
 
 @BACKENDS
-def test_a_rollout_that_applies_the_changes_has_the_weights(backend: str, tmp_path: Path):
+def test_a_rollout_that_applies_the_changes_has_the_weights(backend, tmp_path):
     from verl_lab import save_model
 
     model = save_model(tmp_path / "model")

@@ -92,9 +92,7 @@ def assert_same(found: Any, expected: Any, model: Path, backend: str) -> None:
     [(0.2, "element", False, {}), (0.2, "tile64", True, {}), (1.0, "element", False, {"weight_decay": 0.1})],
     ids=["untied", "tied-tiles", "all-elements"],
 )
-def test_trains_like_verls_engine_with_masked_gradients(
-    density: float, pattern: str, tied: bool, options: dict[str, Any], backend: str, tmp_path: Path
-):
+def test_trains_like_verls_engine_with_masked_gradients(density, pattern, tied, options, backend, tmp_path):
     from verl_lab import save_model
 
     model = save_model(tmp_path / "model", tied=tied)

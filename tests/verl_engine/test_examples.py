@@ -26,12 +26,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return verl_lab.save_model(tmp_path / "model")
 
 
 @pytest.fixture
-def mask(model: Path, tmp_path: Path) -> Path:
+def mask(model, tmp_path):
     return MaskSet.random(weights(model), density=0.2, seed=1).save(tmp_path / "mask.safetensors")
 
 
@@ -63,7 +63,7 @@ def composed(name: str, overrides: list[str]) -> DictConfig:
         return compose(name, overrides)
 
 
-def test_grpo(model: Path, mask: Path, tmp_path: Path):
+def test_grpo(model, mask, tmp_path):
     files = [str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet")]
     environment, words = started("verl_grpo.sh", [str(model), *files, str(mask), "trainer.save_freq=7"], tmp_path)
     assert environment["VERL_USE_EXTERNAL_MODULES"] == "sparse_opt.integrations.verl"
@@ -86,7 +86,7 @@ def test_grpo(model: Path, mask: Path, tmp_path: Path):
     assert optimizer.param_groups[0]["lr"] == 1e-6
 
 
-def test_sft(model: Path, mask: Path, tmp_path: Path):
+def test_sft(model, mask, tmp_path):
     train = str(tmp_path / "train.parquet")
     environment, words = started("verl_sft.sh", [str(model), train, str(mask), "optim.weight_decay=0.5"], tmp_path)
     assert environment["VERL_USE_EXTERNAL_MODULES"] == "sparse_opt.integrations.verl"

@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
+def world(tmp_path_factory):
     """A folder with a model, its mask, and sums as messages."""
     folder = make_arithmetic(tmp_path_factory.mktemp("world") / "arithmetic", hidden_size=64, n_layers=2, n_train=64)
     settings = folder / "model/tokenizer_config.json"
@@ -82,7 +82,7 @@ def train(world: Path, output: Path, processes: int, steps: int, backend: str) -
 
 
 @BACKENDS
-def test_trains_saves_and_continues_on_another_number_of_processes(world: Path, tmp_path: Path, backend: str):
+def test_trains_saves_and_continues_on_another_number_of_processes(world, tmp_path, backend):
     def steps(printed: str) -> list[int]:
         return [int(number) for number in re.findall(r"step:(\d+) -", printed)]
 

@@ -1,4 +1,4 @@
-"""Several deltas of one base in one engine: an LLM, a server, and two tensor-parallel workers.
+"""Several deltas of one base in one engine: an LLM, and two tensor-parallel workers.
 
 The tokens after each switch are those of an engine that was started with the checkpoint of the delta.
 """
@@ -16,7 +16,6 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import torch
 from torch import nn
 from vllm_lab import engine
-from vllm_server import Server
 from vllm_updates import Trainer, save, tokens_of
 
 from sparse_opt import SparseDelta
@@ -87,22 +86,6 @@ def test_requests_of_several_deltas_in_turn(models, checkpoints, expected, delta
         served.remove("tiles")
         served.switch("math")
         assert tokens_of(llm) == expected["math"]
-
-
-def test_a_server(checkpoints, expected, deltas, tmp_path):
-    server = Server(checkpoints[None], tmp_path / "log")
-    try:
-        server.wait()
-        of_base = server.tokens()
-        served = VLLMDeltas(server.address, deltas)
-        for name in ("math", "tiles", None, "math"):
-            served.switch(name)
-            assert server.tokens() == expected.get(name, of_base)
-        with pytest.raises(WeightSyncError, match="there is no delta 'code'"):
-            served.switch("code")
-        assert server.tokens() == expected["math"]
-    finally:
-        server.stop()
 
 
 def test_workers_with_slices_of_the_weights(checkpoints, deltas, monkeypatch):

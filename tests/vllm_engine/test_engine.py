@@ -5,7 +5,6 @@ Greedy tokens after updates are compared with those of an engine that has loaded
 
 from __future__ import annotations
 
-import functools
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -19,9 +18,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm import LLM
-from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm_lab import make_model
+from vllm_lab import engine, make_model
 from vllm_server import Server
 from vllm_updates import PROMPTS, DamagedSender, Trainer, save, tokens_of
 
@@ -29,7 +27,7 @@ from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.vllm import VLLMChannelSync, VLLMWeightSync
 from sparse_opt.weight_sync import WeightSender
-from sparse_opt.weight_sync.transports import CudaIpcSender, ProcessGroupSender
+from sparse_opt.weight_sync.transports import ProcessGroupSender
 
 UPDATES = 20
 
@@ -87,16 +85,8 @@ def update_server(server: Server, trainer: Trainer, found: History) -> None:
 
 @pytest.fixture(scope="module")
 def llm(history) -> Iterator[LLM]:
-    engine = LLM(
-        str(history.folder),
-        enforce_eager=True,
-        max_model_len=512,
-        dtype="bfloat16",
-        enable_prefix_caching=True,
-        weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
-    )
-    yield engine
-    engine.llm_engine.engine_core.shutdown()
+    with engine(history.folder, enable_prefix_caching=True) as llm:
+        yield llm
 
 
 def test_updates_change_tokens(history):
@@ -120,9 +110,7 @@ def test_an_engine_in_process_follows_the_server(history, llm):
     for version in range(1, UPDATES + 1):
         trainer.step()
         if version == 8:
-            with pytest.raises(
-                WeightSyncError, match=r"update_weights of the vLLM engine failed: .*values sent have digest"
-            ):
+            with pytest.raises(WeightSyncError, match="update_weights of the vLLM engine failed: .*digest"):
                 VLLMWeightSync(DamagedSender(sender), llm).update()
             assert tokens_of(llm) == history.tokens[7]
             continue
@@ -130,32 +118,6 @@ def test_an_engine_in_process_follows_the_server(history, llm):
         if version in history.tokens:
             assert tokens_of(llm) == history.tokens[version]
             assert llm.get_weight_version() == str(version)
-
-
-def test_messages_that_do_not_follow_are_refused(history, llm):
-    trainer = Trainer()
-    sender = WeightSender(trainer.model, trainer.mask)
-    sync = VLLMWeightSync(sender, llm)
-    sync.connect()
-    trainer.step()
-    first = sender.update().wait().to_bytes()
-    second = sender.update().wait().to_bytes()
-
-    def send(message: bytes) -> None:
-        llm.start_weight_update()
-        llm.update_weights({"update_info": {"message": message}})
-        llm.finish_weight_update()
-
-    with pytest.raises(Exception, match="version 2 follows version 1, the receiver has version 0"):
-        send(second)
-    with pytest.raises(Exception, match="bytes are not a message"):
-        send(first[: len(first) // 2])
-    assert tokens_of(llm) == history.tokens[0]
-    send(first)
-    # vLLM itself does not drop the blocks of the old weights: VLLMWeightSync does.
-    assert tokens_of(llm) != history.tokens[1]
-    llm.reset_prefix_cache()
-    assert tokens_of(llm) == history.tokens[1]
 
 
 def test_updates_by_a_process_group(history, llm):
@@ -174,16 +136,6 @@ def test_updates_by_a_process_group(history, llm):
         assert llm.get_weight_version() == "7"
     with pytest.raises(Exception, match="transport is 'pigeons', expected one of bytes, gloo"):
         llm.init_weight_transfer_engine({"init_info": {"transport": "pigeons"}})
-
-
-def test_vllm_knows_the_names_of_the_transports(llm):
-    """Only connected: the data of NCCL and CUDA IPC need GPUs."""
-    trainer = Trainer()
-    for make in (functools.partial(ProcessGroupSender, backend="nccl"), CudaIpcSender):
-        channel = make(WeightSender(trainer.model, trainer.mask), "127.0.0.1:0", device="cuda:0")
-        llm.init_weight_transfer_engine({"init_info": {"transport": channel.transport, "address": channel.address}})
-        assert len(channel.receivers) == 1
-        channel.close(timeout=0)
 
 
 def test_vllm_follows_a_folder(history, llm, tmp_path):

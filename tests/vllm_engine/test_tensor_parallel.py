@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from vllm import LLM
-from vllm.config import WeightTransferConfig
-from vllm_lab import EXPERTS, make_model
-from vllm_server import Server
+from vllm_lab import EXPERTS, engine, make_model
 from vllm_updates import DamagedSender, Trainer, save, tokens_of
 
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.vllm import VLLMWeightSync
 from sparse_opt.weight_sync import WeightSender
 
-RANKS, UPDATES = 2, 6
+OPTIONS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+UPDATES = 6
 REFUSED, FAILED = 3, 5  # versions
-
-
-@contextmanager
-def engine(folder: Path) -> Iterator[LLM]:
-    llm = LLM(
-        str(folder),
-        enforce_eager=True,
-        max_model_len=512,
-        dtype="bfloat16",
-        tensor_parallel_size=RANKS,
-        distributed_executor_backend="mp",
-        weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
-    )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeypatch):
@@ -62,24 +39,20 @@ def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeyp
     folder = save(tmp_path / "first", trainer.model)
     sender = WeightSender(trainer.model, trainer.mask)
     found = {}
-    with engine(folder) as llm:
+    with engine(folder, **OPTIONS) as llm:
         sync = VLLMWeightSync(sender, llm)
         assert sync.connect() == 0
         found[0] = tokens_of(llm)
         for version in range(1, UPDATES + 1):
             trainer.step()
             if version == REFUSED:  # by both workers, which stay at the version before
-                with pytest.raises(
-                    WeightSyncError, match="values sent have digest.*all 2 workers have kept their weights"
-                ):
+                with pytest.raises(WeightSyncError, match="have digest.*all 2 workers have kept their weights"):
                     VLLMWeightSync(DamagedSender(sender), llm).update()
                 assert tokens_of(llm) == found[version - 1]
                 continue
             if version == FAILED:  # on the second worker alone; the next update brings both to its version
                 llm.collective_rpc(break_second)
-                with pytest.raises(
-                    WeightSyncError, match="MemoryError: none left; failed on workers 1 of 2.*may differ"
-                ):
+                with pytest.raises(WeightSyncError, match="none left; failed on workers 1 of 2.*may differ"):
                     sync.update()
                 llm.collective_rpc(mend_second)
                 continue
@@ -87,33 +60,5 @@ def test_workers_with_slices_of_the_weights_follow_the_trainer(tmp_path, monkeyp
             found[version] = tokens_of(llm)
         assert llm.get_weight_version() == str(UPDATES)
     assert all(found[a] != found[b] for a in found for b in found if a < b)
-    with engine(save(tmp_path / "last", trainer.model)) as fresh:
+    with engine(save(tmp_path / "last", trainer.model), **OPTIONS) as fresh:
         assert tokens_of(fresh) == found[UPDATES]
-
-
-def test_a_server_with_two_workers_follows_the_trainer(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    trainer = Trainer()
-    options = ("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp")
-    server = Server(save(tmp_path / "first", trainer.model), tmp_path / "log", *options)
-    found = {}
-    try:
-        server.wait()
-        sender = WeightSender(trainer.model, trainer.mask)
-        sync = VLLMWeightSync(sender, server.address)
-        assert sync.connect() == 0
-        found[0] = server.tokens()
-        for version in range(1, 5):
-            trainer.step()
-            if version == REFUSED:
-                with pytest.raises(WeightSyncError, match="all 2 workers have kept their weights"):
-                    VLLMWeightSync(DamagedSender(sender), server.address).update()
-                assert server.tokens() == found[version - 1]
-                continue
-            assert sync.update() == version
-            found[version] = server.tokens()
-    finally:
-        server.stop()
-    assert all(found[a] != found[b] for a in found for b in found if a < b)
-    with engine(save(tmp_path / "last", trainer.model)) as fresh:
-        assert tokens_of(fresh) == found[4]

@@ -11,7 +11,6 @@ from samples import clones, make_weights
 from sparse_opt import MaskSet
 from sparse_opt.weight_sync import WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import (
-    TRANSPORTS,
     CudaIpcReceiver,
     CudaIpcSender,
     FolderReceiver,
@@ -30,7 +29,7 @@ SENDERS: dict[str, Callable[[WeightSender], SenderChannel]] = {
 
 
 @pytest.mark.parametrize("name", SENDERS)
-def test_a_senders_name_opens_its_receiver(name: str) -> None:
+def test_a_senders_name_opens_its_receiver(name):
     weights = make_weights()
     sender = WeightSender(weights, MaskSet.random(weights, density=0.1))
     with closing(SENDERS[name](sender)) as channel:
@@ -41,8 +40,7 @@ def test_a_senders_name_opens_its_receiver(name: str) -> None:
         receiver.close()
 
 
-def test_every_name_has_a_receiver(tmp_path) -> None:
-    assert set(TRANSPORTS) == {*SENDERS, "folder"}
+def test_other_names(tmp_path) -> None:
     assert isinstance(open_receiver("folder", WeightReceiver({}), str(tmp_path)), FolderReceiver)
     with pytest.raises(ValueError, match="transport is 'pigeons', expected one of gloo, nccl, cuda_ipc, folder"):
         open_receiver("pigeons", WeightReceiver({}), "127.0.0.1:1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from unittest.mock import patch
 
@@ -36,23 +35,23 @@ class Engine(threading.Thread):
 
 
 @pytest.fixture
-def weights() -> dict[str, torch.Tensor]:
+def weights():
     return make_weights("mixed")
 
 
 @pytest.fixture
-def mask(weights) -> MaskSet:
+def mask(weights):
     return MaskSet.random(weights, density=0.3)
 
 
 @pytest.fixture
-def channel(weights, mask) -> Iterator[ProcessGroupSender]:
+def channel(weights, mask):
     with closing(ProcessGroupSender(WeightSender(weights, mask), "127.0.0.1:0", timeout=1.0)) as channel:
         yield channel
 
 
 @pytest.fixture
-def engine(weights, channel) -> Iterator[Engine]:
+def engine(weights, channel):
     engine = Engine(channel.address, clones(weights))
     engine.gate.release()
     channel.wait_for_receivers(1, PATIENCE)
@@ -112,9 +111,7 @@ def test_close_finishes_an_update(channel, engine):
 def test_an_update_that_is_made_already_can_be_sent(weights, mask, channel, engine):
     change(weights, mask, 0.2, seed=1)
     first, second = channel.weights.update(), channel.weights.update()
-    with pytest.raises(
-        WeightSyncError, match="^the update is version 1, expected the last one of the sender, version 2$"
-    ):
+    with pytest.raises(WeightSyncError, match="^the update is version 1, expected .* version 2$"):
         channel.send(first)
     engine.gate.release()
     channel.send(second)  # by a state, as the engine has missed version 1

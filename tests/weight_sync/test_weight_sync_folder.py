@@ -39,15 +39,13 @@ class Followed:
 
 
 @pytest.fixture
-def followed(tmp_path: Path) -> Followed:
+def followed(tmp_path):
     return Followed(tmp_path)
 
 
 @pytest.mark.parametrize("keyframe_every", [None, 3])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_receivers_follow_restart_and_start_late(
-    tmp_path: Path, pattern: str, keyframe_every: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_receivers_follow_restart_and_start_late(tmp_path, pattern, keyframe_every, capsys):
     weights = make_weights("mixed")
     mask = MaskSet.random(weights, density=0.3, pattern=pattern)
     copy, base = clones(weights), clones(weights)
@@ -73,7 +71,7 @@ def test_receivers_follow_restart_and_start_late(
 
 
 @pytest.mark.gpu
-def test_weights_on_a_gpu_follow(tmp_path: Path) -> None:
+def test_weights_on_a_gpu_follow(tmp_path):
     weights = make_weights("mixed", "cuda")
     mask = MaskSet.random(weights, density=0.3)
     copy = clones(weights)
@@ -86,7 +84,7 @@ def test_weights_on_a_gpu_follow(tmp_path: Path) -> None:
             assert receiver.receive(0) == step and same_bits(weights, copy)
 
 
-def test_a_receiver_may_start_before_the_log(followed: Followed) -> None:
+def test_a_receiver_may_start_before_the_log(followed):
     with pytest.raises(WeightSyncError, match=r"log: no new step within 0 s, none was found$"):
         followed.receiver.receive(0)
 
@@ -102,7 +100,7 @@ def test_a_receiver_may_start_before_the_log(followed: Followed) -> None:
     assert same_bits(followed.weights, followed.copy)
 
 
-def test_steps_are_written_to_destinations(tmp_path: Path) -> None:
+def test_steps_are_written_to_destinations(tmp_path):
     """Half of the columns of one weight and all of another, side by side in one tensor, as in an engine."""
     weights = {"q": torch.randn(6, 8), "k": torch.randn(4, 8)}
     mask = MaskSet.random(weights, density=0.5)
@@ -121,7 +119,7 @@ def test_steps_are_written_to_destinations(tmp_path: Path) -> None:
             assert torch.equal(bits(fused), bits(torch.cat([weights["q"][:, :4], weights["k"][:, :4]]).clone()))
 
 
-def test_a_run_that_is_continued_from_an_earlier_step(followed: Followed) -> None:
+def test_a_run_that_is_continued_from_an_earlier_step(followed):
     log = followed.log()
     kept = {}
     for step in range(1, 7):
@@ -142,7 +140,7 @@ def test_a_run_that_is_continued_from_an_earlier_step(followed: Followed) -> Non
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "another run"])
-def test_damage_is_named_and_leaves_the_weights(followed: Followed, tmp_path: Path, damage: str) -> None:
+def test_damage_is_named_and_leaves_the_weights(followed, tmp_path, damage):
     with followed.log() as log:
         followed.receives(0)
         before = clones(followed.weights)
@@ -170,7 +168,7 @@ def test_damage_is_named_and_leaves_the_weights(followed: Followed, tmp_path: Pa
 
 
 @pytest.mark.parametrize("keyframe_every", [None, 1])
-def test_steps_that_change_other_elements_are_refused(followed: Followed, keyframe_every: int | None) -> None:
+def test_steps_that_change_other_elements_are_refused(followed, keyframe_every):
     with followed.log(keyframe_every=keyframe_every) as log:
         followed.receives(0)
         followed.change(0.1, seed=1)
@@ -182,13 +180,13 @@ def test_steps_that_change_other_elements_are_refused(followed: Followed, keyfra
     assert same_bits(before, followed.copy)
 
 
-def test_a_log_without_a_mask_is_refused(followed: Followed) -> None:
+def test_a_log_without_a_mask_is_refused(followed):
     DeltaLog.create(followed.folder, followed.weights).close()
     with pytest.raises(DeltaLogError, match="the log has no mask"):
         followed.receiver.receive(0)
 
 
-def test_weights_that_others_have_changed_are_written_whole(followed: Followed) -> None:
+def test_weights_that_others_have_changed_are_written_whole(followed):
     with followed.log() as log:
         followed.receives(0)
         for name, positions in followed.mask.indices.items():

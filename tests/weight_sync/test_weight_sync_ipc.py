@@ -19,13 +19,13 @@ from sparse_opt.weight_sync.transports import CudaIpcReceiver, CudaIpcSender, cu
 VERSIONS = 4
 
 
-def test_a_gpu_that_this_process_does_not_see_is_named() -> None:
+def test_a_gpu_that_this_process_does_not_see_is_named():
     with pytest.raises(WeightSyncError, match="on GPU 0000, which this process does not see"):
         cuda_ipc._opened({"device": "0000"})
 
 
 @pytest.mark.gpu
-def test_a_receiver_in_another_process_has_the_senders_bits(tmp_path: Path) -> None:
+def test_a_receiver_in_another_process_has_the_senders_bits(tmp_path):
     weights = make_weights("mixed", "cuda")
     mask = MaskSet.random(weights, density=0.3)
     channel = CudaIpcSender(WeightSender(weights, mask), "127.0.0.1:0")

@@ -111,7 +111,7 @@ def same_messages(rank: int, pattern: str, sharding: str) -> None:
 
 
 @ranks(2)
-def test_the_messages_of_two_ranks(rank: int) -> None:
+def test_the_messages_of_two_ranks(rank):
     for pattern in ("element", "run16", "tile64"):
         same_messages(rank, pattern, "fsdp")
     same_messages(rank, "element", "hsdp")
@@ -120,7 +120,7 @@ def test_the_messages_of_two_ranks(rank: int) -> None:
 
 @pytest.mark.parametrize("sharding", ["replicate", "fsdp"])
 @ranks(2, nccl=False, timeout=60, collective_timeout=5)
-def test_a_lost_rank_is_named(rank: int, sharding: str) -> None:
+def test_a_lost_rank_is_named(rank, sharding):
     """Rank 1 leaves after the first update."""
     model, mask = whole_weights("element")
     if sharding == "fsdp":
@@ -138,7 +138,7 @@ def test_a_lost_rank_is_named(rank: int, sharding: str) -> None:
 
 
 @ranks(2, timeout=60, collective_timeout=20)
-def test_an_error_of_rank_0_is_raised_on_both_ranks(rank: int) -> None:
+def test_an_error_of_rank_0_is_raised_on_both_ranks(rank):
     """An error on rank 0 alone is raised on both ranks, and the versions stay equal."""
     model, mask = whole_weights("element")
     model.to(device())
@@ -160,7 +160,7 @@ def test_an_error_of_rank_0_is_raised_on_both_ranks(rank: int) -> None:
 
 
 @ranks(3, nccl=False)
-def test_the_messages_of_three_ranks_and_their_errors(rank: int) -> None:
+def test_the_messages_of_three_ranks_and_their_errors(rank):
     same_messages(rank, "element", "fsdp")
     same_messages(rank, "tile64", "fsdp")
     same_messages(rank, "one element", "fsdp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -41,17 +42,6 @@ class Pair:
     def works(self, message: Message) -> None:
         assert self.receiver.receive(message) == message.version
         assert same_bits(self.copy, self.weights)
-
-
-@pytest.mark.parametrize("share", [0.02, 1.0])
-def test_truncated_bytes(share):
-    pair = Pair()
-    message = pair.next(share)
-    data = message.to_bytes()
-    for end in sorted({0, 1, 7, 8, 9, *range(10, len(data), len(data) // 60), len(data) - 1}):
-        pair.refuses(data[:end], DamagedMessage)
-    pair.refuses(data + b"\0", DamagedMessage)
-    pair.works(message)
 
 
 @pytest.mark.parametrize("kind", ["update", "state", "mask"])
@@ -107,41 +97,6 @@ def test_updates_out_of_order():
     pair.works(fourth)
 
 
-def test_an_update_of_another_run():
-    """Version and mask are the same, the weights are not."""
-    pair, other = Pair(), Pair()
-    other.weights["z"].view(-1)[other.mask["z"].long()] += 1
-    other.sender.update()
-    pair.receiver.receive(pair.next(0.1))
-    pair.refuses(other.next(0.1), OutOfOrderMessage, "version 3 follows version 2 with digest .*the receiver has")
-    pair.works(pair.next(0.1))
-
-
-def test_a_receiver_whose_weights_were_changed_by_others():
-    """A bitmap update reads the values that it replaces."""
-    pair = Pair()
-    message = pair.next(0.1)
-    for name, positions in pair.mask.indices.items():
-        pair.copy[name].view(-1)[positions.long()] = 0
-    pair.refuses(message, DamagedMessage, "would have digest")
-    pair.works(pair.sender.state_message())
-
-
-def test_verify_finds_a_weight_that_an_update_does_not_replace():
-    pair = Pair()
-    pair.receiver.verify()
-    message = pair.next(0.0)
-    position = pair.mask.indices["z"][0]
-    pair.copy["z"].view(-1)[position] = 0.5
-    assert pair.receiver.receive(message) == message.version  # its bitmap is empty
-    with pytest.raises(WeightSyncError, match="were changed by others"):
-        pair.receiver.verify()
-    pair.works(pair.sender.state_message())
-    pair.receiver.verify()
-    with pytest.raises(WeightSyncError, match="the receiver has no version"):
-        WeightReceiver(pair.copy).verify()
-
-
 def test_two_weights_of_the_trainer_in_one_place():
     pair = Pair(names=("b",))
     weights = {**pair.weights, "tied": pair.weights["b"].clone()}
@@ -188,41 +143,24 @@ def test_weights_that_the_receiver_does_not_have():
         assert receiver.version is None
 
 
-@pytest.mark.parametrize("by", ["data", "parameter"])
+@pytest.mark.parametrize("by", ["data", "parameter", "module"])
 def test_weights_that_were_replaced(by):
-    model = torch.nn.Linear(8, 8, bias=False)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
     mask = MaskSet.random(model, density=0.5)
     sender, receiver = WeightSender(clones(dict(model.named_parameters())), mask), WeightReceiver(model)
     receiver.receive(sender.mask_message())
-    replacement = model.weight.detach().clone()
+    replacement = model[0].weight.detach().clone()
     if by == "data":
-        model.weight.data = replacement
+        model[0].weight.data = replacement
+    elif by == "parameter":
+        model[0].weight = torch.nn.Parameter(replacement)
     else:
-        model.weight = torch.nn.Parameter(replacement)
-    with pytest.raises(WeightSyncError, match="'weight' was replaced"):
+        model[0] = copy.deepcopy(model[0])
+    with pytest.raises(WeightSyncError, match="'0.weight' was replaced"):
         receiver.receive(sender.state_message())
     receiver.receive(sender.mask_message())
     assert receiver.receive(sender.state_message()) == 0
     assert receiver.receive(sender.update()) == 1  # waits for it
-
-
-def test_a_late_receiver_and_a_restarted_one():
-    pair = Pair()
-    for share in (0.1, 1.0, 0.0):
-        pair.next(share)
-    copy = make_weights("mixed")
-    late = WeightReceiver(copy)
-    assert late.receive(pair.sender.mask_message()) is None
-    assert late.version is None and late.digest is None
-    with pytest.raises(OutOfOrderMessage, match="the receiver has no version"):
-        late.receive(pair.next(0.1))
-    assert late.receive(pair.sender.state_message()) == pair.sender.version
-    assert same_bits(copy, pair.weights)
-    copy = clones(copy)
-    restarted = WeightReceiver(copy)  # its weights are those of the sender's version
-    assert restarted.receive(pair.sender.mask_message()) == pair.sender.version
-    update = pair.next(0.1)
-    assert late.receive(update) == restarted.receive(update) == update.version
 
 
 def test_a_sender_with_a_new_mask():
@@ -241,13 +179,8 @@ def test_positions_that_are_no_mask():
     pair = Pair(pattern="run16", density=0.3)
     i = next(i for i, name in enumerate(sorted(pair.mask.names)) if name == "z")
     good = pair.mask_message.tensors[f"positions.{i}"]
-    for odd, message in [
-        (good - 4000, "has numbers outside of 0:3200"),
-        (good.long(), "is torch.int64"),
-        (good[None], r"expected torch.int32 \[n\]"),
-        (None, "has no positions"),
-    ]:
-        tensors = {n: t for n, t in {**pair.mask_message.tensors, f"positions.{i}": odd}.items() if t is not None}
+    for odd, message in [(good - 4000, "has numbers outside of 0:3200"), (good.long(), "is torch.int64")]:
+        tensors = {**pair.mask_message.tensors, f"positions.{i}": odd}
         pair.refuses(dataclasses.replace(pair.mask_message, tensors=tensors), DamagedMessage, message)
     pair.works(pair.next(0.1))
 
@@ -256,11 +189,8 @@ def test_positions_that_are_no_mask():
     ("changes", "message"),
     [
         ({"bfloat16.changed": None}, "only one of bfloat16.bitmap and bfloat16.changed"),
-        ({"bfloat16.bitmap": None}, "only one of bfloat16.bitmap and bfloat16.changed"),
         ({"bfloat16.bitmap": lambda t: t[:-8]}, "bfloat16.bitmap is torch.uint8"),
-        ({"bfloat16.changed": lambda t: t.half()}, "bfloat16.changed is torch.float16"),
         ({"bfloat16.changed": lambda t: t[:-1]}, "bfloat16.bitmap marks"),
-        ({"bfloat16.values": lambda t: torch.zeros(3)}, "bfloat16.values is"),
         ({"float64.values": lambda t: torch.zeros(3)}, "'float64.values', which the mask does not have"),
     ],
 )
@@ -275,31 +205,10 @@ def test_tensors_that_are_no_update(changes, message):
     pair.works(update)
 
 
-def test_headers():
-    pair = Pair()
-    message = pair.next(0.1)
-    header = message.header()
-    assert Message.from_header(header, message.tensors).header() == header
-    for key in header:
-        with pytest.raises(DamagedMessage):
-            Message.from_header({k: v for k, v in header.items() if k != key}, message.tensors)
-        with pytest.raises(DamagedMessage):
-            Message.from_header({**header, key: header[key] + "0"}, message.tensors)
-    first = next(iter(message.tensors))
-    with pytest.raises(DamagedMessage, match=f"lacks the tensor '{first}'"):
-        Message.from_header(header, {n: t for n, t in message.tensors.items() if n != first})
-    with pytest.raises(DamagedMessage, match="'more', which its header does not list"):
-        Message.from_header(header, {**message.tensors, "more": torch.zeros(1)})
-
-
 @pytest.mark.parametrize(
     ("field", "value", "match"),
     [
-        (
-            "version",
-            "9" * 5000,
-            r"the version of a message is '9{32}' \(5000 characters\), expected a number of at most 18",
-        ),
+        ("version", "9" * 5000, r"the version of a message is '9{32}' \(5000 characters\)"),
         ("tensors", "[" * 100_000, "the list of a message's tensors is malformed"),
     ],
 )

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def weights() -> dict[str, torch.Tensor]:
+def weights():
     return {name: torch.randn(2000, 1000, device="cuda", dtype=torch.bfloat16) for name in "abcd"}
 
 

@@ -5,9 +5,6 @@ The patches of the CPU, which are the reference's, are what those of the GPU are
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -147,40 +144,6 @@ def test_a_tensor_of_more_than_2_to_the_31_words(gpu, level):
     assert torch.equal(old, new)
 
 
-@pytest.fixture
-def much_memory(gpu: torch.device) -> Iterator[None]:
-    expected = 90 << 30
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(gpu)
-    if free < expected:
-        pytest.skip(f"needs {expected} bytes of a GPU's memory, {free} are free")
-    yield
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("much_memory")
-@pytest.mark.parametrize("every", [1, 97], ids=["records", "slots"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_records_and_scratch_of_more_than_2_to_the_31_bytes(gpu, level, every):
-    """The scratch for records that are short has an eighth of the tensor's bytes."""
-    numel = 2**31 + 2 * TILE["tight"] + 3
-    old = torch.zeros(numel, dtype=torch.int64, device=gpu)
-    new = old.clone()
-    new[::every] = torch.arange(1, 8, device=gpu).repeat(-(-numel // every // 7) + 1)[: -(-numel // every)]
-    if every == 1:
-        new *= 0x0123456789ABCDEF  # far changes, so that `packed` takes the words as they are
-    patch = encode([old], [new], level, backend="native")
-    assert patch.counts.tolist() == [-(-numel // every)]
-    if every == 1 and level != "tight":
-        assert len(patch.records) > 2**33
-    encode([old], [new], level, advance=True, backend="native")
-    assert torch.equal(old, new)
-    old.zero_()
-    apply_([old], patch, backend="native")
-    assert torch.equal(old, new)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("level", LEVELS)
 def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
@@ -225,49 +188,6 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-def test_tables_that_fit_nothing_stay_within_memory(gpu):
-    """Tables of a file are checked earlier; invalid ones passed to the op give undefined words, and no fault."""
-    source = np.random.default_rng(27)
-    old = any_words(source, 200_000, torch.float16)
-    new = changed_words(source, old, 0.05, None)
-    patch = encode([old], [new], "tight", backend="native")
-    tables = patch.tables
-    assert tables is not None
-    native, here_old, here_new = torch.ops.sparse_opt_native, old.to(gpu), new.to(gpu)
-    for bad in (
-        replace(tables, row_of=np.full_like(tables.row_of, 65535)),
-        replace(tables, class_table=np.full_like(tables.class_table, 255)),
-        replace(tables, values=np.zeros_like(tables.values)),
-        replace(tables, values=np.full_like(tables.values, 65535)),
-        replace(tables, rows=np.zeros_like(tables.rows)),
-        replace(tables, rows=np.full_like(tables.rows, 65535)),
-    ):
-        arguments = as_op_arguments(replace(patch, tables=bad), gpu)
-        memory = torch.zeros(300_000, dtype=torch.float16, device=gpu)
-        memory[50_000:250_000] = here_old
-        native.patch_apply_([memory[50_000:250_000]], *arguments)
-        outside_bits = bits_of(memory)
-        assert not outside_bits[:50_000].any() and not outside_bits[250_000:].any()
-        _, sizes, records, counts = native.patch_encode([here_old], [here_new], *arguments[4:], False)
-        assert counts.tolist() == patch.counts.tolist()
-        numbers = int(sizes.to(torch.int64).bitwise_and(2**31 - 1).sum())
-        assert len(records) == 2 * numbers <= new.nbytes
-        assert torch.equal(bits(here_old), bits(old))
-    assert_same_patch(encode([here_old], [here_new], "tight", backend="native"), patch)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_records_that_are_not_aligned_are_refused(gpu, level):
-    old = torch.zeros(1000, dtype=torch.bfloat16, device=gpu)
-    new = old.clone()
-    new[::10] = 1
-    patch = encode([old], [new], level, backend="native")
-    records = torch.zeros(len(patch.records) + 1, dtype=torch.uint8, device=gpu)[1:]
-    records.copy_(patch.records)
-    with pytest.raises(ValueError, match="records begin 1 bytes past a multiple of"):
-        apply_([old], replace(patch, records=records), backend="native")
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_current_stream_is_followed(gpu, level):
     source = np.random.default_rng(24)
@@ -299,27 +219,6 @@ def test_the_current_stream_is_followed(gpu, level):
         assert_same_words([dense, before], [new, new])
 
 
-def test_how_often_the_host_waits(gpu):
-    level = "packed"
-    old = torch.zeros(100_000, device=gpu)
-    new = old.clone()
-    new[::100] = 1
-    encode([old], [new], level, backend="native")
-    torch.cuda.synchronize()
-
-    def waits(call):
-        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as recorded:
-            result = call()
-        return result, sum(
-            event.name in ("cudaStreamSynchronize", "cudaEventSynchronize") for event in recorded.events()
-        )
-
-    patch, count = waits(lambda: encode([old], [new], level, backend="native"))
-    assert count == 2  # for the length of the records, and for a sample
-    assert waits(lambda: apply_([old], patch, backend="native", check=False))[1] == 0
-    assert torch.equal(old, new)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_tensors_on_another_device(gpu, level):
     if torch.cuda.device_count() < 2:
@@ -346,37 +245,3 @@ def test_tensors_on_another_device(gpu, level):
         torch.ops.sparse_opt_native.patch_encode(
             [there_old[0], here[0]], [there_new[0], here[0]], 0, True, 23, 0, None, None, None, None, False
         )
-
-
-# In a process of its own: blocks of memory that other tests have left partly free could hold the records.
-_NO_MEMORY = """
-import sys
-import torch
-from sparse_opt.delta.codec import apply_, encode
-
-level, gpu = sys.argv[1], torch.device("cuda:0")
-source = torch.Generator(gpu)
-
-def words(seed):
-    return torch.randint(-(2**15), 2**15, (2**28,), dtype=torch.int16, device=gpu, generator=source.manual_seed(seed))
-
-old, new = words(26), words(27)
-torch.cuda.empty_cache()
-total, held = torch.cuda.get_device_properties(gpu).total_memory, torch.cuda.memory_reserved(gpu)
-torch.cuda.set_per_process_memory_fraction((held + (300 << 20)) / total, gpu)
-try:
-    encode([old], [new], level, backend="native")
-except torch.OutOfMemoryError:
-    print("no memory")
-torch.cuda.set_per_process_memory_fraction(1.0, gpu)
-assert torch.equal(old, words(26)) and torch.equal(new, words(27))
-apply_([old], encode([old], [new], level, backend="native"), backend="native")
-assert torch.equal(old, new)
-"""
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_no_memory_for_the_records(gpu, level):
-    """The scratch memory fits and the records do not: a torch error, unchanged tensors, and the next call works."""
-    done = subprocess.run([sys.executable, "-c", _NO_MEMORY, level], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "no memory\n"), done.stderr
