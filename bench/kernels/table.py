@@ -8,7 +8,6 @@ run. With --resume, parts of the table can be measured by several calls: --only 
 from __future__ import annotations
 
 import functools
-import sys
 from argparse import Namespace
 
 import torch
@@ -18,11 +17,10 @@ from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.tensors import as_bits
 
-from .. import rows
 from ..harness import Benchmark, comma_separated, one_of_each
 from ..rows import Run
 from ..shapes import LLAMA_3_2_3B, scaled, total_numel
-from . import experts, inputs, tiles
+from . import inputs, tiles
 from .cases import Active
 from .recorder import TORCH, Recorder
 from .weights import WeightRows
@@ -54,7 +52,7 @@ def problem(args: Namespace) -> str:
 
 
 def measure(args: Namespace, run: Run) -> None:
-    """Time the parts of the table; rows are written to the output after each."""
+    """Time the parts of the table."""
     device = torch.device(args.device)
     cpu = device.type == "cpu"
     numel = args.numel or (CPU_NUMEL if cpu else None)
@@ -74,14 +72,12 @@ def measure(args: Namespace, run: Run) -> None:
         if part == "weights":
             WeightRows(recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed).run()
         elif part == "tiles":
-            tiles.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
+            tiles.time_layers(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
         elif part == "experts":
-            experts.time_rows(recorder, generator)
+            tiles.time_experts(recorder, generator)
         else:
             for density in DELTA_DENSITIES:
                 time_delta(recorder, delta_numel, density, generator)
-        if args.output is not None:
-            rows.write(args.output, run)
 
 
 def time_delta(recorder: Recorder, numel: int, density: float, generator: torch.Generator) -> None:
@@ -113,6 +109,3 @@ main = Benchmark(
     output="bench/results/kernels_{device}.json",
     resumes=True,
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

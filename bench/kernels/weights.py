@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from ..shapes import Shapes, total_numel
 from ..timing import Prepared
 from . import bounds, inputs
 from .bounds import Traffic
-from .cases import Active, Case
+from .cases import Active
 from .optimizers import (
     ADAMW,
     LR,
@@ -57,7 +57,6 @@ FEW_STEPS = 10
 FUSED, MASKED = "torch.optim.AdamW(fused=True).step", "grad *= mask, torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 BF16, SMALL = ", bf16 moments", ", lr 1e-6"
-WIDE = ", int32 indices"  # for comparison with the 2-byte indices of the optimizer
 KNOWN = ", compact weights"  # which are not read from the model
 FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
@@ -116,41 +115,19 @@ class WeightRows:
             self._pattern(pattern)
 
     def _op_steps(self, masked: Masked) -> None:
-        narrow = inputs.narrowed(masked.active).arguments()
+        active = inputs.narrowed(masked.active)
         for op, kind in itertools.product(STEP_OPS, STEP_NAMES):
-            name = f"{op}, {kind} gradients"
             self._restart()
-            wide = inputs.step_case(
-                op, self.params, self.grads, masked.active, self.generator, dense_grads=kind == "dense"
-            )
+            case = inputs.step_case(op, self.params, self.grads, active, self.generator, dense_grads=kind == "dense")
             # Restart from the same weights: under a constant gradient they grow until a step no longer changes a bit.
-            self._narrow_and_wide(name, wide.changed(**narrow), wide, masked.density, before=self._restart)
-
-    def _narrow_and_wide(
-        self,
-        name: str,
-        narrow: Case,
-        wide: Case,
-        density: float,
-        others: Sequence[Work] = (),
-        before: Callable[[], object] | None = None,
-    ) -> None:
-        """Time a case with two-byte indices, and with int32 indices."""
-        to_wide = {"int32 indices": {"work": name + WIDE}}
-        works = self.recorder.cases({name: narrow}, density, before, to_wide)
-        self.recorder.time([*works, *self.recorder.cases({name + WIDE: wide}, density, before), *others])
+            works = self.recorder.cases({f"{op}, {kind} gradients": case}, masked.density, self._restart)
+            self.recorder.time(works)
 
     def _gather_and_swap(self, masked: Masked, others: Sequence[Work]) -> None:
-        def both(make: Callable[[Active], Case]) -> tuple[Case, Case]:
-            return make(inputs.narrowed(masked.active)), make(masked.active)
-
-        density, generator = masked.density, self.generator
-        gathers = both(lambda active: inputs.gather_case(self.grads, active))
-        self._narrow_and_wide(GATHER, *gathers, density, others)
-        swaps = both(lambda active: inputs.swap_case(self.params, active, generator))
-        self._narrow_and_wide(SWAP, *swaps, density)
-        replaces = both(lambda active: inputs.replace_case(self.params, active, generator))
-        self._narrow_and_wide(REPLACE, *replaces, density)
+        active, cases = inputs.narrowed(masked.active), self.recorder.cases
+        self.recorder.time([*cases({GATHER: inputs.gather_case(self.grads, active)}, masked.density), *others])
+        for name, make in ((SWAP, inputs.swap_case), (REPLACE, inputs.replace_case)):
+            self.recorder.time(cases({name: make(self.params, active, self.generator)}, masked.density))
 
     def _optimizers(self, masked: Masked, others: Sequence[Work]) -> None:
         """SparseAdamW as users call it, on the backend that `auto` selects."""

@@ -66,12 +66,12 @@ def test_verdicts_follow_from_targets_on_their_machine_alone(run):
 
 
 def test_a_ratio_of_ratios_is_judged():
-    wide = row("indexed_swap_, int32 indices", 4.0, peers={"bound": 4.0})
-    to_wide = {"work": "indexed_swap_, int32 indices"}
+    work = "SparseAdamW.step, compact gradients"
+    whole = row(work, 4.0, peers={"bound": 4.0})
     for ms, met in ((3.1, True), (3.3, False)):
-        narrow = row("indexed_swap_", ms, peers={"bound": 3.0, "int32 indices": to_wide})
-        verdicts = {v.target: v for v in report.judge(Run(ENVIRONMENT, [narrow, wide]))}
-        verdict = verdicts["<= 1.05 x bound, over that of int32 indices"]
+        small = row(f"{work}, bf16 moments", ms, peers={"bound": 3.0, "fp32 moments": {"work": work}})
+        verdicts = {v.target: v for v in report.judge(Run(ENVIRONMENT, [small, whole]))}
+        verdict = verdicts["<= 1.05 x bound, over that of fp32 moments"]
         assert (verdict.met, verdict.found) == (met, pytest.approx(ms / 3.0))
 
 

@@ -33,8 +33,7 @@ def test_parts_of_the_table_are_timed_by_several_calls(tmp_path, capsys, needs_e
     assert {row.case["part"] for row in run.rows} == {"copy", "weights", "deltas"}
     (step,) = run.matching(work="SparseAdamW.step, dense gradients", density=0.025)
     assert run.peer(step, "fused AdamW").case["work"] == "torch.optim.AdamW(fused=True).step"
-    (narrow,) = run.matching(work="indexed_swap_", density=0.1)
-    assert run.peer(narrow, "int32 indices").case["work"] == "indexed_swap_, int32 indices"
+    assert len(run.matching(work="indexed_swap_", density=0.1)) == 1
     assert all(any(name.startswith("bound") for name in row.peers) for row in run.matching(part="deltas"))
     assert "SparseAdamW.step, dense gradients" in capsys.readouterr().out
 
