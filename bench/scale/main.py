@@ -17,9 +17,7 @@ are kept.
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
-import time
 from argparse import Namespace
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -28,10 +26,11 @@ from typing import Any, get_args
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.masks.patterns import PATTERNS
 
-from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ..rows import Row, Run
+from ..harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..models import SHAPES
+from ..rows import Row, Run, label
 from ..training.baseline.run import DPO_BETA
-from .cases import N_WARMUP, SHAPES, Case, Method
+from .run import N_WARMUP, Case, Method
 
 METHODS: tuple[str, ...] = get_args(Method)
 CHECKPOINTING = {"on": True, "off": False}
@@ -86,7 +85,6 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--n_steps", type=int, default=4, help="of each row; the first is left out of the time")
     run.add_argument("--limit_gib", type=float, help="GiB that torch's allocator may use (default: all of the GPU)")
-    run.add_argument("--limit_s", type=float, help="begin no case after so many seconds")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--small", action="store_true", help="tiny shapes, on the CPU")
 
@@ -123,21 +121,17 @@ def cases(args: Namespace) -> list[Case]:
 
 def measure(args: Namespace, run: Run) -> None:
     """Run every case in a process of its own; rows are written to the output after each."""
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparse_opt_scale_") as folder:
         for case in cases(args):
-            if args.limit_s is not None and time.monotonic() - began > args.limit_s:
-                run.note(f"not begun, because time was up: {case.name}")
-                run.completed = False
-                continue
-            result = run_in_process("sparse_opt.bench.scale.run", case.name, asdict(case), Path(folder), ALLOCATOR)
+            name = label(case.described(), ("parameters",))
+            result = run_in_process("sparse_opt.bench.scale.run", name, asdict(case), Path(folder), ALLOCATOR)
             if result is None:
-                run.note(f"not measured: {case.name}, whose run failed")
+                run.note(f"{NOT_MEASURED}: {name}, whose run failed")
                 run.completed = False
                 continue
             for row in result_rows(result, case):
                 run.add(row)
-            run.wrong += wrong_results(result, case)
+            run.wrong += [f"{name}: {line}" for line in wrong_results(result, case)]
             run.save()
     run.notes = [note for note in run.notes if not note.startswith(LARGEST)] + largest_lines(run)
 
@@ -172,10 +166,10 @@ def largest_lines(run: Run) -> list[str]:
                 continue
             case, peak = row.case, run.find(row.suite, "peak memory", row.case)
             assert peak is not None
-            label = f"{case['shape']}, {case['sequence_length']} tokens, {peak.value / 2**30:.1f} GiB"
+            text = f"{case['shape']}, {case['sequence_length']} tokens, {peak.value / 2**30:.1f} GiB"
             if case["parameters"] > found.get(case["method"], (0, ""))[0]:
-                found[case["method"]] = case["parameters"], label
-        lines += [f"{LARGEST}{gpu} ({gib:g} GiB), {method}: {label}" for method, (_, label) in found.items()]
+                found[case["method"]] = case["parameters"], text
+        lines += [f"{LARGEST}{gpu} ({gib:g} GiB), {method}: {text}" for method, (_, text) in found.items()]
     return lines
 
 
@@ -192,11 +186,11 @@ def wrong_results(result: dict[str, Any], case: Case) -> list[str]:
         return []
     wrong, first = [], result["steps"][0]["loss"]
     if not abs(first - math.log(2)) <= first_loss_atol(case):
-        wrong.append(f"{case.name} begins at a DPO loss of {first}, expected ln 2 = {math.log(2):.6f}")
+        wrong.append(f"begins at a DPO loss of {first}, expected ln 2 = {math.log(2):.6f}")
     if not all(step["grad_norm"] > 0 for step in result["steps"]):
-        wrong.append(f"{case.name} has a gradient norm of 0, expected more than 0")
+        wrong.append("has a gradient norm of 0, expected more than 0")
     if case.method == "lean" and case.pattern != "element" and not result["n_tiled"]:
-        wrong.append(f"{case.name} computes no weight gradient by tiles")
+        wrong.append("computes no weight gradient by tiles")
     return wrong
 
 
@@ -210,6 +204,3 @@ main = Benchmark(
     output="bench/results/scale_{device}.json",
     resumes=True,
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

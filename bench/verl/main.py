@@ -26,8 +26,8 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 from sparse_opt.masks.patterns import PATTERNS
 
-from ..distributed.models import SHAPES
 from ..harness import Benchmark, WrongResult, not_between, run_in_process
+from ..models import SHAPES
 from ..rows import Case, Row, Run
 from . import ENVIRONMENTS
 

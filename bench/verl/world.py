@@ -22,10 +22,10 @@ from torch import Tensor
 
 from sparse_opt import MaskSet
 
-from ..distributed.models import make_model
 from ..distributed.reference import CHECK_LR, first_step
 from ..distributed.variants import Variant
 from ..harness import job_main
+from ..models import make_model
 from ..ranks import Ranks
 from ..timing import measure
 from .engines import EngineTraining, make_batch, make_engine, make_loss

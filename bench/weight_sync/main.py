@@ -19,20 +19,21 @@ interface, as a stand-in for a network between hosts.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sparse_opt.cli.parser import CommandParser
 
-from ..distributed.models import SHAPES
 from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..models import LLAMAS
 from ..ranks import NETWORKS
-from ..rows import Run
-from .results import VARIANTS, result_rows
+from ..rows import Case, Row, Run
+from .world import VARIANTS, Variant
 
 _EPILOG = """examples:
   sparse-opt bench weight_sync                                    # 3B shape on two GPUs, both networks
@@ -43,7 +44,7 @@ _EPILOG = """examples:
 
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--shape", choices=tuple(SHAPES), default="3b", help="of the Llama (%(default)s)")
+    what.add_argument("--shape", choices=LLAMAS, default="3b", help="of the Llama (%(default)s)")
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the training steps (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
@@ -103,11 +104,43 @@ def measure(args: Namespace, run: Run) -> None:
                 for row in result_rows(result, variant, network, settings):
                     run.add(row)
             run.save()
-    n = len([row for row in run.rows if row.metric == "time"])
-    n_wrong = len(run.wrong)
+    n, n_wrong = len([row for row in run.rows if row.metric == "time"]), len(run.wrong)
     run.note(
         f"all weights of both GPUs have the same bits after the first and the last update in {n} of {n + n_wrong} rows"
     )
+
+
+def result_rows(result: Mapping[str, Any], variant: Variant, network: str, settings: Mapping[str, Any]) -> list[Row]:
+    """The rows of a variant: time of an update, and bytes for each active element."""
+    case: Case = {
+        "network": network,
+        "pattern": variant.pattern,
+        "sent": variant.encoding or "all weights",
+        "by": "CUDA IPC" if variant.transport == "ipc" else "broadcast",
+        **settings,
+    }
+    shared: dict[str, Any] = {"suite": "weight_sync", "case": case}
+    peers: dict[str, float | Case] = (
+        {} if variant.pattern is None else {"all weights": {"pattern": None, "sent": "all weights", "by": "broadcast"}}
+    )
+    spread = {"p20": result["p20_ms"], "p80": result["p80_ms"], "n": result["n_rounds"]}
+    rows = [Row(**shared, metric="time", unit="ms", value=result["ms"], peers=peers, **spread)]
+    rows.append(Row(**shared, metric="message", unit="MB", value=result["message_bytes"] / 1e6))
+    if variant.pattern is None:
+        return rows
+    nnz = result["nnz"]
+    each = {"message": result["message_bytes"] / nnz, "receiver's memory": sum(result["receiver_bytes"].values()) / nnz}
+    bitmap: dict[str, float | Case] = {}
+    if variant.encoding == "changed":
+        share = result["sent_values"] / nnz
+        rows.append(Row(**shared, metric="changed", unit="share", value=share))
+        bitmap = {"bitmap and values": 0.125 + 2.1 * share}
+    for name, value in each.items():
+        peers = bitmap if name == "message" else {}
+        rows.append(Row(**shared, metric=f"{name} an element", unit="bytes/nnz", value=value, peers=peers))
+    if result.get("stream_ms") is not None:
+        rows.append(Row(**shared, metric="stream", unit="ms", value=result["stream_ms"]))
+    return rows
 
 
 main = Benchmark(
@@ -119,6 +152,3 @@ main = Benchmark(
     epilog=_EPILOG,
     output="bench/results/weight_sync.json",
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

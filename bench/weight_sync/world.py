@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,44 @@ from sparse_opt.weight_sync.transports import (
     ProcessGroupSender,
 )
 
-from ..distributed.models import make_model, pair
 from ..distributed.variants import VARIANTS as TRAININGS
 from ..distributed.variants import Training, make_training
 from ..harness import job_main
+from ..models import make_model, pair
 from ..ranks import Ranks
 from ..rows import percentiles
-from .results import VARIANTS, Variant
 
 TIMEOUT_S = 120.0
+PATTERNS = ("element", "tile64")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table; without a pattern all weights are broadcast."""
+
+    pattern: str | None = None  # of the mask
+    encoding: Literal["values", "changed"] | None = None
+    transport: Literal["broadcast", "ipc"] = "broadcast"
+
+    @property
+    def name(self) -> str:
+        if self.pattern is None:
+            return "weights"
+        return f"{self.pattern}_{self.encoding}" + ("_ipc" if self.transport == "ipc" else "")
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(),
+        *(
+            Variant(pattern, encoding, transport)
+            for pattern in PATTERNS
+            for transport in ("broadcast", "ipc")
+            for encoding in ("values", "changed")
+        ),
+    )
+}
 
 
 class Counted(WeightReceiver):

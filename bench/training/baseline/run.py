@@ -1,7 +1,5 @@
 """One mode of the end-to-end benchmark, in a process of its own.
 
-    python -m sparse_opt.bench.training.baseline.run JOB RESULT
-
 The step is that of `trainers/dpo.py` or `trainers/grpo.py`. It has these sections:
 
 | section | |
@@ -147,8 +145,7 @@ def even_share(batch: TokenBatch) -> Tensor:
 def run(job: Job) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step."""
     device = torch.device(job.device)
-    source = job.checkpoint or job.model_name
-    tokenizer = load_tokenizer_from(job.tokenizer)
+    tokenizer = load_tokenizer_from(job.model_name)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if job.algorithm == "grpo" and tokenizer.eos_token_id is None:
         raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout needs")
@@ -163,7 +160,7 @@ def run(job: Job) -> dict[str, Any]:
         examples = [prompt.ids[-longest:] for prompt in prompts[: job.subset_size]]
     order = shuffled(len(examples), job.seed, 0, job.n_steps * job.batch_size)
     chosen = [[examples[k] for k in indices] for indices in chunks(order, job.batch_size)]
-    model = load_model(source, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
+    model = load_model(job.model_name, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
     trained = prepare(job, model)
     if job.compile:
         trained.compile()
@@ -262,10 +259,5 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that a JSON file describes and write the measurements to another."""
-    return job_main(lambda job: run(Job(**job)), argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(job_main(lambda job: run(Job(**job))))

@@ -10,7 +10,7 @@ from sparse_opt.bench import report, rows
 from sparse_opt.bench.rows import Run
 from sparse_opt.bench.weight_sync import main as weight_sync
 from sparse_opt.bench.weight_sync import world
-from sparse_opt.bench.weight_sync.results import VARIANTS, result_rows
+from sparse_opt.bench.weight_sync.main import VARIANTS, result_rows
 from sparse_opt.cli.main import main
 
 
