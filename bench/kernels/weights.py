@@ -5,6 +5,7 @@ The tensors take gigabytes, so no data stays in a cache between calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -23,23 +24,19 @@ from ..rows import Case as RowCase
 from ..shapes import Shapes, total_numel
 from ..timing import Prepared
 from . import bounds, inputs
-from .bounds import Traffic
 from .cases import Active
 from .optimizers import (
     ADAMW,
     LR,
     SMALL_LR,
-    BaseWeightsSwap,
     Gradients,
     active_of,
     changed_share,
     check_base_weights,
     check_first_step,
-    check_no_sync,
     check_norm,
     index_itemsize,
     mask_of,
-    masked_adamw_step,
     parameters,
     sparse_adamw,
     step_again,
@@ -54,13 +51,13 @@ NO_CLIP = 1e30
 # After so many steps a swap at SMALL_LR exchanges few weights.
 FEW_STEPS = 10
 # Names of works, and what follows them.
-FUSED, MASKED = "torch.optim.AdamW(fused=True).step", "grad *= mask, torch.optim.AdamW(fused=True).step"
+FUSED = "torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 BF16, SMALL = ", bf16 moments", ", lr 1e-6"
 KNOWN = ", compact weights"  # which are not read from the model
 FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
-BASE_IN, BASE_OUT = "SparseAdamW.base_weights, in", "SparseAdamW.base_weights, out"
+BASE = "SparseAdamW.base_weights, in"
 GATHER, SWAP, REPLACE = "masked_grad_gather_", "indexed_swap_", "indexed_replace_"
 STEP_NAMES: dict[Gradients, str] = {"dense": STEP_DENSE, "compact": STEP_COMPACT}
 
@@ -105,8 +102,6 @@ class WeightRows:
             self._op_steps(masked)
             self._gather_and_swap(masked, [self._torch_clip()] if i == 0 else [])
             self._optimizers(masked, [self._fused_step()] if i == 0 else [])
-            if i == 0:
-                self.recorder.time([self._masked_step(masked.mask)])
             self.base_weights(masked)
             for compact_weights in (False, True):
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
@@ -142,18 +137,9 @@ class WeightRows:
         self.recorder.time([*works, *others])
 
         optimizer = sparse_adamw(self._parameters(), self.named_grads, masked.mask, "compact")
-        clip = functools.partial(optimizer.clip_grad_norm_, NO_CLIP)
-        checks = (
-            functools.partial(check_norm, optimizer, self.named_grads, masked.active),
-            functools.partial(check_no_sync, CLIP, clip, self.recorder.device),
-        )
-        if all(passes(self.recorder.run, CLIP, check) for check in checks):
-            self.recorder.time([self._auto_work(CLIP, ADAMW, masked, clip, None)])
-
-    def _auto_work(
-        self, name: str, op: str, masked: Masked, call: Prepared | functools.partial[Tensor], traffic: Traffic | None
-    ) -> Work:
-        return self.recorder.work(name, self.recorder.auto(op), masked.density, call, traffic)
+        check = functools.partial(check_norm, optimizer, self.named_grads, masked.active)
+        clip, backend = functools.partial(optimizer.clip_grad_norm_, NO_CLIP), self.recorder.auto(ADAMW)
+        self.recorder.time([self.recorder.work(CLIP, backend, masked.density, clip, check=check)])
 
     def _step(
         self,
@@ -208,34 +194,28 @@ class WeightRows:
         n_steps: int = 1,
         compact_weights: bool = False,
     ) -> None:
-        """The swaps after `n_steps` steps at this learning rate."""
+        """The swap to the base weights, after `n_steps` steps at this learning rate; the one back takes as long."""
         self._restart()
         named, mask = self._parameters(), masked.mask
         optimizer = sparse_adamw(
             named, self.named_grads, mask, "dense", keep_base_weights=True, lr=lr, compact_weights=compact_weights
         )
-        swap = BaseWeightsSwap(optimizer)
-        checked = functools.partial(check_base_weights, swap, named)
-        if not passes(self.recorder.run, "SparseAdamW.base_weights", checked):
+        if not passes(self.recorder.run, BASE, functools.partial(check_base_weights, optimizer, named)):
             return
         for _ in range(n_steps - 1):
-            step_again(swap.optimizer)
-        changed = swapped_share(swap, named, mask.nnz)
-        size = index_itemsize(swap.optimizer)
+            step_again(optimizer)
+        changed = swapped_share(optimizer, named, mask.nnz)
+        size = index_itemsize(optimizer)
         if compact_weights:
             traffic = bounds.replace_traffic(
                 mask.numel, mask.nnz, itemsize=2, compact_itemsizes=4, index_itemsize=size, changed=changed
             )
         else:
             traffic = bounds.swap_traffic(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
-        suffix = (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
-        calls = {
-            BASE_IN: Prepared(swap.be_outside, swap.enter),
-            BASE_OUT: Prepared(swap.be_inside, swap.leave),
-        }
-        works = [self._auto_work(name + suffix, SWAP, masked, call, traffic) for name, call in calls.items()]
-        self.recorder.time(works)
-        swap.be_outside()
+        name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
+        with contextlib.ExitStack() as inside:
+            call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
+            self.recorder.time([self.recorder.work(name, self.recorder.auto(SWAP), masked.density, call, traffic)])
 
     def fine_fetches(self, masked: Masked, *, with_dense: bool) -> None:
         """Ops on single elements with `set_l2_fetch_granularity(32)`, and the dense step for comparison."""
@@ -287,16 +267,6 @@ class WeightRows:
         step = torch_adamw(self._parameters(), self.named_grads).step
         traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2)
         return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
-
-    def _masked_step(self, mask: MaskSet) -> Work:
-        """A masked step without sparse kernels.
-
-        Its states and copies take several times the size of the model, so it is made after the others are freed.
-        """
-        bools = [mask.bool(name).to(self.recorder.device) for name in mask.names]
-        step = masked_adamw_step(self._parameters(), self._named([grad.clone() for grad in self.grads]), bools)
-        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=1)
-        return self.recorder.work(MASKED, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

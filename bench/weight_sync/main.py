@@ -10,7 +10,6 @@ Rows (--variants):
   weights               one torch.distributed.broadcast for each parameter of the model
   PATTERN_values        all active values in each update
   PATTERN_changed       a bitmap and the changed values
-  PATTERN_values_ipc, PATTERN_changed_ipc    the same by CUDA IPC instead of NCCL
 PATTERN is element or tile64.
 
 Networks (--networks): default is what NCCL chooses between the GPUs; sockets makes NCCL use TCP over the loopback
@@ -29,11 +28,11 @@ import torch
 
 from sparse_opt.cli.parser import CommandParser
 
-from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ..models import LLAMAS
 from ..ranks import NETWORKS
 from ..rows import Case, Row, Run
-from .world import VARIANTS, Variant
+from .world import VARIANTS
 
 _EPILOG = """examples:
   sparse-opt bench weight_sync                                    # 3B shape on two GPUs, both networks
@@ -64,13 +63,12 @@ def problem(args: Namespace) -> str:
         args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
     if not on_cpu and torch.cuda.device_count() < 2:
         return f"this needs two GPUs, and torch sees {torch.cuda.device_count()}: --small runs on a CPU"
-    possible = [name for name, variant in VARIANTS.items() if not (on_cpu and variant.transport == "ipc")]
-    args.variants = args.variants or possible
+    args.variants = args.variants or list(VARIANTS)
     args.networks = args.networks or ["default"] if on_cpu else args.networks or list(NETWORKS)
     if error := (
         not_between(args, "sequence_length", at_least=2)
         or one_of_each("networks", args.networks, ["default"] if on_cpu else list(NETWORKS))
-        or one_of_each("variants", args.variants, possible)
+        or one_of_each("variants", args.variants, list(VARIANTS))
     ):
         return error
     if args.output is None and args.shape != "3b":
@@ -87,21 +85,18 @@ def measure(args: Namespace, run: Run) -> None:
     settings = {name: getattr(args, name) for name in SETTINGS}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_weight_sync_") as folder:
         for network in args.networks:
-            # CUDA IPC does not use the network.
-            names = [name for name in args.variants if network == "default" or VARIANTS[name].transport != "ipc"]
-            job = settings | {"variants": names, "network": network, "mask_dir": str(args.mask_dir or folder)}
+            job = settings | {"variants": args.variants, "network": network, "mask_dir": str(args.mask_dir or folder)}
             job |= {"n_rounds": args.n_rounds, "device": args.device}
             module = "sparse_opt.bench.weight_sync.world"
             results = run_in_process(module, network, job, Path(folder), NETWORKS[network], n_ranks=2)
             if results is None:
-                run.note(f"not measured: network {network}, whose run did not end")
+                run.note(f"{NOT_MEASURED}: network {network}, whose run did not end")
                 run.completed = False
             for result in results or []:
-                variant = VARIANTS[result["variant"]]
                 if not result["right"]:
-                    run.wrong.append(f"{network}, {variant.name}: weights differ between the ranks")
+                    run.wrong.append(f"{network}, {result['variant']}: weights differ between the ranks")
                     continue
-                for row in result_rows(result, variant, network, settings):
+                for row in result_rows(result, network, settings):
                     run.add(row)
             run.save()
     n, n_wrong = len([row for row in run.rows if row.metric == "time"]), len(run.wrong)
@@ -110,28 +105,22 @@ def measure(args: Namespace, run: Run) -> None:
     )
 
 
-def result_rows(result: Mapping[str, Any], variant: Variant, network: str, settings: Mapping[str, Any]) -> list[Row]:
+def result_rows(result: Mapping[str, Any], network: str, settings: Mapping[str, Any]) -> list[Row]:
     """The rows of a variant: time of an update, and bytes for each active element."""
-    case: Case = {
-        "network": network,
-        "pattern": variant.pattern,
-        "sent": variant.encoding or "all weights",
-        "by": "CUDA IPC" if variant.transport == "ipc" else "broadcast",
-        **settings,
-    }
+    pattern, encoding = VARIANTS[result["variant"]]
+    case: Case = {"network": network, "pattern": pattern, "sent": encoding or "all weights", **settings}
     shared: dict[str, Any] = {"suite": "weight_sync", "case": case}
-    peers: dict[str, float | Case] = (
-        {} if variant.pattern is None else {"all weights": {"pattern": None, "sent": "all weights", "by": "broadcast"}}
-    )
+    whole: Case = {"pattern": None, "sent": "all weights"}
+    peers: dict[str, float | Case] = {} if pattern is None else {"all weights": whole}
     spread = {"p20": result["p20_ms"], "p80": result["p80_ms"], "n": result["n_rounds"]}
     rows = [Row(**shared, metric="time", unit="ms", value=result["ms"], peers=peers, **spread)]
     rows.append(Row(**shared, metric="message", unit="MB", value=result["message_bytes"] / 1e6))
-    if variant.pattern is None:
+    if pattern is None:
         return rows
     nnz = result["nnz"]
     each = {"message": result["message_bytes"] / nnz, "receiver's memory": sum(result["receiver_bytes"].values()) / nnz}
     bitmap: dict[str, float | Case] = {}
-    if variant.encoding == "changed":
+    if encoding == "changed":
         share = result["sent_values"] / nnz
         rows.append(Row(**shared, metric="changed", unit="share", value=share))
         bitmap = {"bitmap and values": 0.125 + 2.1 * share}

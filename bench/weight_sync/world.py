@@ -15,12 +15,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.transports import (
-    CudaIpcReceiver,
-    CudaIpcSender,
-    ProcessGroupReceiver,
-    ProcessGroupSender,
-)
+from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
 from ..distributed.variants import VARIANTS as TRAININGS
 from ..distributed.variants import Training, make_training
@@ -30,35 +25,13 @@ from ..ranks import Ranks
 from ..rows import percentiles
 
 TIMEOUT_S = 120.0
-PATTERNS = ("element", "tile64")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A row of the table; without a pattern all weights are broadcast."""
-
-    pattern: str | None = None  # of the mask
-    encoding: Literal["values", "changed"] | None = None
-    transport: Literal["broadcast", "ipc"] = "broadcast"
-
-    @property
-    def name(self) -> str:
-        if self.pattern is None:
-            return "weights"
-        return f"{self.pattern}_{self.encoding}" + ("_ipc" if self.transport == "ipc" else "")
-
-
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant(),
-        *(
-            Variant(pattern, encoding, transport)
-            for pattern in PATTERNS
-            for transport in ("broadcast", "ipc")
-            for encoding in ("values", "changed")
-        ),
-    )
+# Name of a row -> pattern of the mask and encoding; without them all weights are broadcast.
+VARIANTS: dict[str, tuple[str | None, Literal["values", "changed"] | None]] = {
+    "weights": (None, None),
+    "element_values": ("element", "values"),
+    "element_changed": ("element", "changed"),
+    "tile64_values": ("tile64", "values"),
+    "tile64_changed": ("tile64", "changed"),
 }
 
 
@@ -79,7 +52,7 @@ class Counted(WeightReceiver):
 class Row:
     """One variant on this rank: `update` brings rank 1's copy to rank 0's weights."""
 
-    variant: Variant
+    name: str
     weights: dict[str, Tensor]  # of this rank
     update: Callable[[], object]
     close: Callable[[], None]
@@ -97,19 +70,17 @@ class World(Ranks):
     def measure(self) -> list[dict[str, Any]]:
         """The rows of all patterns; those of rank 0 are complete."""
         rows = []
-        names: list[str] = self.args.variants
-        for pattern in dict.fromkeys(VARIANTS[name].pattern for name in names):
-            rows += self._measure([VARIANTS[name] for name in names if VARIANTS[name].pattern == pattern])
+        for pattern in dict.fromkeys(VARIANTS[name][0] for name in self.args.variants):
+            rows += self._measure(pattern, [name for name in self.args.variants if VARIANTS[name][0] == pattern])
         dist.destroy_process_group()
         return rows
 
-    def _measure(self, variants: list[Variant]) -> list[dict[str, Any]]:
-        pattern = variants[0].pattern or "element"
-        mask = self.mask(pattern)
+    def _measure(self, pattern: str | None, names: list[str]) -> list[dict[str, Any]]:
+        mask = self.mask(pattern or "element")
         training = None
         if self.rank == 0:
             training = make_training(
-                TRAININGS[f"local_{pattern}_fp32"],
+                TRAININGS[f"local_{pattern or 'element'}_fp32"],
                 self.config,
                 mask,
                 self.device,
@@ -117,11 +88,8 @@ class World(Ranks):
                 seed=self.args.seed,
                 compact_weights=True,
             )
-        rows = []
-        for variant in variants:
-            rows.append(self._row(variant, training, mask))
-            self.print(f"{self.args.network}, {variant.name}: connected")
-        times: dict[str, list[float]] = {row.variant.name: [] for row in rows}
+        rows = [self._row(name, training) for name in names]
+        times: dict[str, list[float]] = {name: [] for name in names}
         order = random.Random(0)
         right = dict.fromkeys(times, True)
         for i in range(1 + self.args.n_rounds):
@@ -130,11 +98,11 @@ class World(Ranks):
             for row in order.sample(rows, len(rows)):
                 ms, _, _ = self.clock(row.update)
                 if i:  # the first update builds tables and compiles kernels
-                    times[row.variant.name].append(ms)
+                    times[row.name].append(ms)
             if i in (0, self.args.n_rounds):
                 for row in rows:
-                    right[row.variant.name] &= self._same(row)
-        found = [self._result(row, times[row.variant.name], right[row.variant.name], mask) for row in rows]
+                    right[row.name] &= self._same(row)
+        found = [self._result(row, times[row.name], right[row.name], mask) for row in rows]
         for result in found:
             self.print(f"{self.args.network}, {result['variant']}: {result['p20_ms']:.2f} - {result['p80_ms']:.2f} ms")
         for row in rows:
@@ -145,42 +113,36 @@ class World(Ranks):
         self.release_memory()
         return found
 
-    def _row(self, variant: Variant, training: Training | None, mask: MaskSet) -> Row:
+    def _row(self, name: str, training: Training | None) -> Row:
         model = make_model(self.config, self.device, self.args.seed) if training is None else training.model
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        if variant.pattern is None:
+        _, encoding = VARIANTS[name]
+        if encoding is None:
 
             def broadcast() -> None:
                 for weight in weights.values():
                     dist.broadcast(weight, 0)
 
-            return Row(variant, weights, broadcast, lambda: None)
-        box: list[Any] = [None]
+            return Row(name, weights, broadcast, lambda: None)
+        address: list[Any] = [None]
         backend: Any = "nccl" if self.on_gpu else "gloo"
         if training is not None:
             assert isinstance(training.optimizer, SparseAdamW)
-            encoding: Any = "values" if variant.encoding == "values" else "auto"
-            sender = WeightSender(training.optimizer, encoding=encoding)
-            if variant.transport == "ipc":
-                to: Any = CudaIpcSender(sender, "127.0.0.1:0", timeout=TIMEOUT_S)
-            else:
-                to = ProcessGroupSender(sender, "127.0.0.1:0", backend=backend, timeout=TIMEOUT_S)
+            sender = WeightSender(training.optimizer, encoding="values" if encoding == "values" else "auto")
+            to = ProcessGroupSender(sender, "127.0.0.1:0", backend=backend, timeout=TIMEOUT_S)
             dist.broadcast_object_list([to.address])
             to.wait_for_receivers(1)
-            return Row(variant, weights, to.update, to.close, sender=sender)
-        dist.broadcast_object_list(box)
+            return Row(name, weights, to.update, to.close, sender=sender)
+        dist.broadcast_object_list(address)
         receiver = Counted(weights)
-        if variant.transport == "ipc":
-            source: Any = CudaIpcReceiver(receiver, box[0], timeout=TIMEOUT_S)
-        else:
-            source = ProcessGroupReceiver(receiver, box[0], backend=backend, timeout=TIMEOUT_S)
+        source = ProcessGroupReceiver(receiver, address[0], backend=backend, timeout=TIMEOUT_S)
         source.receive()  # the mask, and the version that the sender begins with
 
         def close() -> None:
             source.receive()  # that the sender has closed
             source.close()
 
-        return Row(variant, weights, source.receive, close, receiver=receiver)
+        return Row(name, weights, source.receive, close, receiver=receiver)
 
     def _same(self, row: Row) -> bool:
         """Whether all weights of both ranks have the same bits."""
@@ -194,28 +156,18 @@ class World(Ranks):
         return all(found)
 
     def _result(self, row: Row, times: list[float], right: bool, mask: MaskSet) -> dict[str, Any]:
-        variant = row.variant
         own: dict[str, Any] = {}
         if row.receiver is not None:
             own = {**row.receiver.sizes, "receiver_bytes": row.receiver.nbytes()}
-        elif variant.pattern is None:
+        elif row.name == "weights":
             own = {"message_bytes": sum(weight.nbytes for weight in row.weights.values())}
         if row.sender is not None:
             own["stream_ms"] = self._stream_ms(row.sender)
         found: list[Any] = [None, None]
         dist.all_gather_object(found, own)
         p20, ms, p80 = percentiles(times)
-        return {
-            "variant": variant.name,
-            "nnz": mask.nnz if variant.pattern else None,
-            "right": right,
-            "ms": ms,
-            "p20_ms": p20,
-            "p80_ms": p80,
-            "n_rounds": len(times),
-            **found[0],
-            **found[1],
-        }
+        spread = {"ms": ms, "p20_ms": p20, "p80_ms": p80, "n_rounds": len(times)}
+        return {"variant": row.name, "nnz": mask.nnz, "right": right, **spread, **found[0], **found[1]}
 
     def _stream_ms(self, sender: WeightSender) -> float | None:
         """How long `update` keeps the stream of the training busy, in milliseconds; None on a CPU."""
