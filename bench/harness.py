@@ -139,7 +139,6 @@ class Benchmark:
     measure: Callable[[Namespace, Run], None]
     options: Callable[[CommandParser], object] = lambda parser: None
     problem: Callable[[Namespace], str] = lambda args: ""
-    command: str | None = None
     epilog: str | None = None
     output: str | None = None
     device: str = "auto"
@@ -148,8 +147,7 @@ class Benchmark:
 
     def parser(self) -> CommandParser:
         """This benchmark's own options, and those of all."""
-        command = self.command or f"sparse-opt bench {self.name}"
-        parser = CommandParser(prog=command, description=self.doc, epilog=self.epilog)
+        parser = CommandParser(prog=f"sparse-opt bench {self.name}", description=self.doc, epilog=self.epilog)
         self.options(parser)
         where = parser.add_argument_group("where it runs")
         where.add_argument("--device", default=self.device, help="cpu, cuda, cuda:N or auto (%(default)s)")
@@ -231,20 +229,9 @@ def keep(run: Run, earlier: Run) -> None:
     """Take over the rows of an earlier run, each with what its environment had that this one's has not."""
     for row in earlier.rows:
         then = earlier.environment_of(row)
-        run.rows.append(Row(**vars(row) | {"environment": _difference(run.environment, then)}))
+        other = {name: value for name, value in then.items() if run.environment.get(name) != value}
+        run.rows.append(Row(**vars(row) | {"environment": other}))
     run.notes += [note for note in earlier.notes if not note.startswith(NOT_MEASURED)]
-
-
-def _difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, value in other.items():
-        if isinstance(value, dict) and isinstance(base.get(name), dict):
-            value = _difference(base[name], value)
-            if value:
-                found[name] = value
-        elif base.get(name) != value:
-            found[name] = value
-    return found
 
 
 def exit_code(run: Callable[[], int]) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from sparse_opt import MaskSet
+from sparse_opt.trainers.console import StepTimer
 from sparse_opt.trainers.dpo import reference_logprobs
 from sparse_opt.trainers.models import add_lora, make_masks_skippable
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
@@ -25,7 +26,7 @@ from ..rows import clean
 from ..training.baseline.inputs import random_pairs
 from ..training.baseline.modes import held_bytes, n_tiled, n_trained
 from ..training.baseline.peers import add_lora_to_quantized, quantize_linear_layers
-from ..training.baseline.run import Sections, dpo_steps, take_steps
+from ..training.baseline.run import dpo_steps, take_steps
 
 Method = Literal["dense", "lora", "lean"]
 # Options of SparseAdamW. Weights are bf16 and rounded at random, without fp32 master weights.
@@ -123,8 +124,8 @@ def _measure(case: Case, device: torch.device) -> dict[str, Any]:
     references = reference_logprobs(trained, batches) if case.precomputed_reference else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    section = Sections(device)
-    steps = take_steps(dpo_steps(trained, batches, section, references), case.n_steps, section, device)
+    timer = StepTimer(device)
+    steps = take_steps(dpo_steps(trained, batches, timer.section, references), case.n_steps, timer, device)
     return {
         "n_trained": n_trained(trained),
         "n_tiled": n_tiled(trained),

@@ -28,6 +28,7 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.delta.codec.words import LEVELS
 from sparse_opt.delta.state import read_state
 from sparse_opt.delta.writer import StepInfo
+from sparse_opt.trainers.console import StepTimer
 from sparse_opt.trainers.models import make_masks_skippable
 
 from ..harness import Benchmark, WrongResult, comma_separated, not_between, one_of_each
@@ -36,7 +37,7 @@ from ..rows import Case, Row, Run
 from .baseline.inputs import random_pairs
 from .baseline.modes import Job, Mode, prepare
 from .baseline.peers import missing_package
-from .baseline.run import Sections, Step, dpo_steps
+from .baseline.run import Step, dpo_steps
 
 SUITE = "delta_logging"
 MODES: tuple[Mode, ...] = ("dense", "adamw8bit", "galore", "sparse", "tiles")
@@ -114,8 +115,8 @@ def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, de
         random_pairs(args.batch_size, args.sequence_length, config.vocab_size, args.seed + i).to(device)
         for i in range(N_BATCHES)
     ]
-    section = Sections(device)
-    loop = _Loop(dpo_steps(prepare(job, model), batches, section), section, device)
+    timer = StepTimer(device)
+    loop = _Loop(dpo_steps(prepare(job, model), batches, timer.section), timer, device)
     _reset_peaks(device)
     for _ in range(N_WARMUP):
         loop.run()
@@ -166,7 +167,7 @@ class _Loop:
     """A training loop that can log."""
 
     step: Step
-    section: Sections
+    timer: StepTimer
     device: torch.device
     n_done: int = 0
 
@@ -180,7 +181,7 @@ class _Loop:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         ms = 1e3 * (time.perf_counter() - began)
-        self.section.read()
+        self.timer.read()
         if not math.isfinite(loss := metrics["loss"].item()):
             raise WrongResult(f"step {self.n_done}: the loss is {loss}")
         return ms

@@ -22,8 +22,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,26 +54,6 @@ from ...harness import job_main
 from .modes import Job, held_bytes, n_tiled, n_trained, prepare
 
 DPO_BETA, GRPO_BETA = 0.1, 0.04
-
-
-class Sections:
-    """Seconds of each section of a step, on the device and on the host that launches it."""
-
-    def __init__(self, device: torch.device):
-        self._timer = StepTimer(device)
-        self._host: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        with self._timer.section(name):
-            yield
-        self._host[name] = self._host.get(name, 0.0) + time.perf_counter() - began
-
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(on the device, on the host) since the last read; the device's work must have been waited for."""
-        host, self._host = self._host, {}
-        return self._timer.read(), host
 
 
 Step = Callable[[int], dict[str, Tensor]]  # number of the step, from 0 -> device scalars
@@ -164,7 +143,7 @@ def run(job: Job) -> dict[str, Any]:
     trained = prepare(job, model)
     if job.compile:
         trained.compile()
-    section = Sections(device)
+    timer = StepTimer(device)
     if job.cuda_graphs:
         require_graphs(trained.policy, trained.optimizer, device)
     if job.share_prompts:
@@ -179,14 +158,14 @@ def run(job: Job) -> dict[str, Any]:
         if job.cuda_graphs:
             step = graphed(trained, batches, references)
         else:
-            step = dpo_steps(trained, batches, section, references)
+            step = dpo_steps(trained, batches, timer.section, references)
     else:
         data = chosen
-        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, section)
+        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, timer.section)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    steps = take_steps(step, job.n_steps, section, device)
+    steps = take_steps(step, job.n_steps, timer, device)
     on_gpu = device.type == "cuda"
     return {
         "mode": job.name,
@@ -201,7 +180,7 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def take_steps(step: Step, n_steps: int, section: Sections, device: torch.device) -> list[dict[str, Any]]:
+def take_steps(step: Step, n_steps: int, timer: StepTimer, device: torch.device) -> list[dict[str, Any]]:
     """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section.
 
     cpu_s is the CPU time of all threads, which other work on the machine disturbs less.
@@ -215,15 +194,13 @@ def take_steps(step: Step, n_steps: int, section: Sections, device: torch.device
         launched = time.perf_counter()
         synchronize()
         ended, cpu_ended = time.perf_counter(), time.process_time()
-        on_device, on_host = section.read()
         steps.append(
             {
                 **{name: _finite(value.item(), name, i) for name, value in metrics.items()},
                 "step_s": ended - began,
                 "host_s": launched - began,
                 "cpu_s": cpu_ended - cpu_began,
-                "section_s": on_device,
-                "section_host_s": on_host,
+                "section_s": timer.read(),
             }
         )
     return steps

@@ -20,7 +20,7 @@ from sparse_opt.bench import report, rows
 from sparse_opt.bench.rows import Run
 from sparse_opt.bench.training.baseline import main as baseline
 from sparse_opt.bench.training.baseline import run as baseline_run
-from sparse_opt.bench.training.baseline.results import HOST_BOUND, MEMORY, SHARED_NORM_RTOL, result_rows, wrong_results
+from sparse_opt.bench.training.baseline.results import MEMORY, SHARED_NORM_RTOL, result_rows, wrong_results
 from sparse_opt.cli.main import main
 
 SECTIONS = ["reference", "forward", "backward", "clip", "step"]
@@ -196,7 +196,7 @@ def test_a_package_that_is_missing(monkeypatch, bench, package, words):
 def result(mode: str, loss: float = math.log(2), *, on_gpu: bool = False, **values: Any) -> dict[str, Any]:
     """What a mode's process returns: three steps, of which the first takes 9 s, and the others 0.1 and 0.2 s."""
     step = {"loss": loss, "grad_norm": 1.0, "host_s": 0.079, "cpu_s": 0.1}
-    step |= {"section_s": {"forward": 0.08, "step": 0.02}, "section_host_s": {"forward": 0.079, "step": 0.001}}
+    step |= {"section_s": {"forward": 0.08, "step": 0.02}}
     return {
         "mode": mode,
         "n_trained": 10,
@@ -211,7 +211,7 @@ def result(mode: str, loss: float = math.log(2), *, on_gpu: bool = False, **valu
     }
 
 
-def test_rows_leave_the_warm_up_out_and_say_what_waits_for_the_host():
+def test_rows_leave_the_warm_up_out():
     run = Run({})
     run.rows += result_rows(result("dense", on_gpu=True, kernel_s=0.09), {"mode": "dense"}, 1)
     run.rows += result_rows(
@@ -221,15 +221,9 @@ def test_rows_leave_the_warm_up_out_and_say_what_waits_for_the_host():
     )
     sparse = metrics(run, mode="sparse")
     assert (sparse["whole step"].value, sparse["whole step"].n) == (pytest.approx(150), 2)
-    assert 0.079 > HOST_BOUND * 0.08 and sparse["waits for the host"].value == pytest.approx(0.8)
     ratios = {name: report.ratio(run, sparse[name], "dense") for name in ("whole step", "peak memory", "kernels")}
     assert ratios == {"whole step": 1.0, "peak memory": 0.5, "kernels": pytest.approx(2 / 3)}
     assert sparse["activations and scratch"].value == 2**33 - 2**32 - 2**31 and "base" not in sparse
-    graph = result("sparse", on_gpu=True)
-    for step in graph["steps"]:
-        step |= {"section_s": {}, "section_host_s": {}}
-    graph_rows = {row.metric: row for row in result_rows(graph, {"mode": "sparse"}, 1)}
-    assert graph_rows["waits for the host"].value == 0
 
 
 FIRST = {"loss": math.log(2), "grad_norm": 1.0, "ratio_error": 0.0, "k3": 0.0}
@@ -260,10 +254,7 @@ def test_modes_are_compared_with_each_other():
     assert "no weight gradient by tiles" in wrong_results("dpo", [{**tiles, "n_tiled": 0}])[0]
     shared["steps"][0]["grad_norm"] = 1 + 2 * SHARED_NORM_RTOL
     (line,) = wrong_results("dpo", [tiles, shared])
-    assert line == "mode tiles, shared prompts begins with a gradient norm of 1.04, expected 1.0"
-    # Of a pair with the loss -log sigmoid(x), the norm is proportional to sigmoid(-x): 0.5 and 0.52.
-    shared["steps"][0] |= {"loss": -math.log(0.48), "grad_norm": 1.04}
-    assert wrong_results("dpo", [tiles, shared], compiled=True) == []
+    assert line == "mode tiles, shared prompts begins with a gradient norm of 1.3, expected 1.0"
 
 
 def test_a_wrong_result_and_a_mode_that_failed_end_with_1(monkeypatch, tmp_path, bench):

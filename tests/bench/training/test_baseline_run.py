@@ -24,9 +24,10 @@ from sparse_opt.bench.training.baseline.inputs import (
 from sparse_opt.bench.training.baseline.modes import Job, held_bytes, n_trained, prepare
 from sparse_opt.bench.training.baseline.peers import missing_package
 from sparse_opt.bench.training.baseline.results import FIRST_LOSS_ATOL, wrong_results
-from sparse_opt.bench.training.baseline.run import Sections, covered, even_share, run
+from sparse_opt.bench.training.baseline.run import covered, even_share, run
 from sparse_opt.trainers import graphs
 from sparse_opt.trainers.batches import TokenSequence, collate
+from sparse_opt.trainers.console import StepTimer
 from sparse_opt.trainers.logprobs import token_logprobs
 from sparse_opt.trainers.models import load_model
 from sparse_opt.trainers.shared_prompts import Pieces
@@ -193,7 +194,7 @@ def test_sparse_trains_the_mask_alone_and_keeps_its_reference(job):
     trained = prepare(job, policy)
     assert trained.reference is policy
     sequences = [TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)]
-    step = baseline_run.dpo_steps(trained, [collate(sequences, 0)] * 2, Sections(torch.device("cpu")))
+    step = baseline_run.dpo_steps(trained, [collate(sequences, 0)] * 2, StepTimer(torch.device("cpu")).section)
     for i in range(2):
         step(i)
     mask = MaskSet.load(job.mask, policy)
@@ -218,7 +219,7 @@ def test_adapters_train_alone_and_their_reference_is_without_them(job, mode):
         expected = token_logprobs(policy, batch)
     trained = prepare(changed(job, mode=mode), policy)
     assert trained.reference is policy
-    step = baseline_run.dpo_steps(trained, [batch] * 2, Sections(torch.device("cpu")))
+    step = baseline_run.dpo_steps(trained, [batch] * 2, StepTimer(torch.device("cpu")).section)
     for i in range(2):
         step(i)
     after = {name.replace(".base_layer.", "."): parameter for name, parameter in policy.named_parameters()}
@@ -247,7 +248,7 @@ def test_qlora_trains_bf16_adapters_on_a_quantized_base(job):
     batch = collate([TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)], 0)
     with torch.no_grad():
         before = token_logprobs(policy, batch)
-    step = baseline_run.dpo_steps(trained, [batch] * 2, Sections(torch.device("cpu")))
+    step = baseline_run.dpo_steps(trained, [batch] * 2, StepTimer(torch.device("cpu")).section)
     step(0)
     step(1)
     with torch.no_grad():
@@ -265,7 +266,7 @@ def test_full_training_with_less_state_changes_all_weights_and_keeps_its_referen
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     trained = prepare(changed(job, mode=mode), policy)
     sequences = [TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)]
-    baseline_run.dpo_steps(trained, [collate(sequences, 0)], Sections(torch.device("cpu")))(0)
+    baseline_run.dpo_steps(trained, [collate(sequences, 0)], StepTimer(torch.device("cpu")).section)(0)
     names = [name for name in before if "layernorm" not in name and name != "model.norm.weight"]  # those are of 1s
     assert not any(torch.equal(policy.get_parameter(name), before[name]) for name in names)
     assert all(torch.equal(trained.reference.get_parameter(name), value) for name, value in before.items())
