@@ -1,5 +1,7 @@
 """Rows of the kernel table on a model's weights: every op, SparseAdamW as users call it, and the peers.
 
+Weights are bf16, on a CPU fp32.
+
 The tensors take gigabytes, so no data stays in a cache between calls.
 """
 
@@ -72,7 +74,7 @@ class Masked(NamedTuple):
 
 @dataclass
 class WeightRows:
-    """Times the works on bf16 weights and gradients of ``shapes``.
+    """Times the works on weights and gradients of ``shapes``.
 
     Args:
         densities: densities of the masks of single elements.
@@ -89,9 +91,11 @@ class WeightRows:
 
     def __post_init__(self) -> None:
         self.numel = total_numel(self.shapes)
-        self.params = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=0.02)
+        dtype = torch.float32 if self.recorder.device.type == "cpu" else torch.bfloat16
+        self.itemsize = dtype.itemsize
+        self.params = inputs.random_tensors(self.shapes, dtype, self.generator, scale=0.02)
         self.start = [param.clone() for param in self.params]
-        self.grads = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=1e-3)
+        self.grads = inputs.random_tensors(self.shapes, dtype, self.generator, scale=1e-3)
         self.named_grads = self._named(self.grads)
 
     def run(self) -> None:
@@ -178,7 +182,7 @@ class WeightRows:
             if compact_weights:
                 optimizer.sync_weights()
 
-        traffic = step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed)
+        traffic = step_traffic(optimizer, param_itemsize=self.itemsize, dense_grads=kind == "dense", changed=changed)
         call = Prepared(prepare, functools.partial(step_again, optimizer))
         fused = FUSED + (FINE if name.endswith(FINE) else "")
         found = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}, **(peers or {})}
@@ -208,10 +212,17 @@ class WeightRows:
         size = index_itemsize(optimizer)
         if compact_weights:
             traffic = bounds.replace_traffic(
-                mask.numel, mask.nnz, itemsize=2, compact_itemsizes=4, index_itemsize=size, changed=changed
+                mask.numel,
+                mask.nnz,
+                itemsize=self.itemsize,
+                compact_itemsizes=2 * self.itemsize,
+                index_itemsize=size,
+                changed=changed,
             )
         else:
-            traffic = bounds.swap_traffic(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
+            traffic = bounds.swap_traffic(
+                mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed
+            )
         name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
         with contextlib.ExitStack() as inside:
             call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
@@ -260,12 +271,12 @@ class WeightRows:
         for param, grad in zip(named.values(), self.grads, strict=True):
             param.grad = grad
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=2)
+        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=self.itemsize)
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
     def _fused_step(self, fetches: str = "") -> Work:
         step = torch_adamw(self._parameters(), self.named_grads).step
-        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2)
+        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=self.itemsize)
         return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
 
     def _restart(self) -> None:

@@ -43,9 +43,6 @@ FIRST_LOSS_ATOL = 0.01
 # differs by 0.067 (the root of the mean square; docs/dev/notebook.md). For the sums over n tokens of two sequences,
 # times the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; twice this is allowed.
 COMPILED_TOKEN_RMS = 0.067
-# Memory that torch's allocator may use by GPU, in GiB; the rest is CUDA's own.
-GPUS = {"80 GB": 78.0, "141 GB": 139.0}
-
 _EPILOG = """examples:
   sparse-opt bench scale                                             # all shapes and methods
   sparse-opt bench scale --shapes 32b --methods lean --checkpointing on --limit_gib 78
@@ -133,7 +130,6 @@ def measure(args: Namespace, run: Run) -> None:
                 run.add(row)
             run.wrong += [f"{name}: {line}" for line in wrong_results(result, case)]
             run.save()
-    run.notes = [note for note in run.notes if not note.startswith(LARGEST)] + largest_lines(run)
 
 
 def result_rows(result: dict[str, Any], case: Case) -> list[Row]:
@@ -148,29 +144,6 @@ def result_rows(result: dict[str, Any], case: Case) -> list[Row]:
         if nbytes is not None:
             found.append(Row(**shared, metric=name.replace("_", " "), unit="bytes", value=nbytes))
     return found
-
-
-LARGEST = "largest measured model on one GPU of "
-
-
-def largest_lines(run: Run) -> list[str]:
-    """A line for each GPU and method: the largest of the measured models that it trains.
-
-    A case counts if its process held that much memory at most, or was limited to it.
-    """
-    lines = []
-    for gpu, gib in GPUS.items():
-        found: dict[str, tuple[int, str]] = {}
-        for row in run.rows:
-            if row.metric != "peak reserved" or row.value > gib * 2**30:
-                continue
-            case, peak = row.case, run.find(row.suite, "peak memory", row.case)
-            assert peak is not None
-            text = f"{case['shape']}, {case['sequence_length']} tokens, {peak.value / 2**30:.1f} GiB"
-            if case["parameters"] > found.get(case["method"], (0, ""))[0]:
-                found[case["method"]] = case["parameters"], text
-        lines += [f"{LARGEST}{gpu} ({gib:g} GiB), {method}: {text}" for method, (_, text) in found.items()]
-    return lines
 
 
 def first_loss_atol(case: Case) -> float:

@@ -13,7 +13,6 @@ BENCHMARKS = {
         "training.baseline.main",
         "a step of DPO or GRPO end to end, full, sparse and with adapters: time by section, and peak memory",
     ),
-    "cpu_step": ("kernels.cpu_step", "the optimizer step on a CPU, sparse and torch.optim.AdamW(fused=True)"),
     "delta": (
         "delta.bench",
         "patches: bytes per changed weight, and speed, compared with other encodings of changes",
@@ -56,7 +55,7 @@ _EPILOG = """examples:
   sparse-opt bench kernels --numel 200000000
   sparse-opt bench report bench/results/kernels_gpu.json part=tiles
   sparse-opt bench report before.json after.json
-  sparse-opt bench cpu_step --help
+  sparse-opt bench kernels --help
 """
 
 
