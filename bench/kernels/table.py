@@ -19,7 +19,7 @@ from sparse_opt.tensors import as_bits
 
 from ..harness import Benchmark, comma_separated, one_of_each
 from ..rows import Run
-from ..shapes import LLAMA_3_2_3B, scaled, total_numel
+from ..shapes import LLAMA_3_2_3B, LLAMA_64M, scaled, total_numel
 from . import inputs, tiles
 from .cases import Active
 from .recorder import TORCH, Recorder
@@ -57,7 +57,7 @@ def measure(args: Namespace, run: Run) -> None:
     cpu = device.type == "cpu"
     numel = args.numel or (CPU_NUMEL if cpu else None)
     delta_numel = args.delta_numel or (CPU_DELTA_NUMEL if cpu else FULL_DELTA_NUMEL)
-    shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
+    shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_64M if cpu else LLAMA_3_2_3B, numel)
     recorder = Recorder(
         run,
         device,

@@ -36,7 +36,7 @@ BENCHMARKS = {
     ),
     "report": ("report", "show the rows that benchmarks wrote, judge them by the targets, compare runs"),
     "scale": (
-        "scale.main",
+        "scale",
         "the largest model of one GPU: peak memory and time of a DPO step, by model size, dense, LoRA and sparse",
     ),
     "trl": ("training.trl", "a step of DPO in TRL, with its optimizer and with SparseAdamW: time, peak memory"),
@@ -45,7 +45,7 @@ BENCHMARKS = {
         "verl's actor update on several GPUs, the sparse engine compared with verl's own: time, peak memory",
     ),
     "weight_sync": (
-        "weight_sync.main",
+        "weight_sync",
         "weight updates from a trainer to another GPU: the active weights compared with all weights, time and bytes",
     ),
 }

@@ -6,17 +6,15 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
-from sparse_opt.bench import report, rows
+from sparse_opt.bench import report, rows, weight_sync
 from sparse_opt.bench.rows import Run
-from sparse_opt.bench.weight_sync import main as weight_sync
-from sparse_opt.bench.weight_sync import world
-from sparse_opt.bench.weight_sync.main import VARIANTS, result_rows
+from sparse_opt.bench.weight_sync import VARIANTS, result_rows
 from sparse_opt.cli.main import main
 
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path, capfd, run_here):
-    run_here(world)
+    run_here(weight_sync)
     output = tmp_path / "weight_sync.json"
     words = ["--small", "--n_rounds", "3", "--output", str(output), "--learning_rate", "1e-4"]
     # A bf16 product takes milliseconds on a CPU: the sequences are short.
