@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import ConfigError, SparseOptError
 from sparse_opt.files import written_aside
 
-from . import plot, report, rows, timing
+from . import report, rows, timing
 from .rows import Case, Row, Run
 
 # Options that have the same range in every benchmark that has them.
@@ -131,7 +130,6 @@ class Benchmark:
         output: default results file, which may contain options in braces and `{device}` (cpu or gpu); None writes none.
         device: default of --device, perhaps `auto`. With the option `--small`, a benchmark that has it runs on the CPU.
         threads: default of --threads, which applies to torch during the run; None adds no option.
-        resumes: whether the rows of an earlier run can be kept, with --resume.
     """
 
     name: str
@@ -143,7 +141,6 @@ class Benchmark:
     output: str | None = None
     device: str = "auto"
     threads: int | None = None
-    resumes: bool = False
 
     def parser(self) -> CommandParser:
         """This benchmark's own options, and those of all."""
@@ -156,10 +153,8 @@ class Benchmark:
         results = parser.add_argument_group("results")
         shown = self.output or "default: none is written"
         results.add_argument("--output", type=Path, metavar="FILE", help=f"rows as JSON ({shown})")
-        if self.resumes:
-            results.add_argument("--resume", action="store_true", help="keep the rows of --output, measure the others")
+        results.add_argument("--resume", action="store_true", help="keep the other rows of --output")
         results.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
-        results.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows; needs matplotlib")
         return parser
 
     def main(self, argv: Sequence[str] | None = None) -> int:
@@ -187,15 +182,12 @@ class Benchmark:
         if args.output is None and self.output is not None:
             names = vars(args) | {"device": "gpu" if args.device.startswith("cuda") else "cpu"}
             args.output = Path(self.output.format(**names))
-        if args.plot is not None:
-            require_matplotlib("plot")
-        files = [file for file in (args.output, args.plot) if file is not None]
-        return next(filter(None, (why_unwritable(file) for file in files)), "")
+        return "" if args.output is None else why_unwritable(args.output)
 
     def _run(self, words: Sequence[str]) -> int:
         args = self.arguments(words)
         run = Run(rows.environment(args.device), completed=False, output=args.output)
-        if self.resumes and args.resume and args.output is not None and args.output.is_file():
+        if args.resume and args.output is not None and args.output.is_file():
             keep(run, rows.read(args.output))
         n_kept, threads = len(run.rows), torch.get_num_threads()
         torch.set_num_threads(args.threads if self.threads is not None else threads)
@@ -212,9 +204,6 @@ class Benchmark:
         print(report.text(run))
         if args.output is not None and run.rows:
             print(f"\nresults: {args.output}")
-        if args.plot is not None and run.rows:
-            plot.draw(run.rows, args.plot, title=report.heading(run))
-            print(f"plot: {args.plot}")
         failures = [f"WRONG RESULT: {line}" for line in run.wrong]
         if args.strict:
             failures += [f"MISSED: {verdict.text}" for verdict in report.judge(run) if not verdict.met]

@@ -65,9 +65,7 @@ FIRST_LOSS_ATOL = 0.01
 # times the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; twice this is allowed.
 COMPILED_TOKEN_RMS = 0.067
 _EPILOG = """examples:
-  sparse-opt bench scale                                             # all shapes and methods
   sparse-opt bench scale --shapes 32b --methods lean --checkpointing on --limit_gib 78
-  sparse-opt bench scale --shapes 32b --methods lean --checkpointing on --sequence_length 4096
   sparse-opt bench scale --small                                     # tiny models, on the CPU
 """
 # Options of SparseAdamW. Weights are bf16 and rounded at random, without fp32 master weights.
@@ -330,7 +328,6 @@ main = Benchmark(
     measure=measure,
     epilog=_EPILOG,
     output="bench/results/scale_{device}.json",
-    resumes=True,
 ).main
 
 if __name__ == "__main__":

@@ -209,7 +209,6 @@ class World(Ranks):
 # The command
 
 _EPILOG = """examples:
-  sparse-opt bench weight_sync                                    # 3B shape on two GPUs, both networks
   sparse-opt bench weight_sync --networks default --variants weights,element_values,element_changed
   sparse-opt bench weight_sync --small                            # a tiny model, on the CPU with gloo
 """

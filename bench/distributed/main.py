@@ -208,5 +208,4 @@ main = Benchmark(
     measure=measure,
     epilog=_EPILOG,
     output="bench/results/distributed.json",
-    resumes=True,
 ).main

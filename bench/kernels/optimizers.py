@@ -45,20 +45,17 @@ def sparse_adamw(
     gradients: Gradients,
     backend: str | None = None,
     *,
-    state_dtype: torch.dtype = torch.float32,
     keep_base_weights: bool = False,
     compact_weights: bool = False,
     lr: float = LR,
 ) -> SparseAdamW:
-    """SparseAdamW over the mask, with compact fp32 gradients; bf16 moments use stochastic rounding."""
+    """SparseAdamW over the mask, with compact fp32 gradients and moments."""
     optimizer = SparseAdamW(
         params.items(),
         mask,
         lr=lr,
         weight_decay=WEIGHT_DECAY,
         grads=gradients,
-        state_dtype=state_dtype,
-        stochastic_rounding=state_dtype != torch.float32,
         keep_base_weights=keep_base_weights,
         compact_weights=compact_weights,
         backend=backend,
@@ -98,8 +95,7 @@ def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, 
     Raises:
         WrongResult: a bit differs.
     """
-    dtype, device = optimizer.state_dtype, active.indices.device
-    states = {name: torch.zeros(active.nnz, dtype=dtype, device=device) for name in STEP_OPS[ADAMW].states}
+    states = {name: torch.zeros(active.nnz, device=active.indices.device) for name in STEP_OPS[ADAMW].states}
     oracle = step_case_of(
         ADAMW,
         [param.detach().clone() for param in params.values()],
@@ -109,7 +105,6 @@ def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, 
         step=1,
         dense_grads=list(grads.values()),
         weight_decay=WEIGHT_DECAY,
-        stochastic_rounding=optimizer.stochastic_rounding,
     )
     oracle.run("reference")
     optimizer.step()
@@ -189,7 +184,6 @@ def step_traffic(
         param_itemsize=param_itemsize,
         grad_itemsize=param_itemsize if dense_grads else 4,
         dense_grads=dense_grads,
-        state_itemsize=optimizer.state_dtype.itemsize,
         reads_params=not optimizer.compact_weights,
         weights_itemsize=param_itemsize if optimizer.compact_weights else 0,
         index_itemsize=index_itemsize(optimizer),

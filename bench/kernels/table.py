@@ -107,5 +107,4 @@ main = Benchmark(
     problem=problem,
     measure=measure,
     output="bench/results/kernels_{device}.json",
-    resumes=True,
 ).main

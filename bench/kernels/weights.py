@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from sparse_opt.errors import MaskError
 from sparse_opt.ops import STEP_OPS
 
 from ..harness import Work, passes
-from ..rows import Case as RowCase
 from ..shapes import Shapes, total_numel
 from ..timing import Prepared
 from . import bounds, inputs
@@ -55,7 +54,7 @@ FEW_STEPS = 10
 # Names of works, and what follows them.
 FUSED = "torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
-BF16, SMALL = ", bf16 moments", ", lr 1e-6"
+SMALL = ", lr 1e-6"
 KNOWN = ", compact weights"  # which are not read from the model
 FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
@@ -133,9 +132,6 @@ class WeightRows:
         works = []
         for kind, name in STEP_NAMES.items():
             works += self._step(name, masked, kind)
-            works += self._step(
-                name + BF16, masked, kind, state_dtype=torch.bfloat16, peers={"fp32 moments": {"work": name}}
-            )
             works += self._step(name + SMALL, masked, kind, lr=SMALL_LR)
             works += self._step(name + SMALL + KNOWN, masked, kind, lr=SMALL_LR, compact_weights=True)
         self.recorder.time([*works, *others])
@@ -151,11 +147,9 @@ class WeightRows:
         masked: Masked,
         kind: Gradients,
         *,
-        state_dtype: torch.dtype = torch.float32,
         backend: str | None = None,
         lr: float = LR,
         compact_weights: bool = False,
-        peers: Mapping[str, RowCase] | None = None,
     ) -> list[Work]:
         """The step of one SparseAdamW, if its first step is correct."""
         self._restart()
@@ -166,7 +160,6 @@ class WeightRows:
             mask,
             kind,
             backend,
-            state_dtype=state_dtype,
             lr=lr,
             compact_weights=compact_weights,
         )
@@ -185,9 +178,9 @@ class WeightRows:
         traffic = step_traffic(optimizer, param_itemsize=self.itemsize, dense_grads=kind == "dense", changed=changed)
         call = Prepared(prepare, functools.partial(step_again, optimizer))
         fused = FUSED + (FINE if name.endswith(FINE) else "")
-        found = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}, **(peers or {})}
+        peers = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}}
         backend = backend or self.recorder.auto(ADAMW)
-        return [self.recorder.work(name, backend, masked.density, call, traffic, peers=found)]
+        return [self.recorder.work(name, backend, masked.density, call, traffic, peers=peers)]
 
     def base_weights(
         self,

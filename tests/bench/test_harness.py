@@ -93,7 +93,7 @@ def test_with_resume_earlier_rows_are_kept_with_their_commit(tmp_path, monkeypat
     path, commits = tmp_path / "one.json", iter("ab")
     monkeypatch.setattr(rows, "commit", lambda: next(commits))
     for name in ("first", "second"):
-        one = benchmark(lambda args, run, name=name: run.add(one_row(name)), resumes=True)
+        one = benchmark(lambda args, run, name=name: run.add(one_row(name)))
         assert one.main(["--output", str(path), "--resume"]) == 0
     run = rows.read(path)
     assert [(row.case["work"], run.environment_of(row)["commit"]) for row in run.rows] == [

@@ -49,10 +49,7 @@ _OF_GRPO = ("n_generations", "max_new_tokens")
 
 
 _EPILOG = """examples:
-  sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
-  sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse
   sparse-opt bench baseline dpo --modes dense,adamw8bit,galore,lora,qlora,sparse,tiles
-  sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
   sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs --share_prompts
@@ -100,7 +97,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument(
         "--cuda_graphs",
         action="store_true",
-        help="dpo on random words, modes sparse and tiles: replay steps as CUDA graphs",
+        help="dpo, modes sparse and tiles, on a GPU: replay steps as CUDA graphs",
     )
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("data")
@@ -139,7 +136,11 @@ def problem(args: Namespace) -> str:
         return error
     if args.precomputed_reference and args.algorithm != "dpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
-    if error := _prompt_problem(args) or _graphs_problem(args):
+    if args.cuda_graphs and args.n_warmup < _STEPS_BEFORE_REPLAYS:
+        return f"--n_warmup is {args.n_warmup}, expected at least {_STEPS_BEFORE_REPLAYS} with --cuda_graphs"
+    if args.cuda_graphs and not (args.algorithm == "dpo" and set(args.modes) <= {"sparse", "tiles"}):
+        return "--cuda_graphs is of dpo, and needs --modes of sparse,tiles"
+    if error := _prompt_problem(args):
         return error
     if args.small and args.model_name is not None:
         return "--small makes a model of its own: leave out --model_name"
@@ -156,19 +157,6 @@ def problem(args: Namespace) -> str:
     if "qlora" in args.modes and args.algorithm == "grpo" and device == "cpu":
         return "mode qlora of grpo needs a GPU: on a CPU bitsandbytes repacks its weights when completions are sampled"
     return missing_package(args.modes)
-
-
-def _graphs_problem(args: Namespace) -> str:
-    """Return the error in the options for CUDA graphs; empty if they are valid."""
-    if not args.cuda_graphs:
-        return ""
-    if args.algorithm != "dpo" or args.dataset is not None:
-        return "--cuda_graphs is of dpo on random words: leave out --dataset"
-    if not set(args.modes) <= {"sparse", "tiles"} or args.device == "cpu":
-        return "--cuda_graphs needs a GPU and --modes of sparse,tiles"
-    if args.n_warmup < _STEPS_BEFORE_REPLAYS:
-        return f"--n_warmup is {args.n_warmup}, expected at least {_STEPS_BEFORE_REPLAYS} with --cuda_graphs"
-    return ""
 
 
 def _prompt_problem(args: Namespace) -> str:

@@ -143,7 +143,10 @@ def test_grpo_with_tiles(tmp_path, bench, run_here):
         (["dpo", "--small", "--modes", "dense,lora", "--mlp_only"], "--modes dense,lora draws none"),
         (["dpo", "--small", "--exclude", "*"], "no tensor of the model is chosen by include, exclude and mlp_only"),
         (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl needs a model"),
-        (["dpo", "--small", "--modes", "sparse", "--cuda_graphs"], "--cuda_graphs needs a GPU and --modes of sparse"),
+        (
+            ["dpo", "--small", "--modes", "lora", "--cuda_graphs"],
+            "--cuda_graphs is of dpo, and needs --modes of sparse",
+        ),
         (
             ["dpo", "--small", "--sequence_length", 8, "--prompt_share", 0.9],
             "--prompt_share 0.9 of 8 tokens is a prompt of 7, expected 1 to 6",
@@ -175,7 +178,6 @@ def test_each_mode_has_its_mask(monkeypatch, bench):
 @pytest.mark.parametrize(
     ("package", "words"),
     [
-        ("matplotlib", ["--plot", "x.png"]),
         ("peft", ["--modes", "dense,shira"]),
         ("bitsandbytes", ["--modes", "adamw8bit"]),
         ("galore_torch", ["--modes", "galore"]),
