@@ -2,7 +2,7 @@
 
 A benchmark declares its options and fills a `Run` with rows. The harness parses the command line, checks the device and
 the output file before any work, writes the rows as JSON (also those that were measured before an error), prints them as
-a table, and returns the exit code: 0 done, 1 a wrong result (or with --strict a missed target), 2 a wrong command line.
+a table, and returns the exit code: 0 done, 1 a wrong result (or with --strict a missed target).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.errors import SparseOptError
 from sparse_opt.files import written_aside
 
 from . import report, rows, timing
@@ -158,16 +158,16 @@ class Benchmark:
         return parser
 
     def main(self, argv: Sequence[str] | None = None) -> int:
-        """Run the benchmark; return 0 if every result is right, else 1."""
-        return exit_code(lambda: self._run(sys.argv[1:] if argv is None else argv))
+        """Run the benchmark; return 0 if every result is right, else 1. `sparse-opt` reports the errors that it raises.
 
-    def arguments(self, words: Sequence[str]) -> Namespace:
-        """The options of a command line, checked; ConfigError if it is wrong."""
-        parser = self.parser()
-        args = parser.parse_words(words)
-        if problem := self._problem(args):
-            parser.error(problem)
-        return args
+        Raises:
+            ConfigError: the command line is wrong.
+        """
+        try:
+            return self._run(sys.argv[1:] if argv is None else argv)
+        except WrongResult as error:
+            print(f"WRONG RESULT: {error}", file=sys.stderr)
+            return 1
 
     def _problem(self, args: Namespace) -> str:
         """The first error of the options; empty if they are valid."""
@@ -185,7 +185,10 @@ class Benchmark:
         return "" if args.output is None else why_unwritable(args.output)
 
     def _run(self, words: Sequence[str]) -> int:
-        args = self.arguments(words)
+        parser = self.parser()
+        args = parser.parse_words(words)
+        if problem := self._problem(args):
+            parser.error(problem)
         run = Run(rows.environment(args.device), completed=False, output=args.output)
         if args.resume and args.output is not None and args.output.is_file():
             keep(run, rows.read(args.output))
@@ -221,22 +224,6 @@ def keep(run: Run, earlier: Run) -> None:
         other = {name: value for name, value in then.items() if run.environment.get(name) != value}
         run.rows.append(Row(**vars(row) | {"environment": other}))
     run.notes += [note for note in earlier.notes if not note.startswith(NOT_MEASURED)]
-
-
-def exit_code(run: Callable[[], int]) -> int:
-    """Run a command line, print its errors in one line, and return its exit code; `SystemExit` if it is wrong."""
-    try:
-        return run()
-    except ConfigError as error:
-        print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from error
-    except WrongResult as error:
-        print(f"WRONG RESULT: {error}", file=sys.stderr)
-    except SparseOptError as error:
-        if os.environ.get("SPARSE_OPT_DEBUG") == "1":
-            raise
-        print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
 
 
 # Checks of options
