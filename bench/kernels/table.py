@@ -1,5 +1,7 @@
 """Every op and optimizer on the 197 matrices of a Llama-3.2-3B in bf16, next to its bandwidth bound and its peers.
 
+On a CPU the weights are fewer and fp32.
+
 Each row is checked against the reference before it is timed. Its bound is the traffic of `bounds` at the rate of a
 copy, which is measured first, and at an H200's rates of scattered writes. A wrong result is not timed, and fails the
 run. With --resume, parts of the table can be measured by several calls: --only chooses them.
@@ -70,7 +72,8 @@ def measure(args: Namespace, run: Run) -> None:
     for part in args.only:
         recorder.common = {"part": part, "numel": delta_numel if part == "deltas" else total_numel(shapes)}
         if part == "weights":
-            WeightRows(recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed).run()
+            dtype = torch.float32 if cpu else torch.bfloat16
+            WeightRows(recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, dtype).run()
         elif part == "tiles":
             tiles.time_layers(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
         elif part == "experts":

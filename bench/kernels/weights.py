@@ -1,7 +1,5 @@
 """Rows of the kernel table on a model's weights: every op, SparseAdamW as users call it, and the peers.
 
-Weights are bf16, on a CPU fp32.
-
 The tensors take gigabytes, so no data stays in a cache between calls.
 """
 
@@ -87,14 +85,14 @@ class WeightRows:
     patterns: Sequence[str]
     pattern_density: float
     seed: int
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         self.numel = total_numel(self.shapes)
-        dtype = torch.float32 if self.recorder.device.type == "cpu" else torch.bfloat16
-        self.itemsize = dtype.itemsize
-        self.params = inputs.random_tensors(self.shapes, dtype, self.generator, scale=0.02)
+        self.itemsize = self.dtype.itemsize
+        self.params = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=0.02)
         self.start = [param.clone() for param in self.params]
-        self.grads = inputs.random_tensors(self.shapes, dtype, self.generator, scale=1e-3)
+        self.grads = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=1e-3)
         self.named_grads = self._named(self.grads)
 
     def run(self) -> None:
