@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_opt.bench import harness, rows
-from sparse_opt.bench.harness import Benchmark, Work, WrongResult, job_main, one_of_each, out_of_range, run_in_process
+from sparse_opt.bench.harness import Benchmark, Work, WrongResult, job_main, out_of_range, run_in_process
 from sparse_opt.bench.rows import Row, Run
 from sparse_opt.errors import ConfigError, SparseOptError
 
@@ -163,12 +163,6 @@ def test_the_device_is_a_gpu_if_there_is_one(monkeypatch, available, words, devi
     )
     assert one.main(words) == 0
     assert seen == [device]
-
-
-def test_a_list_names_each_of_its_words_once():
-    assert one_of_each("modes", ["b", "a"], ("a", "b")) == ""
-    for modes in (["a", "a"], ["c"], []):
-        assert one_of_each("modes", modes, ("a", "b")) == f"--modes {','.join(modes)}: expected some of a, b, each once"
 
 
 def test_a_job_runs_in_another_process(tmp_path, monkeypatch, capfd):

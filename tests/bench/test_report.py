@@ -74,12 +74,6 @@ def test_few_steps_or_a_busy_machine_give_no_ratio(run, values):
     assert report.text(run).count(report.UNSTEADY) == 1  # the bound is steady
 
 
-def test_parts_of_few_cases_are_words_behind_the_first_column():
-    found = Run(ENVIRONMENT, [row("a", 1.0, case={"rank": 4}), row("b", 2.0), row("c", 3.0, case={"compile": True})])
-    lines = cells(report.text(found, markdown=True))
-    assert [line[0] for line in lines[2:]] == ["a, rank 4", "b", "c, compile"]
-
-
 def test_rows_of_other_machines_and_commits_say_so(run):
     run.rows[2] = row("fused", 16.0, case=FUSED, environment={"commit": "def", "machine": {"gpu": {"name": "H100"}}})
     headers, _, *lines = cells(report.text(run, markdown=True))
