@@ -30,11 +30,10 @@ from .rows import Case, Row, Run
 # Options that have the same range in every benchmark that has them.
 SIZES = ("numel", "delta_numel", "peer_numel", "model_numel")
 COUNTS = (
-    *("n_rounds", "n_steps", "sft_steps", "n_blocks", "steps_in_a_row", "batch_size", "micro_batch_size"),
+    *("n_rounds", "n_steps", "n_blocks", "steps_in_a_row", "batch_size", "micro_batch_size"),
     *("gradient_accumulation_steps", "sequence_length", "max_new_tokens", "subset_size", "hidden_size", "n_layers"),
     *("lora_rank", "shira_rank"),
 )
-POSITIVE = ("limit_s", "group_s", "limit_gib")
 # Folders that are made if they do not exist.
 FOLDERS = ("mask_dir", "work_dir", "folder")
 
@@ -289,8 +288,8 @@ def out_of_range(args: Namespace) -> str:
         not_between(args, *COUNTS)
         or not_between(args, *SIZES, below=2**40)
         or not_between(args, "threads", below=2**12)
-        or not_between(args, "seed", "seeds", at_least=-(2**63), below=2**64)
-        or not_between(args, *POSITIVE, at_least=sys.float_info.min, below=math.inf)
+        or not_between(args, "seed", at_least=-(2**63), below=2**64)
+        or not_between(args, "limit_gib", at_least=sys.float_info.min, below=math.inf)
     )
 
 

@@ -133,7 +133,7 @@ def test_wrong_options_end_before_any_work(monkeypatch):
         ({"batch_size": 0}, "--batch_size is 0, expected at least 1 and less than 2147483648"),
         ({"density": 0.0}, "--density is 0.0, expected more than 0 and at most 1"),
         ({"learning_rate": -1.0}, "--learning_rate is -1.0, expected at least 0"),
-        ({"limit_s": 0.0}, "--limit_s is 0.0, expected at least"),
+        ({"limit_gib": 0.0}, "--limit_gib is 0.0, expected at least"),
         ({"n_steps": 3, "n_warmup": 3}, "--n_steps 3 leaves nothing after --n_warmup 3"),
     ],
 )
