@@ -177,7 +177,7 @@ def _add_rows(
                 add("encode, of the copy rate", "share", (2 * raw + nbytes) / ms / (2 * raw / copy_ms))
 
 
-def _time(coder: Coder, timing: Timing) -> tuple[float, dict[str, float]]:
+def _time(coder: Coder, timing: Timing) -> tuple[float, dict[str, Any]]:
     """The time between events and its spread; the wall time if the host works too."""
     if coder.on_device:
         return timing.ms, {"p20": timing.p20_ms, "p80": timing.p80_ms}

@@ -133,9 +133,10 @@ class TileGradients:
         ]
         self.starts, self.ends = segments(map(len, tables))
         self.tiles, self.out = torch.cat(tables), torch.empty(mask.nnz, device=device)
-        self.sums: dict[str, Tensor] = {}  # as in the optimizer, which has none of experts
+        self.sum_sq: Tensor | None = None  # as in the optimizer, which has no sums of experts
+        self.found_inf: Tensor | None = None
         if operands.token_offsets is None:
-            self.sums = {"sum_sq": torch.empty(len(tables), device=device), "found_inf": torch.zeros(1, device=device)}
+            self.sum_sq, self.found_inf = torch.empty(len(tables), device=device), torch.zeros(1, device=device)
 
     def compute(self, backend: str, calls: str) -> None:
         """Compute all gradients, sums of squares and the flag, with a call for each of ``calls``."""
@@ -150,9 +151,10 @@ class TileGradients:
                 self.starts[where],
                 self.ends[where],
                 tile_size=self.tile_size,
+                sum_sq=None if self.sum_sq is None else self.sum_sq[where],
+                found_inf=self.found_inf,
                 token_offsets=operands.token_offsets,
                 backend=backend,
-                **{name: sums[where] if name == "sum_sq" else sums for name, sums in self.sums.items()},
             )
 
     @functools.cached_property
@@ -168,10 +170,9 @@ class TileGradients:
             WrongResult: an element differs by more than fp32 sums in two orders can, or a sum of squares is wrong.
         """
         expected, atol = self.expected, SUM_ATOL * self.operands.most_tokens
-        for written in (self.out, *self.sums.values()):
-            written.fill_(float("nan"))
-        if self.sums:
-            self.sums["found_inf"].zero_()
+        self.out.fill_(float("nan"))
+        if self.sum_sq is not None:
+            self.sum_sq.fill_(float("nan"))
         self.compute(backend, calls)
         for i, (name, start, end) in enumerate(zip(self.operands.shapes, self.slots, self.slot_ends, strict=True)):
             what, found = f"{OP} on backend {backend}: {name}", self.out[start:end]
@@ -182,13 +183,13 @@ class TileGradients:
                     f"{what}: {int(wrong.sum())} of {found.numel()} elements are further than {atol:.1e} from the "
                     f"reference; at {first} found {found[first].item()!r}, expected {expected[start + first].item()!r}"
                 )
-            if self.sums:
-                squares, total = float(self.sums["sum_sq"][i]), float(found.double().square().sum())
+            if self.sum_sq is not None:
+                squares, total = float(self.sum_sq[i]), float(found.double().square().sum())
                 if not abs(squares - total) <= SUM_RTOL * total:
                     raise WrongResult(
                         f"{what}: sum of squares {squares!r}, expected {total!r} to a relative {SUM_RTOL:.1e}"
                     )
-        if self.sums and self.sums["found_inf"].item() != 0:
+        if self.found_inf is not None and self.found_inf.item() != 0:
             raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
 
     def bound_bytes(self) -> float:
