@@ -2,7 +2,7 @@
 
 A benchmark declares its options and fills a `Run` with rows. The harness parses the command line, checks the device and
 the output file before any work, writes the rows as JSON (also those that were measured before an error), prints them as
-a table, and returns the exit code: 0 done, 1 a wrong result (or with --strict a missed target), 2 a wrong command line.
+a table, and returns the exit code: 0 done, 1 a wrong result (or with --strict a missed target).
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ from typing import Any
 
 import torch
 
-from sparse_opt.analysis.output_files import require_matplotlib
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.errors import ConfigError, SparseOptError
+from sparse_opt.errors import SparseOptError
 from sparse_opt.files import written_aside
 
-from . import plot, report, rows, timing
+from . import report, rows, timing
 from .rows import Case, Row, Run
 
 # Options that have the same range in every benchmark that has them.
 SIZES = ("numel", "delta_numel", "peer_numel", "model_numel")
 COUNTS = (
-    *("n_rounds", "n_steps", "sft_steps", "n_blocks", "steps_in_a_row", "batch_size", "micro_batch_size"),
+    *("n_rounds", "n_steps", "n_blocks", "steps_in_a_row", "batch_size", "micro_batch_size"),
     *("gradient_accumulation_steps", "sequence_length", "max_new_tokens", "subset_size", "hidden_size", "n_layers"),
     *("lora_rank", "shira_rank"),
 )
-POSITIVE = ("limit_s", "group_s", "limit_gib")
 # Folders that are made if they do not exist.
 FOLDERS = ("mask_dir", "work_dir", "folder")
 
@@ -131,7 +129,6 @@ class Benchmark:
         output: default results file, which may contain options in braces and `{device}` (cpu or gpu); None writes none.
         device: default of --device, perhaps `auto`. With the option `--small`, a benchmark that has it runs on the CPU.
         threads: default of --threads, which applies to torch during the run; None adds no option.
-        resumes: whether the rows of an earlier run can be kept, with --resume.
     """
 
     name: str
@@ -139,17 +136,14 @@ class Benchmark:
     measure: Callable[[Namespace, Run], None]
     options: Callable[[CommandParser], object] = lambda parser: None
     problem: Callable[[Namespace], str] = lambda args: ""
-    command: str | None = None
     epilog: str | None = None
     output: str | None = None
     device: str = "auto"
     threads: int | None = None
-    resumes: bool = False
 
     def parser(self) -> CommandParser:
         """This benchmark's own options, and those of all."""
-        command = self.command or f"sparse-opt bench {self.name}"
-        parser = CommandParser(prog=command, description=self.doc, epilog=self.epilog)
+        parser = CommandParser(prog=f"sparse-opt bench {self.name}", description=self.doc, epilog=self.epilog)
         self.options(parser)
         where = parser.add_argument_group("where it runs")
         where.add_argument("--device", default=self.device, help="cpu, cuda, cuda:N or auto (%(default)s)")
@@ -158,23 +152,21 @@ class Benchmark:
         results = parser.add_argument_group("results")
         shown = self.output or "default: none is written"
         results.add_argument("--output", type=Path, metavar="FILE", help=f"rows as JSON ({shown})")
-        if self.resumes:
-            results.add_argument("--resume", action="store_true", help="keep the rows of --output, measure the others")
+        results.add_argument("--resume", action="store_true", help="keep the other rows of --output")
         results.add_argument("--strict", action="store_true", help="end with 1 if a target is missed")
-        results.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows; needs matplotlib")
         return parser
 
     def main(self, argv: Sequence[str] | None = None) -> int:
-        """Run the benchmark; return 0 if every result is right, else 1."""
-        return exit_code(lambda: self._run(sys.argv[1:] if argv is None else argv))
+        """Run the benchmark; return 0 if every result is right, else 1. `sparse-opt` reports the errors that it raises.
 
-    def arguments(self, words: Sequence[str]) -> Namespace:
-        """The options of a command line, checked; ConfigError if it is wrong."""
-        parser = self.parser()
-        args = parser.parse_words(words)
-        if problem := self._problem(args):
-            parser.error(problem)
-        return args
+        Raises:
+            ConfigError: the command line is wrong.
+        """
+        try:
+            return self._run(sys.argv[1:] if argv is None else argv)
+        except WrongResult as error:
+            print(f"WRONG RESULT: {error}", file=sys.stderr)
+            return 1
 
     def _problem(self, args: Namespace) -> str:
         """The first error of the options; empty if they are valid."""
@@ -189,15 +181,15 @@ class Benchmark:
         if args.output is None and self.output is not None:
             names = vars(args) | {"device": "gpu" if args.device.startswith("cuda") else "cpu"}
             args.output = Path(self.output.format(**names))
-        if args.plot is not None:
-            require_matplotlib("plot")
-        files = [file for file in (args.output, args.plot) if file is not None]
-        return next(filter(None, (why_unwritable(file) for file in files)), "")
+        return "" if args.output is None else why_unwritable(args.output)
 
     def _run(self, words: Sequence[str]) -> int:
-        args = self.arguments(words)
+        parser = self.parser()
+        args = parser.parse_words(words)
+        if problem := self._problem(args):
+            parser.error(problem)
         run = Run(rows.environment(args.device), completed=False, output=args.output)
-        if self.resumes and args.resume and args.output is not None and args.output.is_file():
+        if args.resume and args.output is not None and args.output.is_file():
             keep(run, rows.read(args.output))
         n_kept, threads = len(run.rows), torch.get_num_threads()
         torch.set_num_threads(args.threads if self.threads is not None else threads)
@@ -214,9 +206,6 @@ class Benchmark:
         print(report.text(run))
         if args.output is not None and run.rows:
             print(f"\nresults: {args.output}")
-        if args.plot is not None and run.rows:
-            plot.draw(run.rows, args.plot, title=report.heading(run))
-            print(f"plot: {args.plot}")
         failures = [f"WRONG RESULT: {line}" for line in run.wrong]
         if args.strict:
             failures += [f"MISSED: {verdict.text}" for verdict in report.judge(run) if not verdict.met]
@@ -231,36 +220,9 @@ def keep(run: Run, earlier: Run) -> None:
     """Take over the rows of an earlier run, each with what its environment had that this one's has not."""
     for row in earlier.rows:
         then = earlier.environment_of(row)
-        run.rows.append(Row(**vars(row) | {"environment": _difference(run.environment, then)}))
+        other = {name: value for name, value in then.items() if run.environment.get(name) != value}
+        run.rows.append(Row(**vars(row) | {"environment": other}))
     run.notes += [note for note in earlier.notes if not note.startswith(NOT_MEASURED)]
-
-
-def _difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, value in other.items():
-        if isinstance(value, dict) and isinstance(base.get(name), dict):
-            value = _difference(base[name], value)
-            if value:
-                found[name] = value
-        elif base.get(name) != value:
-            found[name] = value
-    return found
-
-
-def exit_code(run: Callable[[], int]) -> int:
-    """Run a command line, print its errors in one line, and return its exit code; `SystemExit` if it is wrong."""
-    try:
-        return run()
-    except ConfigError as error:
-        print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from error
-    except WrongResult as error:
-        print(f"WRONG RESULT: {error}", file=sys.stderr)
-    except SparseOptError as error:
-        if os.environ.get("SPARSE_OPT_DEBUG") == "1":
-            raise
-        print(f"sparse-opt: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
 
 
 # Checks of options
@@ -326,8 +288,8 @@ def out_of_range(args: Namespace) -> str:
         not_between(args, *COUNTS)
         or not_between(args, *SIZES, below=2**40)
         or not_between(args, "threads", below=2**12)
-        or not_between(args, "seed", "seeds", at_least=-(2**63), below=2**64)
-        or not_between(args, *POSITIVE, at_least=sys.float_info.min, below=math.inf)
+        or not_between(args, "seed", at_least=-(2**63), below=2**64)
+        or not_between(args, "limit_gib", at_least=sys.float_info.min, below=math.inf)
     )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sparse_opt import MaskSet
 
-from .distributed.models import masked_shapes, model_config
+from .models import masked_shapes, model_config
 
 # Name -> environment variables that NCCL reads when the process group is made.
 NETWORKS: dict[str, dict[str, str]] = {

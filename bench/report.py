@@ -109,11 +109,6 @@ def _verdict(run: Run, row: Row, target: Mapping[str, Any]) -> list[Verdict]:
     if peer := target.get("over"):
         found = ratio(run, row, peer)
         value, unit = found or 0.0, f"x {peer}"
-        if found is not None and (base := target.get("against")):  # the ratio of two ratios
-            other = run.peer(row, base)
-            base_ratio = ratio(run, other, peer) if isinstance(other, Row) else None
-            found = None if base_ratio is None else found / base_ratio
-            value, unit = found or 0.0, f"x {peer}, over that of {base}"
         if found is None:
             return []
     verdicts = []
@@ -325,23 +320,12 @@ def chosen(run: Run, words: Sequence[str], metrics: Sequence[str] | None = None)
         raise ConfigError(f"no row is left by {' '.join(words) or metrics}")
     if metrics is not None:
         left = sorted(left, key=lambda row: metrics.index(row.metric))
-    return _Chosen(run, left)
+    whole = len(left) == len(run.rows)
+    return Run(run.environment, left, run.notes if whole else [], run.wrong, run.completed, peers=run.rows)
 
 
 def _raw(value: Any) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-class _Chosen(Run):
-    """Rows of a run; their peers are found among all its rows."""
-
-    def __init__(self, run: Run, left: list[Row]) -> None:
-        whole = len(left) == len(run.rows)
-        super().__init__(run.environment, left, run.notes if whole else [], run.wrong, run.completed)
-        self.whole = run
-
-    def find(self, suite: str, metric: str, case: Mapping[str, Any]) -> Row | None:
-        return self.whole.find(suite, metric, case)
 
 
 # The documentation

@@ -94,6 +94,7 @@ class Run:
     wrong: list[str] = field(default_factory=list)
     completed: bool = True
     output: Path | None = None  # of `save`
+    peers: Sequence[Row] = ()  # rows that are not shown, and that those of the run are compared with
 
     def save(self) -> None:
         """Write what is there, for a run that may be killed; nothing without an output file, or without rows."""
@@ -110,7 +111,7 @@ class Run:
 
     def find(self, suite: str, metric: str, case: Mapping[str, Any]) -> Row | None:
         expected = clean(case)
-        for row in self.rows:
+        for row in (*self.rows, *self.peers):
             if row.metric == metric and row.suite == suite and row.case == expected:
                 return row
         return None

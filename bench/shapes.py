@@ -1,13 +1,9 @@
-"""The models of the benchmarks: shapes of their weight matrices, and their transformers configurations."""
+"""Sizes of the models of the benchmarks, and the shapes of weight matrices."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import nn
 
 Shapes = dict[str, tuple[int, int]]
 
@@ -33,69 +29,6 @@ def llama_matrices(
             f"{name}.mlp.down_proj.weight": (hidden, intermediate),
         }
     return shapes
-
-
-def _options(sizes: Mapping[str, int], max_length: int) -> dict[str, Any]:
-    """What the configurations of all families have."""
-    return {
-        "vocab_size": sizes["vocab"],
-        "hidden_size": sizes["hidden"],
-        "num_hidden_layers": sizes["n_layers"],
-        "num_attention_heads": sizes["n_heads"],
-        "num_key_value_heads": sizes["n_kv_heads"],
-        "max_position_embeddings": max(2048, max_length),
-    }
-
-
-def llama_config(sizes: Mapping[str, int], max_length: int, *, tie_word_embeddings: bool = True, **options: Any) -> Any:
-    """The transformers configuration of a Llama; ``sizes`` as for `llama_matrices`."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        intermediate_size=sizes["intermediate"],
-        head_dim=sizes["head_dim"],
-        tie_word_embeddings=tie_word_embeddings,
-        **_options(sizes, max_length),
-        **options,
-    )
-
-
-def qwen2_config(sizes: Mapping[str, int], max_length: int) -> Any:
-    """The transformers configuration of a Qwen2 without tied embeddings; ``sizes`` as for `llama_matrices`."""
-    from transformers import Qwen2Config
-
-    if sizes["n_heads"] * sizes["head_dim"] != sizes["hidden"]:
-        raise ValueError(f"{sizes['n_heads']} heads of {sizes['head_dim']} are not the hidden size {sizes['hidden']}")
-    return Qwen2Config(
-        intermediate_size=sizes["intermediate"],
-        **_options(sizes, max_length),
-        tie_word_embeddings=False,
-    )
-
-
-def qwen3_moe_config(sizes: Mapping[str, int], max_length: int) -> Any:
-    """The transformers configuration of a Qwen3 mixture of experts; ``sizes`` as `QWEN3_30B_A3B_SIZES`."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        moe_intermediate_size=sizes["expert_intermediate"],
-        num_experts=sizes["experts"],
-        num_experts_per_tok=sizes["experts_per_token"],
-        head_dim=sizes["head_dim"],
-        **_options(sizes, max_length),
-        tie_word_embeddings=False,
-        norm_topk_prob=True,
-    )
-
-
-def random_model(config: Any, device: torch.device, seed: int) -> nn.Module:
-    """The causal language model of a configuration with random bf16 weights, created on the device."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model
 
 
 # 197 matrices, 3.21 B elements. https://huggingface.co/meta-llama/Llama-3.2-3B/blob/main/config.json
@@ -157,7 +90,7 @@ QWEN3_30B_A3B_SIZES = {
 }
 # 32.8 B elements, output layer not tied. https://huggingface.co/Qwen/Qwen2.5-32B/blob/main/config.json
 QWEN_2_5_32B_SIZES = {**QWEN_2_5_14B_SIZES, "intermediate": 27648, "n_layers": 64}
-# Whole tiles of 64 by 64, and so few weights that every variant of a benchmark runs on a CPU.
+# Whole tiles of 64 by 64, as many tokens as `word_tokenizer` has, and so few weights that everything runs on a CPU.
 TINY_SIZES = {
     "hidden": 256,
     "intermediate": 512,
@@ -165,7 +98,7 @@ TINY_SIZES = {
     "n_heads": 4,
     "n_kv_heads": 2,
     "head_dim": 64,
-    "vocab": 512,
+    "vocab": 2048,
 }
 
 # 85 matrices, 64 M elements: a small language model's proportions.

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -61,31 +61,9 @@ class Clock(Protocol):
         """
 
 
-def measure(
-    variants: Mapping[str, Variant],
-    *,
-    device: torch.device | str = "cpu",
-    n_warmup: int = 3,
-    n_rounds: int = 20,
-    clock: Clock | None = None,
-) -> dict[str, Timing]:
-    """Time the variants in turns.
-
-    Args:
-        variants: name -> a callable without arguments; or several that do the same work on different buffers, taken in
-            rotation, which keeps small buffers from staying in a cache (see ``n_buffer_sets``). Each may be `Prepared`.
-        device: where the work runs; a GPU is timed with events.
-        n_warmup: untimed calls of each variant.
-        n_rounds: timed calls of each variant.
-        clock: times a call; by default the clock of the device.
-
-    Returns:
-        name -> Timing, in the order of ``variants``.
-    """
-    return {
-        name: _timing(found)
-        for name, found in samples(variants, device=device, n_warmup=n_warmup, n_rounds=n_rounds, clock=clock).items()
-    }
+def measure(variants: Mapping[str, Variant], **options: Any) -> dict[str, Timing]:
+    """Time the variants in turns; name -> Timing. The options are those of `samples`."""
+    return {name: _timing(found) for name, found in samples(variants, **options).items()}
 
 
 def samples(
@@ -96,7 +74,16 @@ def samples(
     n_rounds: int = 20,
     clock: Clock | None = None,
 ) -> dict[str, list[tuple[float, float, float]]]:
-    """As `measure`, but return the clock's result of every timed call by name."""
+    """Time the variants in turns; name -> the clock's result of every timed call.
+
+    Args:
+        variants: name -> a callable without arguments; or several that do the same work on different buffers, taken in
+            rotation, which keeps small buffers from staying in a cache (see ``n_buffer_sets``). Each may be `Prepared`.
+        device: where the work runs; a GPU is timed with events.
+        n_warmup: untimed calls of each variant.
+        n_rounds: timed calls of each variant.
+        clock: times a call; by default the clock of the device.
+    """
     rotations = {name: _Rotation(variant) for name, variant in variants.items()}
     for rotation in rotations.values():
         for _ in range(n_warmup):

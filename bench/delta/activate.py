@@ -6,7 +6,6 @@ Two deltas of random elements, or of random tiles of 64 x 64. Results are compar
 from __future__ import annotations
 
 import functools
-import sys
 from argparse import Namespace
 
 import torch
@@ -72,6 +71,3 @@ main = Benchmark(
     measure=measure_all,
     output="bench/results/delta_activate_{device}.json",
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

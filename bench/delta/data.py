@@ -1,4 +1,4 @@
-"""Generated weights before and after a step, and bounds on the size of their patch: its entropy, and Rice codes."""
+"""Generated weights before and after a step, and a bound on the size of their patch: its entropy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from sparse_opt import MaskSet
 from sparse_opt.tensors import as_bits
 
 WEIGHT_STD = 0.02
-# Words processed at once, which limits the memory of the int64 counts below.
+# Words counted at once, which limits the memory of the int64 counts below.
 CHUNK = 2**26
-_SAMPLE = 2**20  # words that a learning rate is searched on
 _EXPONENTS, _MANTISSA_BITS = 256, 7
 _DIFFERENCES = 2**17  # of two ordered 16-bit words, from -(2^16 - 1) to 2^16 - 1
 
@@ -25,13 +24,12 @@ _DIFFERENCES = 2**17  # of two ordered 16-bit words, from -(2^16 - 1) to 2^16 - 
 class Step:
     """bfloat16 weights before and after one step.
 
-    mask: the elements that a sparse step could change. lr: the learning rate of the step.
+    mask: the elements that a sparse step could change.
     """
 
     name: str
     old: list[Tensor]
     new: list[Tensor]
-    lr: float
     mask: MaskSet | None = None
 
     @property
@@ -44,20 +42,21 @@ class Step:
 
 
 class Kind(NamedTuple):
-    """share: share of the positions, or of those in the mask, that the step changes. density: density of the mask."""
+    """share: share of the positions, or of those in the mask, that a step at `lr` changes. density: of the mask."""
 
     name: str
     share: float
+    lr: float
     density: float | None = None
 
 
 # Two steps typical of reinforcement learning; many steps in one; supervised fine-tuning; a sparse run.
 KINDS = (
-    Kind("1.2%", 0.012),
-    Kind("2.6%", 0.026),
-    Kind("10%", 0.1),
-    Kind("dense", 0.6),
-    Kind("mask", 0.1, 0.025),
+    Kind("1.2%", 0.012, 2.99e-7),
+    Kind("2.6%", 0.026, 7.465e-7),
+    Kind("10%", 0.1, 3.959e-6),
+    Kind("dense", 0.6, 6.715e-5),
+    Kind("mask", 0.1, 3.959e-6, 0.025),
 )
 
 
@@ -65,39 +64,22 @@ def make_step(kind: Kind, shapes: Mapping[str, Sequence[int]], device: torch.dev
     """One step of a kind on random weights.
 
     fp32 master weights are normal(0, 0.02); a step adds its learning rate times a normal random number, the size of
-    Adam's normalised update; both states are rounded to bf16. The learning rate is chosen to change the share of the
-    kind.
+    Adam's normalised update; both states are rounded to bf16.
     """
-    lr = find_lr(kind.share)
     generator = torch.Generator(device).manual_seed(seed)
     mask = None if kind.density is None else MaskSet.random(shapes, density=kind.density, seed=seed)
     old, new = [], []
     for name, shape in shapes.items():
-        before, after = _step(math.prod(shape), lr, generator)
+        numel = math.prod(shape)
+        master = torch.randn(numel, device=device, generator=generator).mul_(WEIGHT_STD)
+        before = master.bfloat16()
+        after = master.add_(torch.randn(numel, device=device, generator=generator), alpha=kind.lr).bfloat16()
         if mask is not None:
-            at = mask[name].to(device)
-            moved = after[at.long()]
-            after = before.clone()
-            after[at.long()] = moved
+            at = mask[name].to(device).long()
+            after = before.index_copy(0, at, after[at])
         old.append(before.view(*shape))
         new.append(after.view(*shape))
-    return Step(kind.name, old, new, lr, mask)
-
-
-def find_lr(share: float) -> float:
-    """The learning rate at which a step of `make_step` changes this share of the bf16 weights, by bisection."""
-    if not 0.0 < share < 0.9:
-        raise ValueError(f"share is {share}, expected more than 0 and less than 0.9")
-    generator = torch.Generator().manual_seed(0)
-    master, normal = (torch.randn(_SAMPLE, generator=generator) for _ in range(2))
-    master *= WEIGHT_STD
-    old = master.bfloat16()
-    low, high = 1e-12, 1.0
-    for _ in range(25):  # to a millionth of the rate
-        middle = math.sqrt(low * high)
-        new = torch.add(master, normal, alpha=middle).bfloat16()
-        low, high = (middle, high) if n_different([old], [new]) < share * _SAMPLE else (low, middle)
-    return math.sqrt(low * high)
+    return Step(kind.name, old, new, mask)
 
 
 def n_different(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
@@ -105,56 +87,25 @@ def n_different(a: Sequence[Tensor], b: Sequence[Tensor]) -> int:
     return sum(int((as_bits(x) != as_bits(y)).count_nonzero()) for x, y in zip(a, b, strict=True))
 
 
-def _step(numel: int, lr: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """bfloat16 [numel] before and after; of large tensors in chunks, as the fp32 weights are not kept."""
-    old, new = (torch.empty(numel, dtype=torch.bfloat16, device=generator.device) for _ in range(2))
-    for begin in range(0, numel, CHUNK):
-        part = slice(begin, min(begin + CHUNK, numel))
-        size = part.stop - part.start
-        master = torch.randn(size, device=generator.device, generator=generator).mul_(WEIGHT_STD)
-        old[part] = master
-        new[part] = master.add_(torch.randn(size, device=generator.device, generator=generator), alpha=lr)
-    return old, new
+def entropy_bytes(old: Sequence[Tensor], new: Sequence[Tensor]) -> float:
+    """The entropy in bytes of (changed, difference) of each bf16 word given the exponent of the old word.
 
-
-class Sizes(NamedTuple):
-    """Sizes in bytes of codes of a step, computed from the step itself.
-
-    entropy: of (changed, difference) given the exponent of the old word, with the frequencies of these words.
-    rice: Golomb-Rice codes of each class of old exponents, each with its best parameter for that class: one for the
-    gaps between the changed positions of the class (the unchanged ones, where those are fewer), one for the magnitudes
-    less 1; and one bit for the sign. Without any header. https://doi.org/10.1109/TCOM.1971.1090789
+    The frequencies are those of these words.
     """
-
-    entropy: float
-    rice: float
-
-
-def code_sizes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Sizes:
-    """The sizes of these codes for bfloat16 tensors, computed in chunks of at most `CHUNK` words on their device."""
     device = old[0].device
     given = torch.zeros(_EXPONENTS, dtype=torch.int64, device=device)
     kept = torch.zeros_like(given)
     joint = torch.zeros(_EXPONENTS * _DIFFERENCES, dtype=torch.int64, device=device)
-    gap_bits = torch.zeros(_EXPONENTS, 32, dtype=torch.int64)
     for a, b in zip(old, new, strict=True):
-        for x, y in zip(as_bits(a).split(CHUNK), as_bits(b).split(CHUNK), strict=True):
+        for x, y in zip(as_bits(a).view(-1).split(CHUNK), as_bits(b).view(-1).split(CHUNK), strict=True):
             x, y = x.to(torch.int32) & 0xFFFF, y.to(torch.int32) & 0xFFFF
             moved = x != y
             exponent = x >> _MANTISSA_BITS & 0xFF
-            here = torch.bincount(exponent, minlength=_EXPONENTS)
-            given += here
+            given += torch.bincount(exponent, minlength=_EXPONENTS)
             kept += torch.bincount(exponent[~moved], minlength=_EXPONENTS)
             classes, difference = exponent[moved], (_ordered(y) - _ordered(x))[moved]
             joint += torch.bincount(classes * _DIFFERENCES + difference + _DIFFERENCES // 2, minlength=len(joint))
-            for c in here.nonzero().view(-1).tolist():
-                gap_bits[c] += _rice_bits(_gaps(moved[exponent == c]))
-    bits = _total_log(given) - _total_log(kept) - _total_log(joint)
-    rice = int(gap_bits.min(1).values.sum())
-    for counts in joint.view(_EXPONENTS, _DIFFERENCES):
-        if bool(counts.any()):
-            rice += _magnitude_bits(counts)
-    return Sizes(bits / 8, rice / 8)
+    return (_total_log(given) - _total_log(kept) - _total_log(joint)) / 8
 
 
 def _ordered(words: Tensor) -> Tensor:
@@ -165,22 +116,3 @@ def _ordered(words: Tensor) -> Tensor:
 def _total_log(counts: Tensor) -> float:
     counts = counts[counts > 0].double()
     return float((counts * counts.log2()).sum())
-
-
-def _gaps(moved: Tensor) -> Tensor:
-    """Numbers of unmarked elements before each marked one; of the complement if that has fewer marked elements."""
-    at = (moved if 2 * int(moved.count_nonzero()) <= len(moved) else ~moved).nonzero().view(-1)
-    return torch.diff(at, prepend=at.new_full((1,), -1)) - 1
-
-
-def _rice_bits(values: Tensor) -> Tensor:
-    """[32] int64 on the CPU: bits of a Rice code with each parameter k, a unary quotient, a stop bit and k bits."""
-    return torch.stack([(values >> k).sum() + len(values) * (k + 1) for k in range(32)]).cpu()
-
-
-def _magnitude_bits(counts: Tensor) -> int:
-    """Bits of the magnitudes of one class's differences, given the counts [131072] of each difference."""
-    values = (torch.arange(_DIFFERENCES, device=counts.device) - _DIFFERENCES // 2).abs() - 1
-    signs = n = int(counts.sum())
-    sizes = [int(((values >> k) * counts).sum()) + n * (k + 1) for k in range(16)]
-    return signs + min(sizes)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
-import io
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -21,7 +17,6 @@ from sparse_opt.delta import patches as delta_patches
 from sparse_opt.delta.codec.words import LEVELS as LEVELS
 from sparse_opt.delta.patches import LogMask, MaskedState
 from sparse_opt.delta.state import StateLayout, TensorSpec
-from sparse_opt.ops import delta_apply_, delta_encode
 from sparse_opt.tensors import as_bits, dtype_name
 
 from .data import Step
@@ -32,7 +27,6 @@ class Coder:
 
     name: str  # in the table
     on_device = False  # only the device works, so that a GPU is timed with events; otherwise wall time is reported
-    exact = True  # decoding gives the new bits; otherwise the number of wrong elements is reported
 
     def start(self, old: list[Tensor]) -> Any:
         """The initial state of encoding and decoding, made from the old weights, untimed. May share their memory."""
@@ -110,45 +104,6 @@ class MaskedCoder(Coder):
         return dict(zip(self.layout.names, tensors, strict=True))
 
 
-class PairsCoder(Coder):
-    """`sparse_opt.ops.delta_encode`: int32 positions, int64 past 2^31 elements, and new values; as safetensors."""
-
-    name, on_device = "int32 + value pairs", True
-
-    def encode(self, start: list[Tensor], new: list[Tensor]) -> Any:
-        return delta_encode(start, new)
-
-    def decode(self, start: list[Tensor], coded: Any) -> list[Tensor]:
-        indices, values, counts = coded
-        ends = torch.cumsum(counts.cpu(), 0).tolist()
-        delta_apply_(start, indices, values, [0, *ends[:-1]], ends)
-        return start
-
-    def nbytes(self, coded: Any) -> int:
-        indices, values, counts = (part.cpu() for part in coded)
-        return len(safetensors.torch.save({"indices": indices, "values": values, "counts": counts}))
-
-
-class TorchSaveCoder(Coder):
-    """fp32 differences written by `torch.save`, as in logs of `.pt` files."""
-
-    name, exact = "torch.save of fp32 differences", False
-
-    def encode(self, start: list[Tensor], new: list[Tensor]) -> bytes:
-        buffer = io.BytesIO()
-        torch.save([(b.float() - a.float()).cpu() for a, b in zip(start, new, strict=True)], buffer)
-        return buffer.getvalue()
-
-    def decode(self, start: list[Tensor], coded: bytes) -> list[Tensor]:
-        deltas = torch.load(io.BytesIO(coded), weights_only=True)
-        for tensor, delta in zip(start, deltas, strict=True):
-            tensor.copy_(tensor.float().add_(delta.to(tensor.device)))
-        return start
-
-    def nbytes(self, coded: bytes) -> int:
-        return len(coded)
-
-
 class ZstdCoder(Coder):
     """The bytes of old XOR new through zstd at level 1 (package zstandard), one thread."""
 
@@ -170,35 +125,6 @@ class ZstdCoder(Coder):
             xor = torch.frombuffer(bytearray(self._decompressor.decompress(data)), dtype=bits.dtype)
             bits ^= xor.to(tensor.device)
         return start
-
-
-class ZipNNCoder(Coder):
-    """zipnn's own difference of two byte strings, an XOR. https://github.com/zipnn/zipnn, arXiv 2411.05239"""
-
-    name = "zipnn, byte delta"
-
-    def __init__(self, threads: int) -> None:
-        make = importlib.import_module("zipnn").ZipNN
-        self._coder = make(
-            input_format="byte", bytearray_dtype="bfloat16", delta_compressed_type="byte", threads=threads
-        )
-
-    def start(self, old: list[Tensor]) -> tuple[list[Tensor], list[bytes]]:
-        return old, [_bytes(tensor) for tensor in old]
-
-    def encode(self, start: tuple[list[Tensor], list[bytes]], new: list[Tensor]) -> list[bytes]:
-        return [
-            self._coder.compress(_bytes(tensor), delta_second_data=old)
-            for tensor, old in zip(new, start[1], strict=True)
-        ]
-
-    def decode(self, start: tuple[list[Tensor], list[bytes]], coded: list[bytes]) -> list[Tensor]:
-        tensors, olds = start
-        for tensor, old, data in zip(tensors, olds, coded, strict=True):
-            found = bytearray(self._coder.decompress(data, delta_second_data=old))
-            bits = as_bits(tensor)
-            bits.copy_(torch.frombuffer(found, dtype=bits.dtype))
-        return tensors
 
 
 class PulseCoder(Coder):
@@ -242,40 +168,29 @@ class PulseCoder(Coder):
         return {f"{i:06}": tensor for i, tensor in enumerate(tensors)}
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A coder of another package. If it is not installed, it is listed with this reason.
+class Peer(NamedTuple):
+    """A coder of another package, which may be missing.
 
     Args:
-        name: name in the table.
-        packages: names for pip, any of which is sufficient.
-        module: name for `import`.
+        name: in the table.
+        package: its name for pip.
+        module: its name for `import`.
         make: makes the coder; errors of the package propagate.
     """
 
     name: str
-    packages: tuple[str, ...]
+    package: str
     module: str
     make: Callable[[], Coder]
 
     def why_absent(self) -> str:
         """Empty if the package is installed, else the reason why it cannot run."""
-        return "" if importlib.util.find_spec(self.module) else f"not installed ({' or '.join(self.packages)})"
-
-    def version(self) -> str:
-        """The installed packages and their versions."""
-        installed = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
-        return ", ".join(f"{name} {installed[name]}" for name in self.packages if name in installed)
+        return "" if importlib.util.find_spec(self.module) else f"not installed ({self.package})"
 
 
 def peers(threads: int) -> list[Peer]:
     """All coders of other packages, including those that are not installed."""
     return [
-        Peer(ZstdCoder.name, ("zstandard",), "zstandard", ZstdCoder),
-        Peer(ZipNNCoder.name, ("zipnn",), "zipnn", partial(ZipNNCoder, threads)),
-        Peer(PulseCoder.name, ("basilica-sdk",), "basilica", partial(PulseCoder, threads)),
+        Peer(ZstdCoder.name, "zstandard", "zstandard", ZstdCoder),
+        Peer(PulseCoder.name, "basilica-sdk", "basilica", partial(PulseCoder, threads)),
     ]
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return as_bits(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

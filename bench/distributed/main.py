@@ -11,12 +11,7 @@ time in which the host launches their kernels.
 
 It starts the processes of each number of GPUs of this host and each network, every process on its own share of the
 host's cores. One GPU, which efficiency is measured against, is the first; the largest number of GPUs, which the targets
-are on, is the second.
-
-Rows are written as soon as those of one number of GPUs and network are measured. With --resume the rows of the results
-file are kept and not measured again. If rows have no time at the end, because --limit_s has passed or a process has
-failed, the file has `completed: false`, one line on stderr names them, and the exit code is 1; the same command with
---resume measures them.
+are on, is the second. Rows are written as soon as those of one number of GPUs and network are measured.
 
 Rows (--variants):
   local_PATTERN_DTYPE      SparseAdamW, every GPU for itself: the step without communication
@@ -33,41 +28,44 @@ interface, as a stand-in for a network between hosts.
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import time
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.errors import SparseOptError
 
+from .. import rows
 from ..harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..models import LLAMAS
 from ..ranks import NETWORKS
-from ..rows import Run
-from .models import SHAPES
-from .results import case_of, checked_line, missing, missing_line, result_rows, wrong_line
-from .variants import VARIANTS
+from ..rows import Case, Row, Run
+from .reference import wrong_line
+from .variants import VARIANTS, Variant, default_variants
 
-MODULE = "sparse_opt.bench.distributed.world"
-
+SUITE = "distributed"
+# Options that the cases of all rows have.
+SETTINGS = (
+    *("shape", "sequence_length", "density", "learning_rate", "seed"),
+    *("gradient_checkpointing", "compile", "dpo", "steps_in_a_row"),
+)
 _EPILOG = """examples:
   sparse-opt bench distributed                                       # 3B shape, 1 to all GPUs, both networks
-  sparse-opt bench distributed --output own.json --limit_s 540 --resume   # go on where an earlier run ended
+  sparse-opt bench distributed --gpus 4 --networks sockets --resume  # keeps the other rows of the results file
   sparse-opt bench distributed --gpus 2 --variants ddp,replicate_tile64_bf16
   sparse-opt bench distributed --eager --output eager.json           # without torch.compile
   sparse-opt bench distributed --shape 70b --gpus 4 --networks default --variants fsdp2_tile64_bf16 \\
-      --gradient_checkpointing --dpo
+      --gradient_checkpointing --dpo --eager --steps_in_a_row 1
   sparse-opt bench distributed --small --eager --gpus 1,2            # a tiny model, on the CPU with gloo
 """
 
 
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--shape", choices=tuple(SHAPES), default="3b", help="of the Llama (%(default)s)")
+    what.add_argument("--shape", choices=LLAMAS, default="3b", help="of the Llama (%(default)s)")
     what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: bf16; no fsdp2 over sockets)")
     what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
     what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
@@ -78,7 +76,6 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")
     run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
-    run.add_argument("--limit_gib", type=float, help="GiB of each GPU that torch's allocator may use (default: all)")
     run.add_argument(
         "--steps_in_a_row",
         type=int,
@@ -86,8 +83,6 @@ def options(parser: CommandParser) -> None:
         help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
     )
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
-    run.add_argument("--group_s", type=float, default=10.0, help="seconds to time rows that run in turns (%(default)s)")
-    run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far; --resume goes on")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
@@ -98,16 +93,15 @@ def problem(args: Namespace) -> str:
     on_cpu = args.device == "cpu"
     if args.small:
         args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
-    names = args.variants or []
+    networks = ["default"] if on_cpu else list(NETWORKS)
+    args.networks, names = args.networks or networks, args.variants or []
     if error := (
-        _gpus_problem(args, on_cpu=on_cpu)
+        _gpus_problem(args, n_gpus=2 if on_cpu else torch.cuda.device_count(), on_cpu=on_cpu)
         or not_between(args, "sequence_length", at_least=2)
-        or one_of_each("networks", args.networks, ["default"] if on_cpu else list(NETWORKS))
+        or one_of_each("networks", args.networks, networks)
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")
     ):
         return error
-    if args.limit_gib is not None and on_cpu:
-        return f"--limit_gib {args.limit_gib:g} limits the memory of GPUs, and the device is the CPU"
     if args.dpo and not (names and all(VARIANTS[name].pattern for name in names)):
         return "--dpo needs --variants with sparse variants only: their reference is the base weights"
     if args.output is None and args.shape != "3b":
@@ -116,15 +110,13 @@ def problem(args: Namespace) -> str:
     return ""
 
 
-def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
-    """The error of the numbers of GPUs and the networks of this host; empty if they are valid. Fills the defaults."""
-    n_gpus = 2 if on_cpu else torch.cuda.device_count()
+def _gpus_problem(args: Namespace, *, n_gpus: int, on_cpu: bool) -> str:
+    """The error of the numbers of GPUs; empty if they are valid. Fills the default."""
     try:
         args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
-        args.gpus.sort(key=lambda n: (n > 1, -n))  # the order of the measurements
     except ValueError:
         return f"--gpus {','.join(args.gpus)}: expected numbers"
-    args.networks = args.networks or (["default"] if on_cpu else list(NETWORKS))
+    args.gpus.sort(key=lambda n: (n > 1, -n))  # the order of the measurements
     if not all(1 <= n and (on_cpu or n <= n_gpus) for n in args.gpus):
         return f"--gpus {','.join(map(str, args.gpus))}: expected 1 to {n_gpus}, the GPUs of this machine"
     return ""
@@ -132,44 +124,80 @@ def _gpus_problem(args: Namespace, *, on_cpu: bool) -> str:
 
 def measure(args: Namespace, run: Run) -> None:
     """Start the processes of each number of GPUs and network, and add their rows."""
-    n_before = len(run.rows)
-    options = {name: value for name, value in vars(args).items() if name not in ("plot", "resume", "strict", "output")}
-    deadline = None if args.limit_s is None else time.time() + args.limit_s
+    options = {name: getattr(args, name) for name in (*SETTINGS, "device", "n_rounds")}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as name:
         folder = Path(name)
-        for n, network in dict.fromkeys((n, network) for n, network, _ in missing(run, args)):
-            if deadline is not None and time.time() >= deadline:
-                break
-            variants = [one[2] for one in missing(run, args) if one[:2] == (n, network)]
-            job = options | {"variants": variants, "network": network, "deadline": deadline}
+        places = [(n, network) for n in args.gpus for network in (args.networks if n > 1 else args.networks[:1])]
+        for n, network in places:
+            where = f"{n} x {network}"
+            job = options | {"variants": args.variants or default_variants(n, network), "network": network}
             job["mask_dir"] = str(args.mask_dir or folder)
-            results = run_in_process(MODULE, f"{n} x {network}", job, folder, NETWORKS[network], n_ranks=n)
+            module = "sparse_opt.bench.distributed.world"
+            results = run_in_process(module, where, job, folder, NETWORKS[network], n_ranks=n)
             if results is None:
-                run.note(f"{NOT_MEASURED}: a process failed on {n} x {network}")
+                run.note(f"{NOT_MEASURED}: a process failed on {where}")
                 run.completed = False
-            for result in results or []:
-                _add(run, result, n, network, args)
-            if run.rows:
-                run.save()
-    if not run.rows and not run.wrong:
-        raise SparseOptError(f"no row was measured; {args.output} is as it was before")
-    left = missing(run, args)
-    if left and not run.wrong:
-        run.note(missing_line(left))
-        run.completed = False
-    run.notes = [note for note in run.notes if not note.startswith("the first update is")]
-    if len(run.rows) > n_before:
-        run.note(checked_line(run))
+                continue
+            for result in results:
+                variant = VARIANTS[result["variant"]]
+                if result["ms"] is None:
+                    run.wrong.append(f"{where}, {variant.name}: {wrong_line(result['check'])}")
+                    continue
+                for row in result_rows(result, case_of(variant, n, network, args)):
+                    run.add(row)
+            n_right = sum(bool(result["check"] and result["check"]["met"]) for result in results)
+            run.note(f"{where}: the first update is that of one device on the pairs of all GPUs in {n_right} rows")
+            run.save()
 
 
-def _add(run: Run, result: dict[str, Any], gpus: int, network: str, args: Namespace) -> None:
-    """Add the rows of a variant, or its error if its first update is wrong."""
-    variant = VARIANTS[result["variant"]]
-    if result["ms"] is None:
-        run.wrong.append(f"{gpus} x {network}, {variant.name}: {wrong_line(result['check'])}")
-        return
-    for row in result_rows(result, case_of(variant, gpus, network, args)):
-        run.add(row)
+# Rows
+
+
+def case_of(variant: Variant, gpus: int, network: str, args: Namespace) -> Case:
+    """The case of a variant on so many GPUs and this network."""
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    own = {"layout": variant.layout, "pattern": variant.pattern, "gradients": variant.grad_dtype or "bf16"}
+    return rows.clean({"network": network, "gpus": gpus, **own, **settings})
+
+
+def peers_of(case: Case) -> dict[str, float | Case]:
+    """What a row is compared with: on as many GPUs, and on one."""
+    dense: Case = {"pattern": None, "gradients": "bf16"}
+    found: dict[str, Case] = {
+        "local": {"layout": "local", "network": "default"},
+        "ddp": dense | {"layout": "ddp"},
+        "fsdp2": dense | {"layout": "fsdp2"},
+        "one GPU": {"gpus": 1, "network": "default"} | ({"layout": "local"} if case["layout"] == "replicate" else {}),
+    }
+    if "pattern" not in case or case["layout"] == "local":
+        del found["local"]
+    if case["gpus"] == 1 or case["layout"] == "local":
+        del found["one GPU"]
+    return {name: peer for name, peer in found.items() if rows.clean(case | peer) != case}
+
+
+def result_rows(result: Mapping[str, Any], case: Case) -> list[Row]:
+    """The rows of a variant that was measured: time, memory, and bytes of collectives.
+
+    Replicate must send its compact gradients, of 2 or 4 bytes for each active element and each number that the ranks
+    compare, and nothing else. FSDP2 gathers weights too, but must reduce nothing else.
+    """
+    shared: dict[str, Any] = {"suite": SUITE, "case": case}
+    peers = peers_of(case)
+    spread = {"p20": result["p20_ms"], "p80": result["p80_ms"], "n": result["n_rounds"]}
+    found = [Row(**shared, metric="time", unit="ms", value=result["ms"], peers=peers, **spread)]
+    for metric, key in (("peak memory", "peak_memory_bytes"), ("peak memory, with building", "build_peak_bytes")):
+        if result[key] is not None:
+            value = max(result[key], result["peak_memory_bytes"])
+            of_peak = {name: peers[name] for name in ("fsdp2",) if name in peers and metric == "peak memory"}
+            found.append(Row(**shared, metric=metric, unit="bytes", value=value, peers=of_peak))
+    expected: dict[str, float | Case] = {}
+    if result["n_reduced"] is not None and case["layout"] != "local":
+        expected["active elements"] = result["n_reduced"] * {"fp32": 4, "bf16": 2}[case["gradients"]] / 1e6
+    reduced = result["reduced_bytes"]
+    for metric, nbytes in (("reduced", reduced), ("all collectives", reduced + result["other_bytes"])):
+        found.append(Row(**shared, metric=metric, unit="MB", value=nbytes / 1e6, peers=expected))
+    return found
 
 
 main = Benchmark(
@@ -180,9 +208,4 @@ main = Benchmark(
     measure=measure,
     epilog=_EPILOG,
     output="bench/results/distributed.json",
-    resumes=True,
 ).main
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ ones are required. They add the gradients in different orders and dtypes; the to
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +87,15 @@ class Reference:
         }
         met = found["moment_error"] <= found["moment_tolerance"] and found["update_error"] <= found["update_tolerance"]
         return {**found, "met": met}
+
+
+def wrong_line(check: Mapping[str, Any]) -> str:
+    """The error of an update that is not that of one device."""
+    return (
+        f"first moments are off by {check['moment_error']:.2e}, expected at most {check['moment_tolerance']:.2e}; "
+        f"updates by {check['update_error']:.2e}, expected at most {check['update_tolerance']:.2e}; most of "
+        f"the former is in {check['worst_parameter']}"
+    )
 
 
 def first_step(training: Training, pairs: list[Tensor]) -> None:

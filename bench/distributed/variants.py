@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparse_opt import MaskSet, SparseAdamW
 
-from .models import make_model, pair_loss, sequence_logprobs
+from ..models import make_model, pair_loss, sequence_logprobs
 
 PATTERNS = ("element", "tile64")
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

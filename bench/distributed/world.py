@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,18 +21,18 @@ from torch.utils._pytree import tree_leaves
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim.ranks.agreement import n_elements
 
-from ..harness import job_main, limit_memory
+from ..harness import job_main
+from ..models import n_parameters, pair
 from ..ranks import Ranks
 from ..timing import measure
-from .models import n_bytes_of_weights, pair
-from .reference import Reference, first_step
-from .results import progress_line
+from .reference import Reference, first_step, wrong_line
 from .variants import VARIANTS, Training, Variant, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
 FREE_WEIGHTS = {"dense": 6, "sparse": 3}
 MIN_ROUNDS = 3
+GROUP_S = 10.0  # in which variants that run in turns are timed
 
 
 REDUCTIONS = ("allreduce", "reduce_scatter")
@@ -78,8 +77,7 @@ class World(Ranks):
     """The processes of one number of GPUs and network, each on its own share of the host's cores.
 
     Args:
-        job: the options of the benchmark, with `variants`, the names of those to measure, and the `deadline` by
-            `time.time()` or None.
+        job: the options of the benchmark, with `variants`, the names of those to measure.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -88,14 +86,13 @@ class World(Ranks):
             first = share * int(os.environ["RANK"])
             os.sched_setaffinity(0, cores[first : first + share])
         super().__init__(job)
-        self.usable_bytes = limit_memory(self.device, self.args.limit_gib)
+        self.weights_nbytes = 2 * n_parameters(self.config)
         self.masks: dict[str, MaskSet] = {}
         self.references: dict[str, Reference] = {}
-        self.longest_s = 0.0  # that building and checking a variant has taken
         self.results: list[dict[str, Any]] = []
 
     def measure(self) -> list[dict[str, Any]]:
-        """The measurements of the variants, FSDP2's after the others; some are left out if time is up."""
+        """The measurements of the variants, FSDP2's after the others."""
         variants = [VARIANTS[name] for name in self.args.variants]
         for sharded in (False, True):
             self._measure_in_turns([variant for variant in variants if (variant.layout == "fsdp2") == sharded])
@@ -105,12 +102,8 @@ class World(Ranks):
         """Measure variants that are compared with each other, as many in turns as memory holds."""
         while missing:
             group: list[tuple[Training, dict[str, Any]]] = []
-            while missing and self._has_time(group) and (not group or self._fits(missing[0], group)):
-                began = time.monotonic()
+            while missing and (not group or self._fits(missing[0], group)):
                 group.append(self._prepare(missing.pop(0)))
-                self.longest_s = max(self.longest_s, time.monotonic() - began)
-            if not group:
-                return
             self._time(group)
             while group:
                 group.pop()[0].close()
@@ -151,14 +144,15 @@ class World(Ranks):
             "build_peak_bytes": None if build_peak is None else build_peak - held_by_others,
             "step_s": step_s,  # of one step, for the number of rounds
         }
-        self.print(progress_line(self._where(variant), row))
+        if check is not None and not check["met"]:
+            self.print(f"{self._where(variant)}: {wrong_line(check)}")
         return training, row
 
     def _time(self, group: list[tuple[Training, dict[str, Any]]]) -> None:
         """Time the steps of variants with right results in turns."""
         right = [(training, row) for training, row in group if row["check"] is None or row["check"]["met"]]
         own = [self._pair(self.rank)]
-        in_a_row, n_rounds = self._steps_in_a_row(group), self._n_rounds(group)
+        in_a_row, n_rounds = self._counts(group)
 
         def call(training: Training) -> Callable[[], None]:
             return lambda: training.step(own)
@@ -174,28 +168,20 @@ class World(Ranks):
             row["ms"] = None
             if row["variant"] in timings:
                 row |= vars(timings[row["variant"]])
+                self.print(f"{self._where(training.variant)}: {row['p20_ms']:.1f} - {row['p80_ms']:.1f} ms")
             if training.variant.layout == "replicate":
                 assert isinstance(training.optimizer, SparseAdamW)
                 training.optimizer.check_ranks()  # after all steps
         self.results += [row for _, row in group]
-        for training, row in group:
-            self.print(progress_line(self._where(training.variant), row))
 
     def _where(self, variant: Variant) -> str:
         return f"{self.size} x {self.args.network}, {variant.name}"
 
-    def _steps_in_a_row(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
-        """As many as the option says; fewer if MIN_ROUNDS rounds of them would last longer than a group may."""
-        round_s = sum(row["step_s"] for _, row in group)
-        return max(1, min(self.args.steps_in_a_row, int(self.args.group_s / (MIN_ROUNDS * round_s))))
-
-    def _round_s(self, group: list[tuple[Training, dict[str, Any]]]) -> float:
-        """Seconds in which every variant of the group makes its steps in a row."""
-        return self._steps_in_a_row(group) * float(sum(row["step_s"] for _, row in group))
-
-    def _n_rounds(self, group: list[tuple[Training, dict[str, Any]]]) -> int:
-        round_s = self._round_s(group)
-        return max(MIN_ROUNDS, min(self.args.n_rounds, int(self.args.group_s / round_s)))
+    def _counts(self, group: list[tuple[Training, dict[str, Any]]]) -> tuple[int, int]:
+        """(steps in a row, rounds): as many as the options say, fewer if the group would last longer than GROUP_S."""
+        step_s = sum(row["step_s"] for _, row in group)
+        in_a_row = max(1, min(self.args.steps_in_a_row, int(GROUP_S / (MIN_ROUNDS * step_s))))
+        return in_a_row, max(MIN_ROUNDS, min(self.args.n_rounds, int(GROUP_S / (in_a_row * step_s))))
 
     def _clock_of_steps(self, n: int, call: Callable[[], object]) -> tuple[float, float, float]:
         """The same for one of n calls in a row: their time divided by n."""
@@ -231,7 +217,7 @@ class World(Ranks):
 
     def _reference(self, pattern: str) -> Reference | None:
         """The update of one device on the pairs of all ranks; None if the model does not fit one device."""
-        if 2 * n_bytes_of_weights(self.config) > self.usable_bytes:
+        if self.on_gpu and 2 * self.weights_nbytes > torch.cuda.get_device_properties(self.device).total_memory:
             return None
         if pattern not in self.references:
             training = self._make(VARIANTS[f"local_{pattern}_fp32"])
@@ -246,27 +232,15 @@ class World(Ranks):
         args = self.args
         return pair(args.seed + rank, args.sequence_length, self.config.vocab_size, self.device)
 
-    # Memory, time, output
-
-    def _has_time(self, group: list[tuple[Training, dict[str, Any]]]) -> bool:
-        """Whether another variant can be built and the group timed before the deadline, as rank 0 sees it."""
-        if self.args.deadline is None:
-            return True
-        timing_s = 1.2 * self._round_s(group) * self._n_rounds(group) if group else 0.0
-        left = [self.args.deadline - time.time()]
-        dist.broadcast_object_list(left)
-        return left[0] > 1.5 * self.longest_s + timing_s + self.args.group_s / 2
-
     def _fits(self, variant: Variant, group: Sequence[tuple[Training, dict[str, Any]]]) -> bool:
         """Whether all ranks have memory for the variant next to those of the group, which are built."""
         if not self.on_gpu:
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        usable = min(free, self.usable_bytes - reserved) + reserved - torch.cuda.memory_allocated(self.device)
-        least = torch.tensor(int(usable), device=self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        least = torch.tensor(free + unused, device=self.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        needed = FREE_WEIGHTS["sparse" if variant.pattern else "dense"] * n_bytes_of_weights(self.config)
+        needed = FREE_WEIGHTS["sparse" if variant.pattern else "dense"] * self.weights_nbytes
         alike = [
             row["peak_memory_bytes"] for other, row in group if bool(other.variant.pattern) == bool(variant.pattern)
         ]

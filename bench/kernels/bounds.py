@@ -166,7 +166,7 @@ def step_traffic(
         weights_itemsize: bytes of an element of a copy of the active weights, 0 without one.
         changed: share of active parameters whose bits change; the others need not be written.
     """
-    run = _run(pattern)
+    run = PATTERNS[pattern][1]
     param = touched_bytes(numel, nnz, param_itemsize, run) if reads_params else 0.0
     gradient = touched_bytes(numel, nnz, grad_itemsize, run) if dense_grads else float(nnz * grad_itemsize)
     index = float(index_bytes(nnz, index_itemsize, pattern))
@@ -204,7 +204,7 @@ def swap_traffic(
     Args:
         changed: share of active elements that differ between the two; the others need not be written.
     """
-    run = _run(pattern)
+    run = PATTERNS[pattern][1]
     dense = touched_bytes(numel, nnz, itemsize, run)
     copied = dense + index_bytes(nnz, index_itemsize, pattern) + nnz * (1 + changed) * itemsize
     return scattered_writes(copied, numel, changed * nnz, itemsize, run)
@@ -227,26 +227,17 @@ def delta_encode_traffic(numel: int, changed: int, *, itemsize: int, index_items
     return Traffic(2 * numel * itemsize + changed * (index_itemsize + itemsize))
 
 
-def dense_adamw_traffic(numel: int, *, param_itemsize: int, mask_itemsize: int = 0) -> Traffic:
+def dense_adamw_traffic(numel: int, *, param_itemsize: int) -> Traffic:
     """A step of torch's AdamW, whose moments have the parameter's dtype: ``numel * 7 * param``.
 
     The gradient is read; the parameter and both moments are read and written.
-
-    Args:
-        mask_itemsize: bytes per element of a mask that the gradients are first multiplied by, in place. Reading the
-            mask and reading and writing the gradient adds ``numel * (mask + 2 * param)``.
     """
-    masking = mask_itemsize + 2 * param_itemsize if mask_itemsize else 0
-    return Traffic(float(numel * (7 * param_itemsize + masking)))
+    return Traffic(7.0 * numel * param_itemsize)
 
 
 def dense_clip_traffic(numel: int, *, grad_itemsize: int) -> Traffic:
     """torch.nn.utils.clip_grad_norm_: ``3 * numel * g``: read for the norm, then read and written for scaling."""
     return Traffic(3.0 * numel * grad_itemsize)
-
-
-def _run(pattern: str) -> int:
-    return PATTERNS[pattern][1]
 
 
 # The same for the arguments of an op on single elements

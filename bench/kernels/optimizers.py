@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -39,21 +38,6 @@ def torch_adamw(params: Named, grads: Mapping[str, Tensor]) -> torch.optim.AdamW
     return torch.optim.AdamW(params.values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def masked_adamw_step(params: Named, grads: Mapping[str, Tensor], masks: Sequence[Tensor]) -> Callable[[], object]:
-    """Sparse training without sparse kernels: multiply the gradients by bool masks, then make a dense step.
-
-    The gradients are multiplied in place, so pass copies.
-    """
-    step = torch_adamw(params, grads).step
-
-    def masked_step() -> None:
-        for grad, mask in zip(grads.values(), masks, strict=True):
-            grad.mul_(mask)
-        step()
-
-    return masked_step
-
-
 def sparse_adamw(
     params: Named,
     grads: Mapping[str, Tensor],
@@ -61,20 +45,17 @@ def sparse_adamw(
     gradients: Gradients,
     backend: str | None = None,
     *,
-    state_dtype: torch.dtype = torch.float32,
     keep_base_weights: bool = False,
     compact_weights: bool = False,
     lr: float = LR,
 ) -> SparseAdamW:
-    """SparseAdamW over the mask, with compact fp32 gradients; bf16 moments use stochastic rounding."""
+    """SparseAdamW over the mask, with compact fp32 gradients and moments."""
     optimizer = SparseAdamW(
         params.items(),
         mask,
         lr=lr,
         weight_decay=WEIGHT_DECAY,
         grads=gradients,
-        state_dtype=state_dtype,
-        stochastic_rounding=state_dtype != torch.float32,
         keep_base_weights=keep_base_weights,
         compact_weights=compact_weights,
         backend=backend,
@@ -114,8 +95,7 @@ def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, 
     Raises:
         WrongResult: a bit differs.
     """
-    dtype, device = optimizer.state_dtype, active.indices.device
-    states = {name: torch.zeros(active.nnz, dtype=dtype, device=device) for name in STEP_OPS[ADAMW].states}
+    states = {name: torch.zeros(active.nnz, device=active.indices.device) for name in STEP_OPS[ADAMW].states}
     oracle = step_case_of(
         ADAMW,
         [param.detach().clone() for param in params.values()],
@@ -125,7 +105,6 @@ def check_first_step(optimizer: SparseAdamW, params: Named, grads: Mapping[str, 
         step=1,
         dense_grads=list(grads.values()),
         weight_decay=WEIGHT_DECAY,
-        stochastic_rounding=optimizer.stochastic_rounding,
     )
     oracle.run("reference")
     optimizer.step()
@@ -163,78 +142,29 @@ def check_norm(optimizer: SparseAdamW, grads: Mapping[str, Tensor], active: Acti
         raise WrongResult(f"the norm of the active gradients is {found!r}, expected {expected!r}")
 
 
-class BaseWeightsSwap:
-    """Enters and exits `base_weights()` in separate calls, so that each can be timed."""
-
-    def __init__(self, optimizer: SparseAdamW) -> None:
-        self.optimizer = optimizer
-        self.inside = contextlib.ExitStack()
-        self.is_inside = False
-
-    def enter(self) -> None:
-        self.inside.enter_context(self.optimizer.base_weights())
-        self.is_inside = True
-
-    def leave(self) -> None:
-        self.inside.close()
-        self.is_inside = False
-
-    def be_outside(self) -> None:
-        if self.is_inside:
-            self.leave()
-
-    def be_inside(self) -> None:
-        if not self.is_inside:
-            self.enter()
-
-
-def check_base_weights(swap: BaseWeightsSwap, params: Named) -> None:
+def check_base_weights(optimizer: SparseAdamW, params: Named) -> None:
     """Make a step, then compare the model inside and outside `base_weights()` bit by bit.
 
     Raises:
         WrongResult: a bit differs, or the step changed nothing.
     """
     base = {name: param.detach().clone() for name, param in params.items()}
-    swap.optimizer.step()
+    optimizer.step()
     trained = {name: param.detach().clone() for name, param in params.items()}
     if all(torch.equal(base[name], trained[name]) for name in base):
         raise WrongResult("base_weights: a step changed no weight, so the two states cannot be distinguished")
-    swap.enter()
-    try:
+    with optimizer.base_weights():
         for name, param in params.items():
             check_bits(f"base_weights: {name} inside", param.detach(), base[name])
-    finally:
-        swap.leave()
     for name, param in params.items():
         check_bits(f"base_weights: {name} outside again", param.detach(), trained[name])
 
 
-def swapped_share(swap: BaseWeightsSwap, params: Named, nnz: int) -> float:
+def swapped_share(optimizer: SparseAdamW, params: Named, nnz: int) -> float:
     """The share of the ``nnz`` active weights whose bits differ inside and outside `base_weights()`."""
     outside = [as_bits(param.detach()).clone() for param in params.values()]
-    swap.enter()
-    n_differing = _differing(params, outside)
-    swap.leave()
-    return n_differing / nnz
-
-
-def check_no_sync(what: str, call: Callable[[], object], device: torch.device) -> None:
-    """Run ``call`` with torch's synchronization check enabled; on a CPU nothing is checked.
-
-    Raises:
-        WrongResult: the call synchronized with the device.
-    """
-    if device.type != "cuda":
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        raise WrongResult(f"{what} synchronized with the device: {error}") from error
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with optimizer.base_weights():
+        return _differing(params, outside) / nnz
 
 
 def index_itemsize(optimizer: SparseAdamW) -> int:
@@ -254,7 +184,6 @@ def step_traffic(
         param_itemsize=param_itemsize,
         grad_itemsize=param_itemsize if dense_grads else 4,
         dense_grads=dense_grads,
-        state_itemsize=optimizer.state_dtype.itemsize,
         reads_params=not optimizer.compact_weights,
         weights_itemsize=param_itemsize if optimizer.compact_weights else 0,
         index_itemsize=index_itemsize(optimizer),

@@ -98,9 +98,9 @@ class Recorder:
                 works.append(self.work(name, backend, density, call, case.traffic, check=checked, peers=peers))
         return works
 
-    def time(self, works: Sequence[Work], n_rounds: int | None = None) -> None:
+    def time(self, works: Sequence[Work]) -> None:
         """Check the works, and time those with right results in turns."""
-        time_works(self.run, "kernels", works, self.device, n_rounds or self.n_rounds)
+        time_works(self.run, "kernels", works, self.device, self.n_rounds)
 
     def time_copy(self, numel: int, generator: torch.Generator) -> None:
         """Time a copy of a bf16 tensor, whose rate is a part of the bandwidth bounds of all rows."""

@@ -1,5 +1,7 @@
 """Every op and optimizer on the 197 matrices of a Llama-3.2-3B in bf16, next to its bandwidth bound and its peers.
 
+On a CPU the weights are fewer and fp32.
+
 Each row is checked against the reference before it is timed. Its bound is the traffic of `bounds` at the rate of a
 copy, which is measured first, and at an H200's rates of scattered writes. A wrong result is not timed, and fails the
 run. With --resume, parts of the table can be measured by several calls: --only chooses them.
@@ -8,7 +10,6 @@ run. With --resume, parts of the table can be measured by several calls: --only 
 from __future__ import annotations
 
 import functools
-import sys
 from argparse import Namespace
 
 import torch
@@ -18,11 +19,10 @@ from sparse_opt import backends
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.tensors import as_bits
 
-from .. import rows
 from ..harness import Benchmark, comma_separated, one_of_each
 from ..rows import Run
-from ..shapes import LLAMA_3_2_3B, scaled, total_numel
-from . import experts, inputs, tiles
+from ..shapes import LLAMA_3_2_3B, LLAMA_64M, scaled, total_numel
+from . import inputs, tiles
 from .cases import Active
 from .recorder import TORCH, Recorder
 from .weights import WeightRows
@@ -54,12 +54,12 @@ def problem(args: Namespace) -> str:
 
 
 def measure(args: Namespace, run: Run) -> None:
-    """Time the parts of the table; rows are written to the output after each."""
+    """Time the parts of the table."""
     device = torch.device(args.device)
     cpu = device.type == "cpu"
     numel = args.numel or (CPU_NUMEL if cpu else None)
     delta_numel = args.delta_numel or (CPU_DELTA_NUMEL if cpu else FULL_DELTA_NUMEL)
-    shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_3_2_3B, numel)
+    shapes = LLAMA_3_2_3B if numel is None else scaled(LLAMA_64M if cpu else LLAMA_3_2_3B, numel)
     recorder = Recorder(
         run,
         device,
@@ -72,16 +72,15 @@ def measure(args: Namespace, run: Run) -> None:
     for part in args.only:
         recorder.common = {"part": part, "numel": delta_numel if part == "deltas" else total_numel(shapes)}
         if part == "weights":
-            WeightRows(recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed).run()
+            dtype = torch.float32 if cpu else torch.bfloat16
+            WeightRows(recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, dtype).run()
         elif part == "tiles":
-            tiles.time_rows(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
+            tiles.time_layers(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
         elif part == "experts":
-            experts.time_rows(recorder, generator)
+            tiles.time_experts(recorder, generator)
         else:
             for density in DELTA_DENSITIES:
                 time_delta(recorder, delta_numel, density, generator)
-        if args.output is not None:
-            rows.write(args.output, run)
 
 
 def time_delta(recorder: Recorder, numel: int, density: float, generator: torch.Generator) -> None:
@@ -111,8 +110,4 @@ main = Benchmark(
     problem=problem,
     measure=measure,
     output="bench/results/kernels_{device}.json",
-    resumes=True,
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,16 @@
-"""Benchmark of weight gradients of linear layers under tile masks, against torch's dense matrix products.
+"""Benchmark of weight gradients under tile masks, against torch's dense matrix products.
+
+X [tokens, columns] is an input of a layer, shared by q, k and v, and by gate and up; dY [tokens, rows] is the gradient
+of a matrix's output. Each layer has its own X and dY, so that none is cached from another layer.
 
 | work | calls |
 |---|---|
 | tile_weight_grad_ | one for each layer, similar to a backward pass, which collects tiles until they fill the GPU |
-| tile_weight_grad_, a call an input | one for the matrices that share an input |
-| tile_weight_grad_, a call a matrix | one for each matrix |
+| | one for the matrices that share an input |
+| | one for each matrix |
 | torch.mm | one for each matrix, into a dense bf16 gradient that is kept |
-| torch.mm, masked_grad_gather_ | the same into a scratch buffer, followed by a gather under an element mask |
+| tile_weight_grad_, experts | one for the experts of a layer, whose tokens are sorted by expert |
+| grouped_mm | torch's product for each expert, dense |
 
 Compact gradients are fp32, the optimizer's default.
 """
@@ -15,31 +19,32 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_opt import ops
-from sparse_opt.ops.narrow import FRAME
+from sparse_opt import MaskSet, ops
+from sparse_opt.masks.patterns import PATTERNS
 
 from ..harness import Work
-from ..shapes import Shapes, total_numel
+from ..shapes import QWEN3_30B_A3B_SIZES, Shapes, total_numel
 from .bounds import Traffic
-from .cases import WrongResult, check_bits
-from .inputs import narrowed, random_active
+from .cases import WrongResult
+from .inputs import segments
 from .recorder import TORCH, Recorder
-from .tile_operands import Operands, TileMask, layer_of, linear_layers, operand_bytes, total_width
 
-OP = "tile_weight_grad_"
+OP, MM = "tile_weight_grad_", "torch.mm"
+EXPERTS_OP, GROUPED_MM = "tile_weight_grad_, experts", "grouped_mm"
 TILE_PATTERNS = ("tile64", "tile128")
-# Densities of the masks: the one with targets, and a denser one for comparison.
+# Densities of the masks: the one with targets, and a denser one for comparison. Experts have the first.
 DENSITIES = (0.025, 0.1)
-# All tiles active, at the first token count: the cost of computing dense gradients in tiles and keeping a part of each.
-FULL_PATTERN, FULL_ROUNDS = "tile128", 3
-# Few rounds: calls take up to 0.1 s each and vary little.
-ROUNDS = 10
+EXPERT_TOKENS = 8192
+# A try on a CPU: experts and their tokens.
+CPU_EXPERTS, CPU_TOKENS = 8, 64
 # Operands are standard normal. The sum over t of T tokens has a standard deviation of sqrt(t), and an addition to it is
 # rounded (truncated by tensor cores) by at most 2^-23 of it: T roundings of either sign add up to 2^-23 T. Truncation
 # has one sign: over the T / 16 additions of a tensor core's sum that ends at 7 standard deviations, it adds up to
@@ -50,245 +55,220 @@ SUM_ATOL = 32 * 2.0**-23  # for each token
 # longer than this: a thread's share of a tile, then the tiles of a matrix of this shape.
 SUM_RTOL = 2048 * 2.0**-24
 
+# Projections of a layer that share an input, by their names in transformers.
+_SHARED = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"}
 
-Calls = Literal["layer", "input", "matrix"]
-CALLS: tuple[Calls, ...] = ("layer", "input", "matrix")
-MM, GATHERED_MM = "torch.mm", "torch.mm, masked_grad_gather_"
+
+@dataclass
+class Operands:
+    """bf16 X and dY of matrices, or of stacks of experts; matrices with a shared input refer to one tensor."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # (rows, columns), or (experts, rows, columns)
+    inputs: list[Tensor]  # [tokens, columns] each
+    grad_outputs: list[Tensor]  # [tokens, rows] each
+    calls: dict[str, list[list[int]]]  # "layer" -> the adjacent matrices of each call
+    most_tokens: int  # of a product
+    token_offsets: Tensor | None = None  # [experts] int32, the ends of their tokens
+
+    @classmethod
+    def of_layers(cls, shapes: Shapes, tokens: int, generator: torch.Generator) -> Operands:
+        """Standard normal values for the matrices of the layers of `llama_matrices`."""
+
+        def call_of(kind: str, i: int, name: str) -> object:
+            _, _, layer, _, projection, _ = name.split(".")
+            return {"layer": layer, "input": (layer, _SHARED.get(projection, projection)), "matrix": i}[kind]
+
+        calls = {}
+        for kind in ("layer", "input", "matrix"):
+            found = itertools.groupby(enumerate(shapes), key=lambda item: call_of(kind, *item))
+            calls[kind] = [[i for i, _ in matrices] for _, matrices in found]
+        sizes = list(shapes.values())
+        inputs = [x for of_one in calls["input"] for x in [_draw(tokens, sizes[of_one[0]][1], generator)] * len(of_one)]
+        return cls(shapes, inputs, [_draw(tokens, rows, generator) for rows, _ in sizes], calls, tokens)
+
+    @classmethod
+    def of_experts(cls, experts: int, tokens: int, generator: torch.Generator) -> Operands:
+        """Standard normal values for the experts of one layer, each token at random ones."""
+        sizes = QWEN3_30B_A3B_SIZES
+        hidden, intermediate, top_k = sizes["hidden"], sizes["expert_intermediate"], sizes["experts_per_token"]
+        shapes = {"gate_up_proj": (experts, 2 * intermediate, hidden), "down_proj": (experts, hidden, intermediate)}
+        chosen = torch.rand(tokens, experts, device=generator.device, generator=generator).topk(top_k).indices
+        counts = torch.bincount(chosen.view(-1), minlength=experts)
+        grad_outputs = [_draw(tokens * top_k, rows, generator) for _, rows, _ in shapes.values()]
+        inputs = [_draw(tokens * top_k, columns, generator) for _, _, columns in shapes.values()]
+        offsets = counts.cumsum(0).int()
+        return cls(shapes, inputs, grad_outputs, {"layer": [[0, 1]]}, int(counts.max()), offsets)
+
+    def nbytes(self) -> int:
+        """Bytes of X and dY, of shared ones once."""
+        return sum(tensor.nbytes for tensor in {id(t): t for t in (*self.inputs, *self.grad_outputs)}.values())
+
+    def multiply(self, gradients: Sequence[Tensor]) -> None:
+        """Compute torch's product of each matrix into its own gradient."""
+        for grad_output, x, gradient in zip(self.grad_outputs, self.inputs, gradients, strict=True):
+            torch.mm(grad_output.t(), x, out=gradient)
+
+    def multiply_experts(self) -> list[Tensor]:
+        """torch's gradients, [experts, rows, columns]."""
+        pairs = zip(self.grad_outputs, self.inputs, strict=True)
+        return [F.grouped_mm(g.t(), x, offs=self.token_offsets) for g, x in pairs]
+
+
+def _draw(tokens: int, width: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(tokens, width, dtype=torch.bfloat16, device=generator.device, generator=generator)
 
 
 class TileGradients:
-    """The compact fp32 gradient of a mask, computed by one backend at a time."""
+    """The compact fp32 gradient of the operands under a random mask, computed by one backend at a time."""
 
-    def __init__(self, operands: Operands, mask: TileMask) -> None:
-        self.operands, self.mask = operands, mask
-        device, n = mask.tiles.device, len(operands.shapes)
-        self.out, self.sum_sq = torch.empty(mask.nnz, device=device), torch.empty(n, device=device)
-        self.found_inf = torch.zeros(1, device=device)
-        layers = itertools.groupby(enumerate(operands.shapes), key=lambda item: layer_of(item[1]))
-        self.calls: dict[Calls, list[list[int]]] = {
-            "layer": [[i for i, _ in found] for _, found in layers],
-            "input": [group.matrices for group in operands.groups],
-            "matrix": [[i] for i in range(n)],
-        }
+    def __init__(self, operands: Operands, pattern: str, density: float) -> None:
+        self.operands, self.pattern, self.density = operands, pattern, density
+        self.tile_size, device = PATTERNS[pattern][0], operands.inputs[0].device
+        mask = MaskSet.random(operands.shapes, density=density, pattern=pattern, seed=0)
+        positions = [mask[name] for name in operands.shapes]
+        self.slots, self.slot_ends = segments(map(len, positions))
+        tables = [
+            ops.tile_table(of_one.to(device), shape, self.tile_size, first_slot=slot)
+            for of_one, shape, slot in zip(positions, operands.shapes.values(), self.slots, strict=True)
+        ]
+        self.starts, self.ends = segments(map(len, tables))
+        self.tiles, self.out = torch.cat(tables), torch.empty(mask.nnz, device=device)
+        self.sum_sq: Tensor | None = None  # as in the optimizer, which has no sums of experts
+        self.found_inf: Tensor | None = None
+        if operands.token_offsets is None:
+            self.sum_sq, self.found_inf = torch.empty(len(tables), device=device), torch.zeros(1, device=device)
+
+    def compute(self, backend: str, calls: str) -> None:
+        """Compute all gradients, sums of squares and the flag, with a call for each of ``calls``."""
+        operands = self.operands
+        for matrices in operands.calls[calls]:
+            where = slice(matrices[0], matrices[-1] + 1)
+            ops.tile_weight_grad_(
+                self.out,
+                operands.grad_outputs[where],
+                operands.inputs[where],
+                self.tiles,
+                self.starts[where],
+                self.ends[where],
+                tile_size=self.tile_size,
+                sum_sq=None if self.sum_sq is None else self.sum_sq[where],
+                found_inf=self.found_inf,
+                token_offsets=operands.token_offsets,
+                backend=backend,
+            )
 
     @functools.cached_property
     def expected(self) -> Tensor:
-        """The expected gradient [nnz] fp32, from products of whole matrices."""
-        found = torch.empty_like(self.out)
-        for i, shape in enumerate(self.operands.shapes.values()):
-            where = slice(self.mask.slots[i], self.mask.slots[i + 1])
-            found[where] = self.operands.product(i)[self.mask.elements(i, shape)]
-        return found
+        """The gradient of the reference."""
+        self.compute("reference", "layer")
+        return self.out.clone()
 
-    @functools.cached_property
-    def reference(self) -> Tensor:
-        """The gradient of the first layer's slots, which are the first ones, computed by the reference."""
-        first = self.calls["layer"][0]
-        out = torch.empty(self.mask.slots[len(first)], device=self.out.device)
-        self._call(first, out, "reference")
-        return out
-
-    def compute(self, backend: str, calls: Calls) -> None:
-        """Compute all gradients, sums of squares and the flag, with a call for each of ``calls``."""
-        for matrices in self.calls[calls]:
-            where = slice(matrices[0], matrices[-1] + 1)
-            self._call(matrices, self.out, backend, sum_sq=self.sum_sq[where], found_inf=self.found_inf)
-
-    def _call(self, matrices: list[int], out: Tensor, backend: str, **sums: Any) -> None:
-        where = slice(matrices[0], matrices[-1] + 1)  # the matrices of a call are adjacent
-        ops.tile_weight_grad_(
-            out,
-            self.operands.grad_outputs[where],
-            self.operands.inputs[where],
-            self.mask.tiles,
-            self.mask.starts[where],
-            self.mask.ends[where],
-            tile_size=self.mask.tile_size,
-            backend=backend,
-            **sums,
-        )
-
-
-def check(gradients: TileGradients, backend: str, calls: Calls) -> None:
-    """Compare the gradients with products of whole matrices, and those of the first layer with the reference.
-
-    Raises:
-        WrongResult: an element differs by more than fp32 sums in two orders can, or a sum of squares is wrong.
-    """
-    operands, mask = gradients.operands, gradients.mask
-    for written in (gradients.out, gradients.sum_sq):
-        written.fill_(float("nan"))
-    gradients.compute(backend, calls)
-    atol = SUM_ATOL * operands.tokens
-    for i, name in enumerate(operands.shapes):
-        where = slice(mask.slots[i], mask.slots[i + 1])
-        found = gradients.out[where]
-        what = f"{OP} on backend {backend}: {name}"
-        check_close(what, found, gradients.expected[where], atol, "torch.mm")
-        if where.stop <= len(gradients.reference):
-            check_close(what, found, gradients.reference[where], atol, "the reference")
-        squares, expected = float(gradients.sum_sq[i]), float(found.double().square().sum())
-        if not abs(squares - expected) <= SUM_RTOL * expected:
-            raise WrongResult(f"{what}: sum of squares {squares!r}, expected {expected!r} to a relative {SUM_RTOL:.1e}")
-    if gradients.found_inf.item() != 0:
-        raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
-
-
-def check_close(what: str, found: Tensor, expected: Tensor, atol: float, peer: str) -> None:
-    """Raise WrongResult, with a message that begins with ``what``, unless all elements are within ``atol``."""
-    wrong = ~((found - expected).abs_() <= atol)  # negated, so that NaN counts as wrong
-    if wrong.any():
-        first = int(wrong.nonzero()[0])
-        raise WrongResult(
-            f"{what}: {int(wrong.sum())} of {found.numel()} elements are further than {atol:.1e} from {peer}; at "
-            f"{first} found {found[first].item()!r}, expected {expected[first].item()!r}"
-        )
-
-
-class GatheredGradients:
-    """torch's product of each matrix into one scratch buffer, like reused gradient memory, then a gather from it."""
-
-    def __init__(self, operands: Operands, density: float, generator: torch.Generator) -> None:
-        self.operands = operands
-        shapes, device = operands.shapes, generator.device
-        size = max(rows * columns for rows, columns in shapes.values())
-        scratch = torch.empty(size, dtype=torch.bfloat16, device=device)
-        self.dense = [scratch[: rows * columns].view(rows, columns) for rows, columns in shapes.values()]
-        self.wide = random_active(self.dense, density, generator)
-        self.active = narrowed(self.wide)
-        self.out = torch.empty(self.active.nnz, device=device)
-
-    def __call__(self) -> None:
-        for i in range(len(self.dense)):
-            self.one(i)
-
-    def one(self, i: int) -> None:
-        active = self.active
-        assert active.index_bases is not None
-        bases = active.index_bases[i : i + active.nnz // FRAME + 1]
-        torch.mm(self.operands.grad_outputs[i].t(), self.operands.inputs[i], out=self.dense[i])
-        where = active.indices, [active.starts[i]], [active.ends[i]]
-        ops.masked_grad_gather_(self.out, [self.dense[i]], *where, index_bases=bases)
-
-    def check(self) -> None:
-        """Compare the gathered elements with those of the product, bit by bit.
+    def check(self, backend: str, calls: str) -> None:
+        """Compare the gradients with the reference.
 
         Raises:
-            WrongResult: a bit differs.
+            WrongResult: an element differs by more than fp32 sums in two orders can, or a sum of squares is wrong.
         """
+        expected, atol = self.expected, SUM_ATOL * self.operands.most_tokens
         self.out.fill_(float("nan"))
-        for i, name in enumerate(self.operands.shapes):
-            self.one(i)
-            where = slice(self.wide.starts[i], self.wide.ends[i])
-            expected = self.dense[i].view(-1)[self.wide.indices[where].long()].float()
-            check_bits(f"torch.mm, then masked_grad_gather_: {name}", self.out[where], expected)
+        if self.sum_sq is not None:
+            self.sum_sq.fill_(float("nan"))
+        self.compute(backend, calls)
+        for i, (name, start, end) in enumerate(zip(self.operands.shapes, self.slots, self.slot_ends, strict=True)):
+            what, found = f"{OP} on backend {backend}: {name}", self.out[start:end]
+            wrong = ~((found - expected[start:end]).abs_() <= atol)  # negated, so that NaN counts as wrong
+            if wrong.any():
+                first = int(wrong.nonzero()[0])
+                raise WrongResult(
+                    f"{what}: {int(wrong.sum())} of {found.numel()} elements are further than {atol:.1e} from the "
+                    f"reference; at {first} found {found[first].item()!r}, expected {expected[start + first].item()!r}"
+                )
+            if self.sum_sq is not None:
+                squares, total = float(self.sum_sq[i]), float(found.double().square().sum())
+                if not abs(squares - total) <= SUM_RTOL * total:
+                    raise WrongResult(
+                        f"{what}: sum of squares {squares!r}, expected {total!r} to a relative {SUM_RTOL:.1e}"
+                    )
+        if self.found_inf is not None and self.found_inf.item() != 0:
+            raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
 
-    @property
     def bound_bytes(self) -> float:
-        """Bytes of operands read once, indices and fp32 gradients; the scratch buffer may stay in a cache."""
-        return operand_bytes(self.operands) + self.active.nnz * (2.0 + 4.0)
+        """bf16 columns of X and dY under an active tile, each read once; fp32 gradients written.
+
+        ``2 * tokens * (columns of each input under a tile of any matrix + rows of each matrix under one) + 4 * nnz``;
+        experts have equally many tokens each.
+        """
+        operands, widths = self.operands, 0
+        of_inputs: dict[int, tuple[int, list[Tensor]]] = {}
+        for i, shape in enumerate(operands.shapes.values()):
+            rows, columns = shape[-2:]
+            first_row, first_column = self.tiles[self.starts[i] : self.ends[i], :2].unbind(1)
+            widths += self._width(first_row, rows)
+            found = of_inputs.setdefault(id(operands.inputs[i]), (columns, []))[1]
+            found.append(first_row // rows * columns + first_column)
+        for columns, parts in of_inputs.values():
+            widths += self._width(torch.cat(parts), columns)
+        experts = 1 if operands.token_offsets is None else len(operands.token_offsets)
+        return 2.0 * len(operands.inputs[0]) / experts * widths + 4.0 * self.out.numel()
+
+    def _width(self, first: Tensor, size: int) -> int:
+        """Rows or columns under tiles that begin at `first`, and are cut off at the edges of matrices of this size."""
+        first = first.unique()
+        return int((size - first % size).clamp(max=self.tile_size).sum())
 
 
-def why_absent(shapes: Shapes, tokens: int, device: torch.device) -> str:
-    """Empty if everything fits into the GPU's memory, else the reason why not; CPU sizes always fit."""
-    if device.type != "cuda":
-        return ""
-    # Operands, dense bf16 gradients, and the actual and expected fp32 gradients of all tiles. The positions of a
-    # matrix, its product and the comparison need more memory.
-    needed = 1.1 * (2 * tokens * total_width(shapes) + (2 + 4 + 4) * total_numel(shapes))
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return "" if needed < free else f"needs {needed / 2**30:.1f} GiB of GPU memory, {free / 2**30:.1f} are free"
-
-
-def time_rows(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], generator: torch.Generator) -> None:
-    """Time all rows, or note why they do not fit.
+def time_layers(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], generator: torch.Generator) -> None:
+    """Time the rows of the layers.
 
     Args:
         shapes: matrices with the names of `llama_matrices`; the embedding is skipped.
-        tokens: token counts, the largest first.
     """
-    shapes = linear_layers(shapes)
-    if why := why_absent(shapes, tokens[0], recorder.device):
-        recorder.run.note(f"not timed: weight gradients, {tokens[0]} tokens: {why}")
-        return
-    for works, n_rounds in comparisons(recorder, shapes, tokens, generator):
-        recorder.time(works, min(n_rounds, recorder.n_rounds))
-        works.clear()  # free their tensors before the next are made
-
-
-def comparisons(
-    recorder: Recorder, shapes: Shapes, tokens: Sequence[int], generator: torch.Generator
-) -> Iterator[tuple[list[Work], int]]:
-    """Yield (works to be timed in turns; their maximum number of rounds)."""
-    operands = Operands.random(shapes, tokens[0], generator)
+    shapes = {name: shape for name, shape in shapes.items() if ".layers." in name}
     dense = [torch.empty(shape, dtype=torch.bfloat16, device=recorder.device) for shape in shapes.values()]
-    masks = {
-        density: [TileMask.random(shapes, pattern, density, generator) for pattern in TILE_PATTERNS]
-        for density in DENSITIES
-    }
     for count in tokens:
-        first = operands.first(count)
+        operands = Operands.of_layers(shapes, count, generator)
         for density in DENSITIES:
-            works = _dense_works(recorder, first, dense, density, generator) if density == DENSITIES[0] else []
-            for mask in masks[density]:
-                works += _tile_works(recorder, first, mask)
-            yield works, ROUNDS
-    masks.clear()
-    dense.clear()
-    yield _tile_works(recorder, operands, TileMask.random(shapes, FULL_PATTERN, 1.0, generator)), FULL_ROUNDS
+            few, works = density == DENSITIES[0], []
+            if few:
+                traffic = Traffic(operands.nbytes() + 2.0 * total_numel(shapes))
+                multiply = functools.partial(operands.multiply, dense)
+                works.append(recorder.work(MM, TORCH, None, multiply, traffic, tokens=count))
+            for pattern in TILE_PATTERNS:
+                gradients = TileGradients(operands, pattern, density)
+                # How tiles are combined matters only if they are few.
+                for kind in operands.calls if few else ("layer",):
+                    works += _works(recorder, OP, gradients, kind, MM, tokens=count, calls=f"a call for each {kind}")
+            recorder.time(works)
 
 
-_TO_MM = {"torch.mm": {"work": MM, "backend": TORCH, "density": None, "pattern": None, "calls": None}}
+def time_experts(recorder: Recorder, generator: torch.Generator) -> None:
+    """Time the rows of one layer's experts."""
+    cpu = recorder.device.type == "cpu"
+    experts, tokens = (CPU_EXPERTS, CPU_TOKENS) if cpu else (QWEN3_30B_A3B_SIZES["experts"], EXPERT_TOKENS)
+    operands = Operands.of_experts(experts, tokens, generator)
+    recorder.common = {**recorder.common, "numel": total_numel(operands.shapes)}
+    works = [recorder.work(GROUPED_MM, TORCH, None, operands.multiply_experts, tokens=tokens)]
+    for pattern in TILE_PATTERNS:
+        gradients = TileGradients(operands, pattern, DENSITIES[0])
+        works += _works(recorder, EXPERTS_OP, gradients, "layer", GROUPED_MM, tokens=tokens)
+    recorder.time(works)
 
 
-def _dense_works(
-    recorder: Recorder, operands: Operands, dense: list[Tensor], density: float, generator: torch.Generator
-) -> list[Work]:
-    traffic = Traffic(operand_bytes(operands) + 2.0 * total_numel(operands.shapes))
-    plain = functools.partial(dense_gradients, operands, dense)
-    gathered = GatheredGradients(operands, density, generator)
-    backend = recorder.auto("masked_grad_gather_")
-    tokens = operands.tokens
+def _works(recorder: Recorder, name: str, gradients: TileGradients, kind: str, peer: str, **case: Any) -> list[Work]:
+    """The works of each backend, compared with torch's dense product."""
+    dense = {"work": peer, "backend": TORCH, "density": None, "pattern": None, "calls": None}
+    traffic = Traffic(gradients.bound_bytes())
     return [
-        recorder.work(MM, TORCH, None, plain, traffic, tokens=tokens),
         recorder.work(
-            GATHERED_MM,
+            name,
             backend,
-            density,
-            gathered,
-            Traffic(gathered.bound_bytes),
-            check=gathered.check,
-            peers=_TO_MM,
-            tokens=tokens,
-        ),
+            gradients.density,
+            functools.partial(gradients.compute, backend, kind),
+            traffic,
+            check=functools.partial(gradients.check, backend, kind),
+            peers={peer: dense},
+            pattern=gradients.pattern,
+            **case,
+        )
+        for backend in recorder.backends
     ]
-
-
-def _tile_works(recorder: Recorder, operands: Operands, mask: TileMask) -> list[Work]:
-    works = []
-    gradients, traffic = TileGradients(operands, mask), Traffic(mask.bound_bytes(operands))
-    for backend in recorder.backends:
-        # How tiles are combined matters only if they are few.
-        for calls in CALLS if mask.density == DENSITIES[0] else CALLS[:1]:
-            works.append(
-                recorder.work(
-                    OP,
-                    backend,
-                    mask.density,
-                    functools.partial(gradients.compute, backend, calls),
-                    traffic,
-                    check=functools.partial(check, gradients, backend, calls),
-                    peers=_TO_MM,
-                    pattern=mask.pattern,
-                    tokens=operands.tokens,
-                    calls=f"a call for each {calls}",
-                )
-            )
-    return works
-
-
-def dense_gradients(operands: Operands, dense: Sequence[Tensor]) -> None:
-    """Compute torch's product of each matrix into its own gradient."""
-    for grad_output, x, grad in zip(operands.grad_outputs, operands.inputs, dense, strict=True):
-        torch.mm(grad_output.t(), x, out=grad)

@@ -5,9 +5,10 @@ The tensors take gigabytes, so no data stays in a cache between calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,27 +20,22 @@ from sparse_opt.errors import MaskError
 from sparse_opt.ops import STEP_OPS
 
 from ..harness import Work, passes
-from ..rows import Case as RowCase
 from ..shapes import Shapes, total_numel
 from ..timing import Prepared
 from . import bounds, inputs
-from .bounds import Traffic
-from .cases import Active, Case
+from .cases import Active
 from .optimizers import (
     ADAMW,
     LR,
     SMALL_LR,
-    BaseWeightsSwap,
     Gradients,
     active_of,
     changed_share,
     check_base_weights,
     check_first_step,
-    check_no_sync,
     check_norm,
     index_itemsize,
     mask_of,
-    masked_adamw_step,
     parameters,
     sparse_adamw,
     step_again,
@@ -54,14 +50,13 @@ NO_CLIP = 1e30
 # After so many steps a swap at SMALL_LR exchanges few weights.
 FEW_STEPS = 10
 # Names of works, and what follows them.
-FUSED, MASKED = "torch.optim.AdamW(fused=True).step", "grad *= mask, torch.optim.AdamW(fused=True).step"
+FUSED = "torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
-BF16, SMALL = ", bf16 moments", ", lr 1e-6"
-WIDE = ", int32 indices"  # for comparison with the 2-byte indices of the optimizer
+SMALL = ", lr 1e-6"
 KNOWN = ", compact weights"  # which are not read from the model
 FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
-BASE_IN, BASE_OUT = "SparseAdamW.base_weights, in", "SparseAdamW.base_weights, out"
+BASE = "SparseAdamW.base_weights, in"
 GATHER, SWAP, REPLACE = "masked_grad_gather_", "indexed_swap_", "indexed_replace_"
 STEP_NAMES: dict[Gradients, str] = {"dense": STEP_DENSE, "compact": STEP_COMPACT}
 
@@ -76,7 +71,7 @@ class Masked(NamedTuple):
 
 @dataclass
 class WeightRows:
-    """Times the works on bf16 weights and gradients of ``shapes``.
+    """Times the works on weights and gradients of ``shapes``.
 
     Args:
         densities: densities of the masks of single elements.
@@ -90,12 +85,14 @@ class WeightRows:
     patterns: Sequence[str]
     pattern_density: float
     seed: int
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         self.numel = total_numel(self.shapes)
-        self.params = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=0.02)
+        self.itemsize = self.dtype.itemsize
+        self.params = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=0.02)
         self.start = [param.clone() for param in self.params]
-        self.grads = inputs.random_tensors(self.shapes, torch.bfloat16, self.generator, scale=1e-3)
+        self.grads = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=1e-3)
         self.named_grads = self._named(self.grads)
 
     def run(self) -> None:
@@ -106,8 +103,6 @@ class WeightRows:
             self._op_steps(masked)
             self._gather_and_swap(masked, [self._torch_clip()] if i == 0 else [])
             self._optimizers(masked, [self._fused_step()] if i == 0 else [])
-            if i == 0:
-                self.recorder.time([self._masked_step(masked.mask)])
             self.base_weights(masked)
             for compact_weights in (False, True):
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
@@ -116,67 +111,33 @@ class WeightRows:
             self._pattern(pattern)
 
     def _op_steps(self, masked: Masked) -> None:
-        narrow = inputs.narrowed(masked.active).arguments()
+        active = inputs.narrowed(masked.active)
         for op, kind in itertools.product(STEP_OPS, STEP_NAMES):
-            name = f"{op}, {kind} gradients"
             self._restart()
-            wide = inputs.step_case(
-                op, self.params, self.grads, masked.active, self.generator, dense_grads=kind == "dense"
-            )
+            case = inputs.step_case(op, self.params, self.grads, active, self.generator, dense_grads=kind == "dense")
             # Restart from the same weights: under a constant gradient they grow until a step no longer changes a bit.
-            self._narrow_and_wide(name, wide.changed(**narrow), wide, masked.density, before=self._restart)
-
-    def _narrow_and_wide(
-        self,
-        name: str,
-        narrow: Case,
-        wide: Case,
-        density: float,
-        others: Sequence[Work] = (),
-        before: Callable[[], object] | None = None,
-    ) -> None:
-        """Time a case with two-byte indices, and with int32 indices."""
-        to_wide = {"int32 indices": {"work": name + WIDE}}
-        works = self.recorder.cases({name: narrow}, density, before, to_wide)
-        self.recorder.time([*works, *self.recorder.cases({name + WIDE: wide}, density, before), *others])
+            works = self.recorder.cases({f"{op}, {kind} gradients": case}, masked.density, self._restart)
+            self.recorder.time(works)
 
     def _gather_and_swap(self, masked: Masked, others: Sequence[Work]) -> None:
-        def both(make: Callable[[Active], Case]) -> tuple[Case, Case]:
-            return make(inputs.narrowed(masked.active)), make(masked.active)
-
-        density, generator = masked.density, self.generator
-        gathers = both(lambda active: inputs.gather_case(self.grads, active))
-        self._narrow_and_wide(GATHER, *gathers, density, others)
-        swaps = both(lambda active: inputs.swap_case(self.params, active, generator))
-        self._narrow_and_wide(SWAP, *swaps, density)
-        replaces = both(lambda active: inputs.replace_case(self.params, active, generator))
-        self._narrow_and_wide(REPLACE, *replaces, density)
+        active, cases = inputs.narrowed(masked.active), self.recorder.cases
+        self.recorder.time([*cases({GATHER: inputs.gather_case(self.grads, active)}, masked.density), *others])
+        for name, make in ((SWAP, inputs.swap_case), (REPLACE, inputs.replace_case)):
+            self.recorder.time(cases({name: make(self.params, active, self.generator)}, masked.density))
 
     def _optimizers(self, masked: Masked, others: Sequence[Work]) -> None:
         """SparseAdamW as users call it, on the backend that `auto` selects."""
         works = []
         for kind, name in STEP_NAMES.items():
             works += self._step(name, masked, kind)
-            works += self._step(
-                name + BF16, masked, kind, state_dtype=torch.bfloat16, peers={"fp32 moments": {"work": name}}
-            )
             works += self._step(name + SMALL, masked, kind, lr=SMALL_LR)
             works += self._step(name + SMALL + KNOWN, masked, kind, lr=SMALL_LR, compact_weights=True)
         self.recorder.time([*works, *others])
 
         optimizer = sparse_adamw(self._parameters(), self.named_grads, masked.mask, "compact")
-        clip = functools.partial(optimizer.clip_grad_norm_, NO_CLIP)
-        checks = (
-            functools.partial(check_norm, optimizer, self.named_grads, masked.active),
-            functools.partial(check_no_sync, CLIP, clip, self.recorder.device),
-        )
-        if all(passes(self.recorder.run, CLIP, check) for check in checks):
-            self.recorder.time([self._auto_work(CLIP, ADAMW, masked, clip, None)])
-
-    def _auto_work(
-        self, name: str, op: str, masked: Masked, call: Prepared | functools.partial[Tensor], traffic: Traffic | None
-    ) -> Work:
-        return self.recorder.work(name, self.recorder.auto(op), masked.density, call, traffic)
+        check = functools.partial(check_norm, optimizer, self.named_grads, masked.active)
+        clip, backend = functools.partial(optimizer.clip_grad_norm_, NO_CLIP), self.recorder.auto(ADAMW)
+        self.recorder.time([self.recorder.work(CLIP, backend, masked.density, clip, check=check)])
 
     def _step(
         self,
@@ -184,11 +145,9 @@ class WeightRows:
         masked: Masked,
         kind: Gradients,
         *,
-        state_dtype: torch.dtype = torch.float32,
         backend: str | None = None,
         lr: float = LR,
         compact_weights: bool = False,
-        peers: Mapping[str, RowCase] | None = None,
     ) -> list[Work]:
         """The step of one SparseAdamW, if its first step is correct."""
         self._restart()
@@ -199,7 +158,6 @@ class WeightRows:
             mask,
             kind,
             backend,
-            state_dtype=state_dtype,
             lr=lr,
             compact_weights=compact_weights,
         )
@@ -215,12 +173,12 @@ class WeightRows:
             if compact_weights:
                 optimizer.sync_weights()
 
-        traffic = step_traffic(optimizer, param_itemsize=2, dense_grads=kind == "dense", changed=changed)
+        traffic = step_traffic(optimizer, param_itemsize=self.itemsize, dense_grads=kind == "dense", changed=changed)
         call = Prepared(prepare, functools.partial(step_again, optimizer))
         fused = FUSED + (FINE if name.endswith(FINE) else "")
-        found = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}, **(peers or {})}
+        peers = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}}
         backend = backend or self.recorder.auto(ADAMW)
-        return [self.recorder.work(name, backend, masked.density, call, traffic, peers=found)]
+        return [self.recorder.work(name, backend, masked.density, call, traffic, peers=peers)]
 
     def base_weights(
         self,
@@ -231,34 +189,35 @@ class WeightRows:
         n_steps: int = 1,
         compact_weights: bool = False,
     ) -> None:
-        """The swaps after `n_steps` steps at this learning rate."""
+        """The swap to the base weights, after `n_steps` steps at this learning rate; the one back takes as long."""
         self._restart()
         named, mask = self._parameters(), masked.mask
         optimizer = sparse_adamw(
             named, self.named_grads, mask, "dense", keep_base_weights=True, lr=lr, compact_weights=compact_weights
         )
-        swap = BaseWeightsSwap(optimizer)
-        checked = functools.partial(check_base_weights, swap, named)
-        if not passes(self.recorder.run, "SparseAdamW.base_weights", checked):
+        if not passes(self.recorder.run, BASE, functools.partial(check_base_weights, optimizer, named)):
             return
         for _ in range(n_steps - 1):
-            step_again(swap.optimizer)
-        changed = swapped_share(swap, named, mask.nnz)
-        size = index_itemsize(swap.optimizer)
+            step_again(optimizer)
+        changed = swapped_share(optimizer, named, mask.nnz)
+        size = index_itemsize(optimizer)
         if compact_weights:
             traffic = bounds.replace_traffic(
-                mask.numel, mask.nnz, itemsize=2, compact_itemsizes=4, index_itemsize=size, changed=changed
+                mask.numel,
+                mask.nnz,
+                itemsize=self.itemsize,
+                compact_itemsizes=2 * self.itemsize,
+                index_itemsize=size,
+                changed=changed,
             )
         else:
-            traffic = bounds.swap_traffic(mask.numel, mask.nnz, itemsize=2, index_itemsize=size, changed=changed)
-        suffix = (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
-        calls = {
-            BASE_IN: Prepared(swap.be_outside, swap.enter),
-            BASE_OUT: Prepared(swap.be_inside, swap.leave),
-        }
-        works = [self._auto_work(name + suffix, SWAP, masked, call, traffic) for name, call in calls.items()]
-        self.recorder.time(works)
-        swap.be_outside()
+            traffic = bounds.swap_traffic(
+                mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed
+            )
+        name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
+        with contextlib.ExitStack() as inside:
+            call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
+            self.recorder.time([self.recorder.work(name, self.recorder.auto(SWAP), masked.density, call, traffic)])
 
     def fine_fetches(self, masked: Masked, *, with_dense: bool) -> None:
         """Ops on single elements with `set_l2_fetch_granularity(32)`, and the dense step for comparison."""
@@ -303,23 +262,13 @@ class WeightRows:
         for param, grad in zip(named.values(), self.grads, strict=True):
             param.grad = grad
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=2)
+        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=self.itemsize)
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
     def _fused_step(self, fetches: str = "") -> Work:
         step = torch_adamw(self._parameters(), self.named_grads).step
-        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2)
+        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=self.itemsize)
         return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
-
-    def _masked_step(self, mask: MaskSet) -> Work:
-        """A masked step without sparse kernels.
-
-        Its states and copies take several times the size of the model, so it is made after the others are freed.
-        """
-        bools = [mask.bool(name).to(self.recorder.device) for name in mask.names]
-        step = masked_adamw_step(self._parameters(), self._named([grad.clone() for grad in self.grads]), bools)
-        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=2, mask_itemsize=1)
-        return self.recorder.work(MASKED, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

@@ -11,9 +11,9 @@ SparseAdamW on a random mask, which the log uses.
 from __future__ import annotations
 
 import gc
-import random
+import math
 import statistics
-import sys
+import subprocess
 import tempfile
 import time
 from argparse import Namespace
@@ -22,41 +22,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
-from tqdm import tqdm
 
 from sparse_opt import DeltaLog, MaskSet, backends
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.delta.codec.words import LEVELS
 from sparse_opt.delta.state import read_state
 from sparse_opt.delta.writer import StepInfo
-from sparse_opt.trainers.batches import TokenBatch, TokenSequence, collate
-from sparse_opt.trainers.models import disable_dropout, make_masks_skippable
+from sparse_opt.trainers.console import StepTimer
+from sparse_opt.trainers.models import make_masks_skippable
 
 from ..harness import Benchmark, WrongResult, comma_separated, not_between, one_of_each
+from ..models import make_model, model_config
 from ..rows import Case, Row, Run
-from ..shapes import LLAMA_3_2_3B_SIZES, random_model
-from .baseline.inputs import SMALL, SMALL_FOR_TILES, word_tokenizer, words_config
+from .baseline.inputs import random_pairs
 from .baseline.modes import Job, Mode, prepare
 from .baseline.peers import missing_package
-from .baseline.run import Sections, Step, dpo_steps
+from .baseline.run import Step, dpo_steps
 
 SUITE = "delta_logging"
 MODES: tuple[Mode, ...] = ("dense", "adamw8bit", "galore", "sparse", "tiles")
-DEFAULT_MODES = ("dense", "sparse")
+PATTERNS = {"sparse": "element", "tiles": "tile64"}
 N_WARMUP = 3
 N_DURABLE = 3  # appends that are waited for until they are on disk
 N_BATCHES = 8
-_FIRST_WORD, _N_WORDS = 3, 1000  # token ids of `word_tokenizer`
+# What the cases of all rows have.
+SETTINGS = ("small", "level", "density", "learning_rate", "sequence_length", "batch_size", "seed")
 
 
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument(
-        "--modes",
-        type=comma_separated,
-        default=list(DEFAULT_MODES),
-        help=f"of {','.join(MODES)} ({','.join(DEFAULT_MODES)})",
+        "--modes", type=comma_separated, default=["dense", "sparse"], help=f"of {','.join(MODES)} (dense,sparse)"
     )
     what.add_argument("--work_dir", type=Path, help="folder to log into (the system's for temporary files)")
     what.add_argument("--level", default="packed", choices=LEVELS, help="level of the patches (%(default)s)")
@@ -82,16 +78,78 @@ def problem(args: Namespace) -> str:
 def measure(args: Namespace, run: Run) -> None:
     """Measure each mode."""
     device = torch.device(args.device)
-    names = ("small", "level", "density", "learning_rate", "sequence_length", "batch_size", "seed")
-    settings = {name: getattr(args, name) for name in names}
     for mode in (mode for mode in MODES if mode in args.modes):
         with tempfile.TemporaryDirectory(prefix="sparse_opt_delta_logging_", dir=args.work_dir) as folder:
-            case = {"mode": mode, **settings, "file_system": file_system(Path(folder))}
-            _measure(run, case, mode, Path(folder), args, device)
+            disk = subprocess.run(["df", "--output=fstype", folder], capture_output=True, text=True, check=True)
+            case = {"mode": mode, **{name: getattr(args, name) for name in SETTINGS}}
+            _measure(run, case | {"file_system": disk.stdout.split()[-1]}, mode, Path(folder), args, device)
         run.save()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, device: torch.device) -> None:
+    """Measure one mode, and add its rows."""
+    config = model_config("tiny" if args.small else "3b", args.sequence_length)
+    model, mask = make_model(config, device, args.seed).train(), None
+    make_masks_skippable(model)
+    mask_file = folder / "mask.safetensors"
+    if mode in PATTERNS:
+        mask = MaskSet.random(model, density=args.density, pattern=PATTERNS[mode], seed=args.seed)
+        mask.save(mask_file)
+    job = Job(
+        algorithm="dpo",
+        mode=mode,
+        model_name="random weights",
+        dataset="random tokens",
+        mask=str(mask_file),
+        sequence_length=args.sequence_length,
+        n_steps=N_BATCHES,
+        batch_size=args.batch_size,
+        learning_rate=args.learning_rate,
+        device=str(device),
+        seed=args.seed,
+    )
+    batches = [
+        random_pairs(args.batch_size, args.sequence_length, config.vocab_size, args.seed + i).to(device)
+        for i in range(N_BATCHES)
+    ]
+    timer = StepTimer(device)
+    loop = _Loop(dpo_steps(prepare(job, model), batches, timer.section), timer, device)
+    _reset_peaks(device)
+    for _ in range(N_WARMUP):
+        loop.run()
+    plain_peaks = _peaks(device)
+    began = time.perf_counter()
+    with DeltaLog.create(folder / "log", model, level=args.level, mask=mask) as log:
+        create_s = time.perf_counter() - began
+        times, steps = _blocks(loop, log, args)
+        logged_peaks = _peaks(device)
+        durable = [_durable_ms(loop, log) for _ in range(N_DURABLE)]
+        if (found := log.step_of(model)) != log.last_step:
+            raise WrongResult(f"mode {mode}: the model has the weights of step {found}, logged {log.last_step}")
+
+    def add(metric: str, unit: str, value: float) -> None:
+        run.add(Row(suite=SUITE, case=case, metric=metric, unit=unit, value=value, n=len(steps)))
+
+    samples = {"step": times.plain, "logged step": times.logged, "append, host": times.append}
+    samples["on disk"] = durable  # from an append, on an idle machine, until it is on disk
+    for metric, values in samples.items():
+        run.add(Row.of_samples(values, suite=SUITE, case=case, metric=metric, unit="ms"))
+    for name, middle in (("mean", statistics.mean), ("median", statistics.median)):
+        add(f"slower by, {name}", "ms", middle(times.logged) - middle(times.plain))
+    add("behind", "ms", max(times.behind))  # the longest that the log took to catch up after a block
+    add("base", "s", create_s)
+    add("changed", "share", statistics.mean(info.share or 0.0 for info in steps))
+    add("a step in the log", "bytes", statistics.mean(info.bytes for info in steps))
+    add("state", "bytes", read_state(model)[0].nbytes)
+    for name, before in plain_peaks.items():
+        add(f"{name}, without a log", "bytes", before)
+        add(f"{name}, added by the log", "bytes", logged_peaks[name] - before)
+
+
+# The loop
 
 
 @dataclass
@@ -104,100 +162,12 @@ class _Times:
     behind: list[float] = field(default_factory=list)  # of `flush` after each block
 
 
-def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, device: torch.device) -> None:
-    """Measure one mode, and add its rows."""
-    model, mask = make_model(args, device), None
-    mask_file = folder / "mask.safetensors"
-    if mode in ("sparse", "tiles"):
-        pattern = "tile64" if mode == "tiles" else "element"
-        mask = MaskSet.random(model, density=args.density, pattern=pattern, seed=args.seed)
-        mask.save(mask_file)
-    loop = make_loop(mode, model, mask_file, args, device)
-    memory = Memory(device)
-    memory.reset()
-    with tqdm(total=2 * args.n_blocks, desc=f"bench delta_logging, {mode}", disable=None, leave=False) as bar:
-        for _ in range(N_WARMUP):
-            loop.run()
-        plain_memory = memory.peaks()
-
-        began = time.perf_counter()
-        log = DeltaLog.create(folder / "log", model, level=args.level, mask=mask)
-        create_s = time.perf_counter() - began
-        with log:
-            times, infos = _blocks(loop, log, memory, args, bar)
-            logged_memory = memory.peaks()
-            durable = [_durable(loop, log) for _ in range(N_DURABLE)]
-            if (found := log.step_of(model)) != log.last_step:
-                raise WrongResult(f"mode {mode}: the model has the weights of step {found}, logged {log.last_step}")
-    steps = infos[-args.n_blocks * args.n_steps :]
-
-    def add(metric: str, unit: str, value: float) -> None:
-        run.add(Row(suite=SUITE, case=case, metric=metric, unit=unit, value=value, n=len(steps)))
-
-    samples = {"step": times.plain, "logged step": times.logged, "append, host": times.append}
-    samples["on disk"] = [ms for ms, _ in durable]  # from an append, on an idle machine, until it is on disk
-    for metric, values in samples.items():
-        run.add(Row.of_samples(values, suite=SUITE, case=case, metric=metric, unit="ms"))
-    for name, middle in (("mean", statistics.mean), ("median", statistics.median)):
-        add(f"slower by, {name}", "ms", middle(times.logged) - middle(times.plain))
-    add("behind", "ms", max(times.behind))  # the longest that the log took to catch up after a block
-    add("base", "s", create_s)
-    add("changed", "share", statistics.mean(info.share or 0.0 for info in steps))
-    add("a step in the log", "bytes", statistics.mean(info.bytes for info in steps))
-    add("state", "bytes", read_state(model)[0].nbytes)
-    for name, before in plain_memory.items():
-        add(f"{name}, without a log", "bytes", before)
-        add(f"{name}, added by the log", "bytes", logged_memory[name] - before)
-
-
-def _blocks(loop: Loop, log: DeltaLog, memory: Memory, args: Namespace, bar: tqdm) -> tuple[_Times, list[StepInfo]]:
-    times, appended = _Times(), []
-
-    def append(step: int) -> None:
-        began = time.perf_counter()
-        appended.append(log.append(step))
-        times.append.append(1e3 * (time.perf_counter() - began))
-
-    def catch_up() -> None:
-        began = time.perf_counter()
-        log.flush()
-        times.behind.append(1e3 * (time.perf_counter() - began))
-
-    for _ in range(N_WARMUP):
-        loop.run(append)
-    catch_up()
-    memory.reset()
-    times.append.clear()
-    times.behind.clear()
-    for _ in range(args.n_blocks):
-        times.plain += [loop.run() for _ in range(args.n_steps)]
-        bar.update()
-        # Log the change of this block, so that each timed step logs only its own change.
-        log.append(loop.n_done)
-        log.flush()
-        times.logged += [loop.run(append) for _ in range(args.n_steps)]
-        catch_up()
-        bar.update()
-    return times, [one.wait() for one in appended]
-
-
-def _durable(loop: Loop, log: DeltaLog) -> tuple[float, StepInfo]:
-    """Milliseconds from an append, on an idle machine, until the step is on disk."""
-    loop.run()
-    began = time.perf_counter()
-    info = log.append(loop.n_done).wait()
-    return 1e3 * (time.perf_counter() - began), info
-
-
-# The loop
-
-
 @dataclass
-class Loop:
+class _Loop:
     """A training loop that can log."""
 
     step: Step
-    section: Sections
+    timer: StepTimer
     device: torch.device
     n_done: int = 0
 
@@ -211,92 +181,61 @@ class Loop:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         ms = 1e3 * (time.perf_counter() - began)
-        self.section.read()
-        loss = metrics["loss"].item()
-        if not loss == loss:
+        self.timer.read()
+        if not math.isfinite(loss := metrics["loss"].item()):
             raise WrongResult(f"step {self.n_done}: the loss is {loss}")
         return ms
 
 
-def make_model(args: Namespace, device: torch.device) -> nn.Module:
-    """A Llama with random bf16 weights, prepared like by `trainers.models.load_model`."""
-    small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
-    config = words_config(small if args.small else LLAMA_3_2_3B_SIZES, args.sequence_length)
-    model = random_model(config, device, args.seed)
-    disable_dropout(model)
-    make_masks_skippable(model)
-    return model.train()
+def _blocks(loop: _Loop, log: DeltaLog, args: Namespace) -> tuple[_Times, list[StepInfo]]:
+    """The times of alternating blocks, and what was logged in them."""
+    times, appended = _Times(), []
+
+    def append(step: int) -> None:
+        began = time.perf_counter()
+        appended.append(log.append(step))
+        times.append.append(1e3 * (time.perf_counter() - began))
+
+    for _ in range(N_WARMUP):
+        loop.run(append)
+    log.flush()
+    _reset_peaks(loop.device)
+    times.append.clear()
+    appended.clear()
+    for i in range(args.n_blocks):
+        times.plain += [loop.run() for _ in range(args.n_steps)]
+        # Log the change of this block, so that each timed step logs only its own change.
+        log.append(loop.n_done)
+        log.flush()
+        times.logged += [loop.run(append) for _ in range(args.n_steps)]
+        began = time.perf_counter()
+        log.flush()
+        times.behind.append(1e3 * (time.perf_counter() - began))
+        print(f"block {i + 1} of {args.n_blocks}", flush=True)
+    return times, [one.wait() for one in appended]
 
 
-def make_loop(mode: Mode, model: nn.Module, mask_file: Path, args: Namespace, device: torch.device) -> Loop:
-    job = Job(
-        algorithm="dpo",
-        mode=mode,
-        model_name="random weights",
-        dataset="random words",
-        mask=str(mask_file),
-        sequence_length=args.sequence_length,
-        n_steps=N_BATCHES,
-        batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        device=str(device),
-        seed=args.seed,
-    )
-    section = Sections(device)
-    return Loop(dpo_steps(prepare(job, model), _batches(args, device), section), section, device)
+def _durable_ms(loop: _Loop, log: DeltaLog) -> float:
+    """Milliseconds from an append, on an idle machine, until the step is on disk."""
+    loop.run()
+    began = time.perf_counter()
+    log.append(loop.n_done).wait()
+    return 1e3 * (time.perf_counter() - began)
 
 
-def _batches(args: Namespace, device: torch.device) -> list[TokenBatch]:
-    """Pairs of random words of exact length; the prompt is an eighth of the sequence."""
-    source, tokenizer = random.Random(args.seed), word_tokenizer()
-    length, n_prompt = args.sequence_length, args.sequence_length // 8
-
-    def words(count: int) -> list[int]:
-        return [_FIRST_WORD + source.randrange(_N_WORDS) for _ in range(count)]
-
-    def batch() -> TokenBatch:
-        prompts = [words(n_prompt) for _ in range(args.batch_size)]
-        completions = [
-            TokenSequence([*prompt, *words(length - n_prompt - 1), tokenizer.eos_token_id], n_prompt)
-            for prompt in 2 * prompts  # the chosen ones before the rejected
-        ]
-        return collate(completions, tokenizer.pad_token_id).to(device)
-
-    return [batch() for _ in range(N_BATCHES)]
+def _reset_peaks(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.memory.reset_peak_host_memory_stats()
 
 
-@dataclass(frozen=True)
-class Memory:
+def _peaks(device: torch.device) -> dict[str, int]:
     """Peaks of the device's memory and of pinned host memory; nothing on a CPU."""
-
-    device: torch.device
-
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            torch.cuda.memory.reset_peak_host_memory_stats()
-
-    def peaks(self) -> dict[str, int]:
-        if self.device.type != "cuda":
-            return {}
-        # Versions of torch count blocks in use, or all blocks of the allocator. Take the largest.
-        pinned = [n for key, n in torch.cuda.memory.host_memory_stats().items() if key.endswith("bytes.peak")]
-        return {"peak memory": torch.cuda.max_memory_allocated(self.device), "pinned memory": max(pinned)}
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that a path is on, as /proc/mounts names it: `ext4`, `tmpfs`; empty if unknown."""
-    mounts = Path("/proc/mounts")
-    if not mounts.is_file():
-        return ""
-    found = (Path("/"), "")
-    for line in mounts.read_text(encoding="utf-8").splitlines():
-        _, point, kind, *_ = line.split(" ")
-        where = Path(point.replace("\\040", " "))
-        # A later mount on the same point hides an earlier one.
-        if path.resolve().is_relative_to(where) and len(where.parts) >= len(found[0].parts):
-            found = (where, kind)
-    return found[1]
+    if device.type != "cuda":
+        return {}
+    # Versions of torch count blocks in use, or all blocks of the allocator. Take the largest.
+    pinned = [n for key, n in torch.cuda.memory.host_memory_stats().items() if key.endswith("bytes.peak")]
+    return {"peak memory": torch.cuda.max_memory_allocated(device), "pinned memory": max(pinned)}
 
 
 main = Benchmark(
@@ -308,6 +247,3 @@ main = Benchmark(
     output="bench/results/delta_logging_{device}.json",
     device="cuda",
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

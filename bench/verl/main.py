@@ -11,7 +11,6 @@ Needs verl 0.9.1 in the environment, as in that of `make test-verl`; with --smal
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -26,15 +25,17 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 from sparse_opt.masks.patterns import PATTERNS
 
-from ..distributed.models import SHAPES
 from ..harness import Benchmark, WrongResult, not_between, run_in_process
+from ..models import LLAMAS
 from ..rows import Case, Row, Run
 from . import ENVIRONMENTS
 
+# Options that the cases of all rows have, and what is the same in all runs.
 _SETTINGS = (
-    *("shape", "gpus", "density", "pattern", "sequence_length", "batch_size", "micro_batch_size", "model_dtype"),
-    *("gradient_checkpointing", "attention", "fused_kernels", "clip_grad", "learning_rate", "seed"),
+    *("shape", "gpus", "density", "pattern", "sequence_length", "batch_size", "micro_batch_size"),
+    *("gradient_checkpointing", "fused_kernels", "learning_rate", "seed"),
 )
+_FIXED = {"model_dtype": "fp32", "attention": "sdpa", "clip_grad": 1.0}
 
 _EPILOG = """examples:
   sparse-opt bench verl                                      # 3B shape on two GPUs
@@ -44,7 +45,7 @@ _EPILOG = """examples:
 
 
 def options(parser: CommandParser) -> None:
-    shapes = [name for name in SHAPES if name != "70b"]  # both engines are on the GPUs at once
+    shapes = [name for name in LLAMAS if name != "70b"]  # both engines are on the GPUs at once
     what = parser.add_argument_group("what is trained")
     what.add_argument("--shape", choices=shapes, default="3b", help="of the Llama (%(default)s)")
     what.add_argument("--density", type=float, default=0.025, help="of the random mask (%(default)s)")
@@ -52,11 +53,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--sequence_length", type=int, default=1024, help="tokens, half of them prompt (%(default)s)")
     what.add_argument("--batch_size", type=int, default=4, help="sequences of an update on each GPU (%(default)s)")
     what.add_argument("--micro_batch_size", type=int, default=2, help="of these at once (%(default)s)")
-    what.add_argument("--model_dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
-    what.add_argument(
-        "--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa", help="kernels (%(default)s)"
-    )
     what.add_argument(
         "--fused_kernels",
         choices=("none", "torch", "triton"),
@@ -64,7 +61,6 @@ def options(parser: CommandParser) -> None:
         help="verl's fused log-probabilities, as use_fused_kernels (%(default)s); without flash-attn, none is a loop "
         "over tokens",
     )
-    what.add_argument("--clip_grad", type=float, default=1.0, help="largest norm of the gradient (%(default)s)")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed updates (%(default)s)")
     run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=int, default=2, help="of this host (%(default)s)")
@@ -98,7 +94,7 @@ def problem(args: Namespace) -> str:
 
 def measure(args: Namespace, run: Run) -> None:
     """Run the engines in processes of a torchrun, and add their rows."""
-    settings = {name: getattr(args, name) for name in _SETTINGS}
+    settings = _FIXED | {name: getattr(args, name) for name in _SETTINGS}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_verl_") as temporary:
         job = settings | {"device": args.device, "n_rounds": args.n_rounds}
         job["mask_dir"] = str(args.folder or temporary)
@@ -108,11 +104,17 @@ def measure(args: Namespace, run: Run) -> None:
         )
     if result is None:
         raise SparseOptError("the run did not end")
-    if not result["check"]["met"]:
-        raise WrongResult(f"the first updates of the engines differ: {errors_line(result['check'])}")
+    check = result["check"]
+    errors = (
+        f"gradients of the active elements differ by {check['moment_error']:.1e}, expected at most "
+        f"{check['moment_tolerance']:.1e}; updates by {check['update_error']:.1e}, expected at most "
+        f"{check['update_tolerance']:.1e}"
+    )
+    if not check["met"]:
+        raise WrongResult(f"the first updates of the engines differ: {errors}")
     for row in result_rows(result, settings | {"verl": installed_version("verl")}):
         run.add(row)
-    run.note(f"the first updates agree: {errors_line(result['check'])}")
+    run.note(f"the first updates agree: {errors}")
 
 
 def result_rows(result: Mapping[str, Any], settings: Case) -> list[Row]:
@@ -130,15 +132,6 @@ def result_rows(result: Mapping[str, Any], settings: Case) -> list[Row]:
     return found
 
 
-def errors_line(check: Mapping[str, Any]) -> str:
-    """How far the first updates of the engines are from each other."""
-    return (
-        f"gradients of the active elements differ by {check['moment_error']:.1e}, expected at most "
-        f"{check['moment_tolerance']:.1e}; updates by {check['update_error']:.1e}, expected at most "
-        f"{check['update_tolerance']:.1e}"
-    )
-
-
 main = Benchmark(
     name="verl",
     doc=__doc__,
@@ -148,6 +141,3 @@ main = Benchmark(
     epilog=_EPILOG,
     output="bench/results/verl.json",
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

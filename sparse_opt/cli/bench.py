@@ -13,7 +13,6 @@ BENCHMARKS = {
         "training.baseline.main",
         "a step of DPO or GRPO end to end, full, sparse and with adapters: time by section, and peak memory",
     ),
-    "cpu_step": ("kernels.cpu_step", "the optimizer step on a CPU, sparse and torch.optim.AdamW(fused=True)"),
     "delta": (
         "delta.bench",
         "patches: bytes per changed weight, and speed, compared with other encodings of changes",
@@ -37,7 +36,7 @@ BENCHMARKS = {
     ),
     "report": ("report", "show the rows that benchmarks wrote, judge them by the targets, compare runs"),
     "scale": (
-        "scale.main",
+        "scale",
         "the largest model of one GPU: peak memory and time of a DPO step, by model size, dense, LoRA and sparse",
     ),
     "trl": ("training.trl", "a step of DPO in TRL, with its optimizer and with SparseAdamW: time, peak memory"),
@@ -46,7 +45,7 @@ BENCHMARKS = {
         "verl's actor update on several GPUs, the sparse engine compared with verl's own: time, peak memory",
     ),
     "weight_sync": (
-        "weight_sync.main",
+        "weight_sync",
         "weight updates from a trainer to another GPU: the active weights compared with all weights, time and bytes",
     ),
 }
@@ -56,7 +55,7 @@ _EPILOG = """examples:
   sparse-opt bench kernels --numel 200000000
   sparse-opt bench report bench/results/kernels_gpu.json part=tiles
   sparse-opt bench report before.json after.json
-  sparse-opt bench cpu_step --help
+  sparse-opt bench kernels --help
 """
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +15,18 @@ import pytest
 from launch import run_module
 
 sys.path.append(str(Path(__file__).parent / "kernels"))  # sanitize_ops
+
+
+def run_again(module: ModuleType, arguments: Sequence[str]) -> object:
+    """What `python -m module` does, in this process; its exit code."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the module has been imported before
+        patch.setattr(sys, "argv", [str(module.__file__), *arguments])
+        try:
+            runpy.run_module(module.__name__, run_name="__main__")
+        except SystemExit as stopped:
+            return stopped.code
+    return 0
 
 
 @pytest.fixture
@@ -28,7 +42,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     def arrange(module: ModuleType, unless: Callable[[Sequence[str]], bool] = lambda command: False) -> None:
         def run(command: Sequence[str], **kwargs: Any) -> Any:
             if list(command[:3]) == [sys.executable, "-m", module.__name__] and not unless(command):
-                return subprocess.CompletedProcess(command, module.main(command[3:]))
+                return subprocess.CompletedProcess(command, run_again(module, command[3:]))
             if module.__name__ in command:
                 return subprocess.CompletedProcess(command, run_module(command, kwargs["env"]))
             return start_process(command, **kwargs)

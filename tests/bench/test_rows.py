@@ -63,17 +63,6 @@ def test_a_file_without_a_run_is_named(tmp_path, text):
         rows.read(path)
 
 
-def test_numbers_have_few_digits_and_units_of_their_size():
-    assert [rows.number(x) for x in (0.0, 0.0071, 3.4921, 98.47, 1325.6, 12345.6)] == [
-        *("0.000", "0.007", "3.492", "98.47", "1326", "12,346"),
-    ]
-    assert rows.quantity(2**34 * 0.65, "bytes") == "10.4 GiB"
-    assert rows.quantity(0.025, "share") == "2.50 %"
-    assert rows.label({"work": "step", "density": 0.025, "lora_rank": 16, "compile": True}) == (
-        "step, density 2.5%, lora rank 16, compile"
-    )
-
-
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A repository with the module in bench/, and how to run git there."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch import Ended, run_script
@@ -15,20 +14,18 @@ from sparse_opt import backends
 CHECKOUT = Path(__file__).parents[2]
 
 
-# One case of half a second or less; slower by some hundred times, no burst of a neighbour's work explains it.
 ONE_CASE = ["-k", "test_op and cpu and indexed_swap_ and bf16 and 0.1", "--bench_numel", "20000", "--bench_rounds", "5"]
 SPOILED = """
-import time
 from sparse_opt import ops
 
 true_op = ops.indexed_swap_
 
-def {kind}(dense, *others, backend, **options):
+def wrong(dense, *others, backend, **options):
     if backend != "reference":
-        {action}
+        dense[0].zero_()
     true_op(dense, *others, backend=backend, **options)
 
-ops.indexed_swap_ = {kind}
+ops.indexed_swap_ = wrong
 """
 
 
@@ -86,49 +83,13 @@ def needs_extension():
 
 
 def test_a_wrong_result_is_not_timed(tmp_path, needs_extension):
-    (tmp_path / "spoiled.py").write_text(SPOILED.format(kind="wrong", action="dense[0].zero_()"))
+    (tmp_path / "spoiled.py").write_text(SPOILED)
     path = tmp_path / "bench.json"
     options = ["-p", "spoiled", *ONE_CASE, "--benchmark-json", str(path)]
     done = run_suite(*options, plugins=tmp_path)
     assert done.returncode == 1
     assert "WrongResult: indexed_swap_ on backend cpu" in done.stdout
     assert not path.is_file() or json.loads(path.read_text() or '{"benchmarks": []}')["benchmarks"] == []
-
-
-COMPARISON = "--benchmark-compare-fail=median:100%"
-
-
-def write_with_median(path: Path, report: Any, seconds: float) -> Path:
-    """Write a results file in which every case has taken so long: how busy the machine is does not matter then."""
-    for case in report["benchmarks"]:
-        case["stats"]["median"] = seconds
-    path.write_text(json.dumps(report))
-    return path
-
-
-@pytest.fixture(scope="module")
-def baseline(tmp_path_factory, needs_extension):
-    """The results file of some cases, and the words that run them."""
-    path = tmp_path_factory.mktemp("baseline") / "baseline.json"
-    cases = ["-k", "test_op and indexed_swap_ and bf16 and 0.1", "--bench_numel", "20000", "--bench_rounds", "5"]
-    assert run_suite(*cases, "--benchmark-json", str(path)).returncode == 0
-    return path, cases
-
-
-def test_a_slower_op_fails_the_comparison(tmp_path, baseline):
-    path, cases = baseline
-    path = write_with_median(tmp_path / "baseline.json", json.loads(path.read_text()), 0.01)
-    (tmp_path / "spoiled.py").write_text(SPOILED.format(kind="slow", action="time.sleep(0.1)"))
-    slow = run_suite("-p", "spoiled", *cases, f"--benchmark-compare={path}", COMPARISON, plugins=tmp_path)
-    assert slow.returncode != 0
-    assert "Performance has regressed" in slow.stdout + slow.stderr
-
-
-def test_cases_that_are_as_fast_pass_the_comparison(tmp_path, baseline):
-    path, cases = baseline
-    path = write_with_median(tmp_path / "baseline.json", json.loads(path.read_text()), 10.0)
-    compared = run_suite(*cases, f"--benchmark-compare={path}", COMPARISON)
-    assert compared.returncode == 0 and "Comparing against benchmarks from:" in compared.stdout + compared.stderr
 
 
 def test_every_case_of_the_committed_run_exists(needs_extension, collection):

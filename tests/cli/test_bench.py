@@ -15,10 +15,10 @@ def test_every_benchmark_is_there_and_has_help(sparse_opt, name):
 
 def test_hands_over_arguments_and_exit_code(sparse_opt, monkeypatch):
     seen = []
-    monkeypatch.setattr("sparse_opt.bench.kernels.cpu_step.main", lambda argv: seen.append(argv) or 1)
-    assert sparse_opt("bench", "cpu-step", "--threads", 1).code == 1
-    assert seen == [["--threads", "1"]]
+    monkeypatch.setattr("sparse_opt.bench.kernels.table.main", lambda argv: seen.append(argv) or 1)
+    assert sparse_opt("bench", "kernels", "--seed", 1).code == 1
+    assert seen == [["--seed", "1"]]
 
 
 def test_unknown_benchmark(sparse_opt):
-    assert "cpu_step" in sparse_opt("bench", "cpu_stp").failed_in_one_line(2)
+    assert "kernels" in sparse_opt("bench", "kernel").failed_in_one_line(2)

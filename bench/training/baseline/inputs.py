@@ -10,44 +10,29 @@ from typing import Any
 
 import torch
 
-from ...shapes import llama_config, random_model
+from sparse_opt.trainers.batches import TokenBatch, TokenSequence, collate
+
+from ...models import Shape, make_model, model_config
 
 N_WORDS = 1000
-
-
-SMALL = {"hidden": 64, "intermediate": 160, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "vocab": 2048}
-# Where tiles are trained: 2.5 % of the feed-forward matrices' 32 tiles of 64 by 64 is one.
-SMALL_FOR_TILES = {**SMALL, "hidden": 256, "intermediate": 512, "head_dim": 64}
 
 
 def words_config(sizes: Mapping[str, int], max_length: int) -> Any:
     """The configuration of a Llama of these sizes for the tokens of `word_tokenizer`."""
     tokenizer = word_tokenizer()
-    return llama_config(
-        sizes,
-        max_length,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    shape = Shape("llama", sizes, tied=True)
+    return model_config(shape, max_length, bos_token_id=None, eos_token_id=eos, pad_token_id=pad)
 
 
 def make_checkpoint(folder: Path, config: Any, *, seed: int, device: torch.device) -> None:
     """A model with random bf16 weights, and a tokenizer of one token a word, in Hugging Face format."""
-    model: Any = random_model(config, device, seed)
+    model: Any = make_model(config, device, seed)
     model.save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the runs are other processes on the same GPU
-
-
-def without_weights(config: Any) -> Any:
-    """The causal language model of a configuration on the meta device: names and shapes, and no memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def word_tokenizer() -> Any:
@@ -78,6 +63,14 @@ def preference_pairs(n: int, sequence_length: int, seed: int, n_prompt: int | No
         {"prompt": words(n_prompt), "chosen": f" {words(n_completion)}", "rejected": f" {words(n_completion)}"}
         for _ in range(n)
     ]
+
+
+def random_pairs(n: int, sequence_length: int, vocab: int, seed: int) -> TokenBatch:
+    """Pairs of random sequences, the chosen ones before the rejected; an eighth of each is the prompt of both."""
+    generator, n_prompt = torch.Generator().manual_seed(seed), sequence_length // 8
+    ids = torch.randint(vocab, (2, n, sequence_length), generator=generator)
+    ids[1, :, :n_prompt] = ids[0, :, :n_prompt]
+    return collate([TokenSequence(row, n_prompt) for row in ids.flatten(0, 1).tolist()], pad_id=0)
 
 
 def write_pairs(path: Path, pairs: list[dict[str, str]]) -> None:

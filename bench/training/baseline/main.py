@@ -9,12 +9,11 @@ and random weights, and the mask is random.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from argparse import Namespace
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import nn
@@ -26,22 +25,14 @@ from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.trainers.pretrained import load_config_from
 
-from ...harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ...harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ...models import without_weights
 from ...rows import Case, Run
-from ...shapes import LLAMA_3_2_3B_SIZES
-from .inputs import (
-    SMALL,
-    SMALL_FOR_TILES,
-    make_checkpoint,
-    preference_pairs,
-    without_weights,
-    words_config,
-    write_pairs,
-)
+from ...shapes import LLAMA_3_2_3B_SIZES, TINY_SIZES
+from .inputs import make_checkpoint, preference_pairs, words_config, write_pairs
 from .modes import Job, Mode
 from .peers import GALORE_RANK, missing_package
 from .results import result_rows, wrong_results
-from .shira import require_shira_rank, shira_rank
 
 MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
@@ -58,16 +49,13 @@ _OF_GRPO = ("n_generations", "max_new_tokens")
 
 
 _EPILOG = """examples:
-  sparse-opt bench baseline dpo                                        # Llama-3.2-3B's shape, one pair of 512 tokens
-  sparse-opt bench baseline dpo --gradient_checkpointing --modes dense,sparse
   sparse-opt bench baseline dpo --modes dense,adamw8bit,galore,lora,qlora,sparse,tiles
-  sparse-opt bench baseline dpo --modes sparse,lora,shira --lora_rank 46
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
   sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
   sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs --share_prompts
   sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
-  sparse-opt bench baseline dpo --model_name M --mask masks/FILE --dataset pairs.jsonl --batch_size 4
+  sparse-opt bench baseline dpo --model_name M --dataset pairs.jsonl --batch_size 4
   sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
 """
 
@@ -85,24 +73,15 @@ def options(parser: CommandParser) -> None:
         "--model_name",
         help="hub name or local folder; default: Llama-3.2-3B's shape, random weights",
     )
-    what.add_argument("--checkpoint", type=Path, help="local folder with the weights to start from")
-    what.add_argument("--mask", type=Path, help="mask file of mode sparse; default: a random one")
     what.add_argument(
-        "--density", type=float, default=0.025, help="of the random masks, and of mode shira (%(default)s)"
-    )
-    what.add_argument(
-        "--pattern",
-        choices=(*PATTERNS, None),
-        help="of mode sparse's random mask (default: element, one by one)",
+        "--density", type=float, default=0.025, help="of the random masks of modes sparse and tiles (%(default)s)"
     )
     what.add_argument(
         "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
     )
     add_tensor_choice(parser.add_argument_group("tensors of the random masks"))
     what.add_argument("--lora_rank", type=int, default=16, help="of modes lora and qlora (%(default)s)")
-    what.add_argument(
-        "--shira_rank", type=int, help="of mode shira; default: that whose density is closest to the mask's"
-    )
+    what.add_argument("--shira_rank", type=int, help="of mode shira (46: 2.2 %% of the weights; of a tiny shape 1)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
     what.add_argument(
         "--precomputed_reference",
@@ -118,7 +97,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument(
         "--cuda_graphs",
         action="store_true",
-        help="dpo on random words, modes sparse and tiles: replay steps as CUDA graphs",
+        help="dpo, modes sparse and tiles, on a GPU: replay steps as CUDA graphs",
     )
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("data")
@@ -157,43 +136,27 @@ def problem(args: Namespace) -> str:
         return error
     if args.precomputed_reference and args.algorithm != "dpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
-    if error := _prompt_problem(args) or _graphs_problem(args):
+    if args.cuda_graphs and args.n_warmup < _STEPS_BEFORE_REPLAYS:
+        return f"--n_warmup is {args.n_warmup}, expected at least {_STEPS_BEFORE_REPLAYS} with --cuda_graphs"
+    if args.cuda_graphs and not (args.algorithm == "dpo" and set(args.modes) <= {"sparse", "tiles"}):
+        return "--cuda_graphs is of dpo, and needs --modes of sparse,tiles"
+    if error := _prompt_problem(args):
         return error
-    own_model = args.model_name is not None or args.checkpoint is not None
-    if args.small and own_model:
-        return "--small makes a model of its own: leave out --model_name and --checkpoint"
-    if args.dataset is not None and not own_model:
-        return f"--dataset {args.dataset} needs a model that reads text: --model_name or --checkpoint"
-    if args.checkpoint is not None and not (args.checkpoint / "config.json").is_file():
-        return f"--checkpoint {args.checkpoint}: expected a folder with config.json and weights"
-    if args.mask is not None and not args.mask.is_file():
-        return f"--mask {args.mask}: no such file"
+    if args.small and args.model_name is not None:
+        return "--small makes a model of its own: leave out --model_name"
+    if args.dataset is not None and args.model_name is None:
+        return f"--dataset {args.dataset} needs a model that reads text: --model_name"
     file = Path(args.dataset or "")
     if file.suffix in (".json", ".jsonl", ".csv", ".parquet") and not file.exists():
         return f"--dataset {args.dataset}: no such file"
-    if args.mask is not None and args.pattern is not None:
-        return f"--pattern {args.pattern} is of a random mask, and --mask {args.mask} has its own: leave one out"
-    random = "tiles" in args.modes or ("sparse" in args.modes and args.mask is None)
-    if not random and (args.include or args.exclude or args.mlp_only):
+    if {"sparse", "tiles"}.isdisjoint(args.modes) and (args.include or args.exclude or args.mlp_only):
         return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
+    args.shira_rank = args.shira_rank or (1 if args.small else 46)
     if args.kernel_time and device == "cpu":
         return f"--kernel_time needs a GPU, and the device is {device}"
     if "qlora" in args.modes and args.algorithm == "grpo" and device == "cpu":
         return "mode qlora of grpo needs a GPU: on a CPU bitsandbytes repacks its weights when completions are sampled"
     return missing_package(args.modes)
-
-
-def _graphs_problem(args: Namespace) -> str:
-    """Return the error in the options for CUDA graphs; empty if they are valid."""
-    if not args.cuda_graphs:
-        return ""
-    if args.algorithm != "dpo" or args.dataset is not None:
-        return "--cuda_graphs is of dpo on random words: leave out --dataset"
-    if not set(args.modes) <= {"sparse", "tiles"} or args.device == "cpu":
-        return "--cuda_graphs needs a GPU and --modes of sparse,tiles"
-    if args.n_warmup < _STEPS_BEFORE_REPLAYS:
-        return f"--n_warmup is {args.n_warmup}, expected at least {_STEPS_BEFORE_REPLAYS} with --cuda_graphs"
-    return ""
 
 
 def _prompt_problem(args: Namespace) -> str:
@@ -218,9 +181,10 @@ def measure(args: Namespace, run: Run) -> None:
         jobs, common = _prepare(Path(folder), args)
         results = []
         for job in jobs:
-            result = _run(job, Path(folder))
+            # In a process of its own, so that its peaks are its own.
+            result = run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), Path(folder))
             if result is None:
-                run.note(f"not measured: mode {job.name}, whose run failed")
+                run.note(f"{NOT_MEASURED}: mode {job.name}, whose run failed")
                 run.completed = False
                 continue
             results.append(result)
@@ -237,35 +201,21 @@ def _case(job: Job, args: Namespace) -> Case:
     if job.mode in ranks:
         name = ranks[job.mode]
         return case | {name: GALORE_RANK if job.mode == "galore" else getattr(args, name)}
-    pattern = args.tile_pattern if job.mode == "tiles" else args.pattern or "element"
-    if job.mode == "sparse" and args.mask is not None:
-        pattern = f"mask {args.mask.name}"
-    return case | {"pattern": pattern} if job.mode in ("sparse", "tiles") else case
+    patterns = {"sparse": "element", "tiles": args.tile_pattern}
+    return case | ({"pattern": patterns[job.mode]} if job.mode in patterns else {})
 
 
 def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
     """Make the missing model, masks and data in the folder; return each mode's job, and what all cases have."""
-    given = args.checkpoint or args.model_name
-    model_name = str(args.model_name or args.checkpoint or folder / "model")
-    small = SMALL_FOR_TILES if "tiles" in args.modes else SMALL
-    sizes = small if args.small else LLAMA_3_2_3B_SIZES
-    config = load_config_from(given) if given else words_config(sizes, args.sequence_length)
+    model_name = args.model_name or str(folder / "model")
+    sizes = TINY_SIZES if args.small else LLAMA_3_2_3B_SIZES
+    config = load_config_from(args.model_name) if args.model_name else words_config(sizes, args.sequence_length)
     model = without_weights(config)
-    mask_file, mask = args.mask, None
-    if "sparse" in args.modes and mask_file is None:
-        mask_file = folder / "mask.safetensors"
-        _random_mask(model, args, args.pattern or "element").save(mask_file)
-    if mask_file is not None and not {"sparse", "shira"}.isdisjoint(args.modes):
-        mask = MaskSet.load(mask_file, model)
-    tile_mask_file = folder / "tile_mask.safetensors"
-    if "tiles" in args.modes:
-        _random_mask(model, args, args.tile_pattern).save(tile_mask_file)
-    if "shira" in args.modes:
-        if args.shira_rank is None:
-            density = args.density if args.mask is None or mask is None else mask.density_of(model)
-            args.shira_rank = shira_rank(model, density)
-        require_shira_rank(model, args.shira_rank)
-    if not given:
+    masks = {mode: str(folder / f"{mode}.safetensors") for mode in args.modes}
+    for mode, pattern in (("sparse", "element"), ("tiles", args.tile_pattern)):
+        if mode in args.modes:
+            _random_mask(model, args, pattern).save(masks[mode])
+    if not args.model_name:
         print(f"making a checkpoint in {folder}", flush=True)
         make_checkpoint(Path(model_name), config, seed=args.seed, device=torch.device(args.device))
     dataset = args.dataset
@@ -281,17 +231,15 @@ def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
     names = (*_SETTINGS, *(_OF_GRPO if args.algorithm == "grpo" else ()))
     case = {
         "algorithm": args.algorithm,
-        "model": model_name if given else "random weights",
+        "model": args.model_name or "random weights",
         "numel": sum(parameter.numel() for parameter in model.parameters()),
         **{name: getattr(args, name) for name in names},
     }
     shared = {field.name: getattr(args, field.name) for field in fields(Job) if hasattr(args, field.name)} | {
         "model_name": model_name,
-        "checkpoint": None if args.checkpoint is None else str(args.checkpoint),
         "dataset": dataset,
         "subset_size": args.subset_size if args.dataset is not None else None,
     }
-    masks = {mode: str(tile_mask_file if mode == "tiles" else mask_file) for mode in args.modes}
     jobs = [Job(**(shared | {"mode": mode, "mask": masks[mode], "share_prompts": False})) for mode in args.modes]
     if args.share_prompts:
         jobs = [job for separate in jobs for job in (separate, replace(separate, share_prompts=True))]
@@ -310,11 +258,6 @@ def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
         raise ConfigError(str(error)) from error
 
 
-def _run(job: Job, folder: Path) -> dict[str, Any] | None:
-    """One mode in a process of its own, so that its peaks are its own; None, with its error printed, if it failed."""
-    return run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), folder)
-
-
 main = Benchmark(
     name="baseline",
     doc=__doc__,
@@ -325,6 +268,3 @@ main = Benchmark(
     output="bench/results/baseline_{algorithm}.json",
     device="cuda",
 ).main
-
-if __name__ == "__main__":
-    sys.exit(main())

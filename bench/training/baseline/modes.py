@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,8 +13,7 @@ from sparse_opt.optim import SparseOptimizer
 from sparse_opt.trainers.models import add_lora
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 
-from .peers import adamw8bit, add_qlora, galore
-from .shira import add_shira
+from .peers import adamw8bit, add_qlora, add_shira, galore
 
 Mode = Literal["dense", "adamw8bit", "galore", "sparse", "tiles", "lora", "qlora", "shira"]
 
@@ -32,7 +30,6 @@ class Job:
     algorithm: Literal["dpo", "grpo"]
     mode: Mode
     model_name: str
-    checkpoint: str | None = None
     dataset: str
     subset_size: int | None = None
     mask: str
@@ -44,7 +41,7 @@ class Job:
     batch_size: int
     learning_rate: float
     lora_rank: int = 1
-    shira_rank: int | None = None  # required by mode shira
+    shira_rank: int = 1
     gradient_checkpointing: bool = False
     compile: bool = False  # the model's layers, with torch.compile
     share_prompts: bool = False  # a prompt is computed once for its completions, except while they are sampled
@@ -58,12 +55,6 @@ class Job:
     def name(self) -> str:
         """The mode, and whether prompts are shared: each job of a benchmark has another name."""
         return shared_name(self.mode) if self.share_prompts else self.mode
-
-    @property
-    def tokenizer(self) -> str:
-        """The checkpoint if it has a tokenizer, else the model."""
-        has_one = self.checkpoint is not None and (Path(self.checkpoint) / "tokenizer_config.json").is_file()
-        return str(self.checkpoint) if has_one else self.model_name
 
 
 def prepare(job: Job, policy: nn.Module) -> Trained:
@@ -97,7 +88,6 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     elif job.mode == "qlora":
         adapted = add_qlora(policy, job.lora_rank)
     else:
-        assert job.shira_rank is not None
         adapted = add_shira(policy, job.shira_rank, job.seed)
     return adapter_training(adapted, job.learning_rate)
 

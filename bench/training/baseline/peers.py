@@ -1,4 +1,4 @@
-"""Full training with less memory, by other packages: 8-bit AdamW and GaLore; and the quantized base of QLoRA."""
+"""Other packages: 8-bit AdamW and GaLore, full training with less memory; QLoRA and SHiRA, adapters."""
 
 from __future__ import annotations
 
@@ -95,3 +95,18 @@ def add_lora_to_quantized(model: Any, rank: int) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def add_shira(model: Any, rank: int, seed: int) -> Any:
+    """Sparse high-rank adapters (SHiRA, https://arxiv.org/abs/2406.13175) on the layers of `add_lora`.
+
+    Each adapted weight of m x n has rank * (m + n) bf16 values at random positions, drawn by PEFT on the CPU with the
+    same seed for every layer. They are added to `model` itself, and initially change nothing.
+
+    Returns:
+        The model in a PEFT wrapper, whose `disable_adapter()` restores the initial weights.
+    """
+    from peft import ShiraConfig, get_peft_model
+
+    config = ShiraConfig(r=rank, target_modules="all-linear", random_seed=seed, task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=False)

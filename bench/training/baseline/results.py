@@ -18,10 +18,9 @@ FIRST_LOSS_ATOL = 1e-3
 FIRST_RATIO_ATOL = 1e-3
 # Compiled, the two passes are fused differently and round their bf16 values at different places: 0.012 on an H200.
 COMPILED_LOSS_ATOL = 0.05
-# Shared prompts round differently: errors of a bf16 norm, 2^-8 each, and of the gradients it is taken of.
-SHARED_NORM_RTOL = 0.02
-# A section whose launches take this share of the time between its events was waiting for them.
-HOST_BOUND = 0.9
+# Shared prompts round differently: errors of a bf16 norm, 2^-8 each, and of the gradients it is taken of. DPO's are
+# proportional to the sigmoid of minus the margin, which differs by a tenth where compiled losses differ by 0.05.
+SHARED_NORM_RTOL = 0.15
 # Keys of the cases of single modes, which other modes do not have.
 OF_A_MODE = ("pattern", "lora_rank", "shira_rank", "galore_rank")
 
@@ -30,8 +29,7 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
     """The rows of a mode: medians over the steps after the warm-up, and memory.
 
     A step's time is its wall time. Sections are timed on the device; steps that are CUDA graphs have none. `launched`
-    is the time until the host had launched the step, `waits for the host` the share of a step's time in sections that
-    take the host nearly all of their time to launch. CPU time is kept where there is no GPU. `new projections` is what
+    is the time until the host had launched the step. CPU time is kept where there is no GPU. `new projections` is what
     GaLore's first step takes longer than the others, as it does again every 200 steps, which the medians do not show.
 
     Args:
@@ -43,29 +41,19 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
     peers: dict[str, float | Case] = {} if case["mode"] == "dense" else {"dense": dense}
     if case.get("share_prompts"):
         peers = peers | {"separate rows": {"share_prompts": None}}
-    sections = list(timed[0]["section_s"])
-    device, host = (
-        {name: statistics.median(step[kind][name] for step in timed) for name in sections}
-        for kind in ("section_s", "section_host_s")
-    )
+    sections = {name: statistics.median(step["section_s"][name] for step in timed) for name in timed[0]["section_s"]}
 
     def time(metric: str, seconds: float, **others: Any) -> Row:
         return Row(suite=SUITE, case=case, metric=metric, unit="ms", value=1e3 * seconds, n=len(timed), **others)
 
     whole = [1e3 * step["step_s"] for step in timed]
     rows = [Row.of_samples(whole, suite=SUITE, case=case, metric="whole step", unit="ms", peers=peers)]
-    rows += [time(name, seconds) for name, seconds in device.items()]
+    rows += [time(name, seconds) for name, seconds in sections.items()]
     if case["mode"] == "galore":
-        longer = result["steps"][0]["section_s"]["step"] - device["step"]
+        longer = result["steps"][0]["section_s"]["step"] - sections["step"]
         rows.append(Row(suite=SUITE, case=case, metric="new projections", unit="ms", value=1e3 * longer))
-    launched = statistics.median(step["host_s"] for step in timed)
     if on_gpu:
-        rows.append(time("launched", launched))
-        parts = [(device[name], host[name]) for name in sections]
-        parts = parts or [(rows[0].value / 1e3, launched)]  # a graph has no sections
-        waiting = sum(on_device for on_device, on_host in parts if on_host >= HOST_BOUND * on_device)
-        share = waiting / sum(on_device for on_device, _ in parts)
-        rows.append(Row(suite=SUITE, case=case, metric="waits for the host", unit="share", value=share))
+        rows.append(time("launched", statistics.median(step["host_s"] for step in timed)))
     else:
         rows.append(time("CPU time", statistics.median(step["cpu_s"] for step in timed), peers=peers))
     if result["kernel_s"] is not None:
@@ -115,23 +103,10 @@ def wrong_results(algorithm: str, results: Sequence[Mapping[str, Any]], *, compi
         shared = by_mode.get(shared_name(mode))
         if shared is None:
             continue
-        one, other = shared["steps"][0], separate["steps"][0]
-        expected = other["grad_norm"]
-        if algorithm == "dpo":
-            expected *= _slope(one["loss"]) / _slope(other["loss"])
-        if not math.isclose(one["grad_norm"], expected, rel_tol=SHARED_NORM_RTOL):
-            wrong.append(
-                f"mode {shared['mode']} begins with a gradient norm of {one['grad_norm']}, expected {expected}"
-            )
+        found, expected = shared["steps"][0]["grad_norm"], separate["steps"][0]["grad_norm"]
+        if not math.isclose(found, expected, rel_tol=SHARED_NORM_RTOL):
+            wrong.append(f"mode {shared['mode']} begins with a gradient norm of {found}, expected {expected}")
     digests = {result["mode"]: result["data_digest"] for result in results}
     if len(set(digests.values())) > 1:
         wrong.append(f"the modes trained on different data, with digests {digests}")
     return wrong
-
-
-def _slope(loss: float) -> float:
-    """The factor of a DPO gradient that depends on the loss: sigmoid(-beta h) of a pair's loss -log sigmoid(beta h).
-
-    Of a batch's mean loss it is an approximation. 1 for a loss that no pair can have.
-    """
-    return -math.expm1(-loss) if loss > 0 else 1.0

@@ -1,7 +1,5 @@
 """One mode of the end-to-end benchmark, in a process of its own.
 
-    python -m sparse_opt.bench.training.baseline.run JOB RESULT
-
 The step is that of `trainers/dpo.py` or `trainers/grpo.py`. It has these sections:
 
 | section | |
@@ -24,8 +22,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,26 +54,6 @@ from ...harness import job_main
 from .modes import Job, held_bytes, n_tiled, n_trained, prepare
 
 DPO_BETA, GRPO_BETA = 0.1, 0.04
-
-
-class Sections:
-    """Seconds of each section of a step, on the device and on the host that launches it."""
-
-    def __init__(self, device: torch.device):
-        self._timer = StepTimer(device)
-        self._host: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        with self._timer.section(name):
-            yield
-        self._host[name] = self._host.get(name, 0.0) + time.perf_counter() - began
-
-    def read(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(on the device, on the host) since the last read; the device's work must have been waited for."""
-        host, self._host = self._host, {}
-        return self._timer.read(), host
 
 
 Step = Callable[[int], dict[str, Tensor]]  # number of the step, from 0 -> device scalars
@@ -147,8 +124,7 @@ def even_share(batch: TokenBatch) -> Tensor:
 def run(job: Job) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step."""
     device = torch.device(job.device)
-    source = job.checkpoint or job.model_name
-    tokenizer = load_tokenizer_from(job.tokenizer)
+    tokenizer = load_tokenizer_from(job.model_name)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if job.algorithm == "grpo" and tokenizer.eos_token_id is None:
         raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout needs")
@@ -163,11 +139,11 @@ def run(job: Job) -> dict[str, Any]:
         examples = [prompt.ids[-longest:] for prompt in prompts[: job.subset_size]]
     order = shuffled(len(examples), job.seed, 0, job.n_steps * job.batch_size)
     chosen = [[examples[k] for k in indices] for indices in chunks(order, job.batch_size)]
-    model = load_model(source, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
+    model = load_model(job.model_name, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
     trained = prepare(job, model)
     if job.compile:
         trained.compile()
-    section = Sections(device)
+    timer = StepTimer(device)
     if job.cuda_graphs:
         require_graphs(trained.policy, trained.optimizer, device)
     if job.share_prompts:
@@ -182,14 +158,14 @@ def run(job: Job) -> dict[str, Any]:
         if job.cuda_graphs:
             step = graphed(trained, batches, references)
         else:
-            step = dpo_steps(trained, batches, section, references)
+            step = dpo_steps(trained, batches, timer.section, references)
     else:
         data = chosen
-        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, section)
+        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, timer.section)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    steps = take_steps(step, job.n_steps, section, device)
+    steps = take_steps(step, job.n_steps, timer, device)
     on_gpu = device.type == "cuda"
     return {
         "mode": job.name,
@@ -204,7 +180,7 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def take_steps(step: Step, n_steps: int, section: Sections, device: torch.device) -> list[dict[str, Any]]:
+def take_steps(step: Step, n_steps: int, timer: StepTimer, device: torch.device) -> list[dict[str, Any]]:
     """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section.
 
     cpu_s is the CPU time of all threads, which other work on the machine disturbs less.
@@ -218,15 +194,13 @@ def take_steps(step: Step, n_steps: int, section: Sections, device: torch.device
         launched = time.perf_counter()
         synchronize()
         ended, cpu_ended = time.perf_counter(), time.process_time()
-        on_device, on_host = section.read()
         steps.append(
             {
                 **{name: _finite(value.item(), name, i) for name, value in metrics.items()},
                 "step_s": ended - began,
                 "host_s": launched - began,
                 "cpu_s": cpu_ended - cpu_began,
-                "section_s": on_device,
-                "section_host_s": on_host,
+                "section_s": timer.read(),
             }
         )
     return steps
@@ -262,10 +236,5 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that a JSON file describes and write the measurements to another."""
-    return job_main(lambda job: run(Job(**job)), argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(job_main(lambda job: run(Job(**job))))

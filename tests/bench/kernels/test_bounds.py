@@ -143,7 +143,6 @@ def test_each_op_counts_what_it_reads_and_writes_when_all_is_active():
     assert bounds.of_gather({"dense": dense, "indices": indices, "out": torch.empty(n)}) == Traffic(n * (2 + 4 + 4))
     assert bounds.of_apply({"dense": dense, "indices": indices}) == everywhere._replace(copied=n * (2 + 6))
     assert bounds.dense_adamw_traffic(n, param_itemsize=2) == Traffic(n * 14)
-    assert bounds.dense_adamw_traffic(n, param_itemsize=2, mask_itemsize=1) == Traffic(n * (14 + 1 + 4))
     assert bounds.dense_clip_traffic(n, grad_itemsize=2) == Traffic(n * 6)
 
 

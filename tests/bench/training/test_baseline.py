@@ -20,7 +20,7 @@ from sparse_opt.bench import report, rows
 from sparse_opt.bench.rows import Run
 from sparse_opt.bench.training.baseline import main as baseline
 from sparse_opt.bench.training.baseline import run as baseline_run
-from sparse_opt.bench.training.baseline.results import HOST_BOUND, MEMORY, SHARED_NORM_RTOL, result_rows, wrong_results
+from sparse_opt.bench.training.baseline.results import MEMORY, SHARED_NORM_RTOL, result_rows, wrong_results
 from sparse_opt.cli.main import main
 
 SECTIONS = ["reference", "forward", "backward", "clip", "step"]
@@ -73,9 +73,9 @@ def test_dpo_in_all_modes(tmp_path, bench, in_this_process):
     for mode in ("lora", "shira"):
         assert (held[mode]["grad"], held[mode]["state"]) == (2 * trained[mode], 4 * trained[mode])
         assert held[mode]["weights"] == 2 * (numel + trained[mode]) and "reference" not in held[mode]
-    # Of each layer: q, o 64 x 64; k, v 32 x 64; gate, up, down 160 x 64. 2.5 % of their 86,016 is 0.96 x rank 1.
+    # Of each layer: q, o 256 x 256; k, v 128 x 256; gate, up, down 512 x 256.
     assert found["shira"]["whole step"].case["shira_rank"] == 1
-    assert trained["shira"] == 2 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (160 + 64))
+    assert trained["shira"] == 2 * (2 * (256 + 256) + 2 * (128 + 256) + 3 * (512 + 256))
     assert held["shira"]["indices"] == 8 * trained["shira"]
     assert held["dense"]["reference"] == held["dense"]["weights"] == 2 * numel
     assert (held["sparse"]["grad"], held["sparse"]["state"]) == (2 * trained["sparse"], 8 * trained["sparse"])
@@ -102,7 +102,7 @@ def test_dpo_with_shared_prompts(tmp_path, bench, in_this_process):
 
 
 def test_a_missing_mode_with_shared_prompts_is_a_failure(monkeypatch, bench):
-    monkeypatch.setattr(baseline, "_run", lambda job, folder: None)
+    monkeypatch.setattr(baseline, "run_in_process", lambda *args: None)
     code, _, err = bench("dpo", "--small", "--modes", "dense", "--share_prompts")
     assert code == 1
     lines = [f"not measured: mode {name}, whose run failed" for name in ("dense", "dense, shared prompts")]
@@ -136,7 +136,6 @@ def test_grpo_with_tiles(tmp_path, bench, run_here):
             "--modes dense,fast: expected some of dense, adamw8bit, galore, sparse,",
         ),
         (["grpo", "--small", "--sequence_length", 64], "--sequence_length is 64, expected at least 129"),
-        (["dpo", "--small", "--mask", __file__, "--pattern", "tile64"], "--pattern tile64 is of a random mask"),
         (
             ["dpo", "--small", "--modes", "tiles", "--density", 0.001],
             "density 0.001 is less than one unit of tile64 in each tensor",
@@ -144,7 +143,10 @@ def test_grpo_with_tiles(tmp_path, bench, run_here):
         (["dpo", "--small", "--modes", "dense,lora", "--mlp_only"], "--modes dense,lora draws none"),
         (["dpo", "--small", "--exclude", "*"], "no tensor of the model is chosen by include, exclude and mlp_only"),
         (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl needs a model"),
-        (["dpo", "--small", "--modes", "sparse", "--cuda_graphs"], "--cuda_graphs needs a GPU and --modes of sparse"),
+        (
+            ["dpo", "--small", "--modes", "lora", "--cuda_graphs"],
+            "--cuda_graphs is of dpo, and needs --modes of sparse",
+        ),
         (
             ["dpo", "--small", "--sequence_length", 8, "--prompt_share", 0.9],
             "--prompt_share 0.9 of 8 tokens is a prompt of 7, expected 1 to 6",
@@ -159,74 +161,23 @@ def test_a_wrong_call_ends_with_2_and_one_line(bench, words, message):
     assert message in err
 
 
-def test_a_mask_of_another_model(tmp_path, bench):
-    mask = MaskSet.random({"model.embed_tokens.weight": (10, 4), "other": (3, 3)}, density=0.5)
-    mask.save(tmp_path / "mask.safetensors")
-    code, out, err = bench("dpo", "--small", "--mask", tmp_path / "mask.safetensors")
-    assert code == 1
-    assert out == ""  # found out before any work
-    assert len(err.splitlines()) == 1, err
-    assert str(tmp_path / "mask.safetensors") in err and "other" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--density", 0.9], "SHiRA cannot have density 0.9: it needs rank 35, and the smallest"),
-        (["--shira_rank", 33], "SHiRA of rank 33 needs 4224 values of a weight of 64 x 64 = 4096"),
-    ],
-)
-def test_what_shira_cannot_have(bench, words, message):
-    code, out, err = bench("dpo", "--small", "--modes", "dense,shira", *words)
-    assert (code, out) == (2, "")  # found out before any work
-    assert len(err.splitlines()) == 1, err
-    assert message in err
-
-
-@pytest.mark.parametrize(
-    ("words", "patterns"),
-    [
-        ((), {"sparse": "element", "tiles": "tile64"}),
-        (("--pattern", "tile64", "--tile_pattern", "tile128"), {"sparse": "tile64", "tiles": "tile128"}),
-        (("--pattern", "run32", "--modes", "dense,sparse"), {"sparse": "run32"}),
-    ],
-)
-def test_each_mode_has_its_mask(tmp_path, monkeypatch, bench, words, patterns):
+def test_each_mode_has_its_mask(monkeypatch, bench):
     masks = {}
 
-    def load(job, *args, **kwargs):
-        if job.mode != "dense":
-            masks[job.mode] = MaskSet.load(job.mask)
+    def load(module, name, job, folder):
+        if name != "dense":
+            masks[name] = MaskSet.load(job["mask"])
 
-    monkeypatch.setattr(baseline, "_run", load)
+    monkeypatch.setattr(baseline, "run_in_process", load)
     monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
-    options = ("--density", 0.4, "--batch_size", 4, "--sequence_length", 1024)
-    bench("dpo", "--small", "--modes", "dense,sparse,tiles", *options, *words)
-    assert {mode: mask.pattern for mode, mask in masks.items()} == patterns
+    bench("dpo", "--small", "--modes", "dense,sparse,tiles", "--density", 0.4, "--tile_pattern", "tile128")
+    assert {mode: mask.pattern for mode, mask in masks.items()} == {"sparse": "element", "tiles": "tile128"}
     assert all(0.3 < mask.density < 0.5 for mask in masks.values())
-
-
-def test_shira_takes_the_density_of_the_mask_that_is_given(tmp_path, monkeypatch, bench):
-    """Of the whole model: a mask that lists one matrix of it is thin, however dense it is there."""
-    model = baseline.without_weights(baseline.words_config(baseline.SMALL, 32))
-    name = "model.embed_tokens.weight"
-    MaskSet.random({name: model.get_parameter(name)}, density=0.5).save(tmp_path / "mask.safetensors")
-    jobs = []
-    monkeypatch.setattr(baseline, "_run", lambda job, *args, **kwargs: jobs.append(job))
-    monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
-    bench("dpo", "--small", "--modes", "shira", "--mask", tmp_path / "mask.safetensors")
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    density = 0.5 * model.get_parameter(name).numel() / numel
-    assert 0.3 < density < 0.31
-    # 1,120 values a rank on each layer's 43,008 weights.
-    assert jobs[0].shira_rank == round(density * 43008 / 1120) == 12
 
 
 @pytest.mark.parametrize(
     ("package", "words"),
     [
-        ("matplotlib", ["--plot", "x.png"]),
-        ("peft", ["--modes", "lora"]),
         ("peft", ["--modes", "dense,shira"]),
         ("bitsandbytes", ["--modes", "adamw8bit"]),
         ("galore_torch", ["--modes", "galore"]),
@@ -247,7 +198,7 @@ def test_a_package_that_is_missing(monkeypatch, bench, package, words):
 def result(mode: str, loss: float = math.log(2), *, on_gpu: bool = False, **values: Any) -> dict[str, Any]:
     """What a mode's process returns: three steps, of which the first takes 9 s, and the others 0.1 and 0.2 s."""
     step = {"loss": loss, "grad_norm": 1.0, "host_s": 0.079, "cpu_s": 0.1}
-    step |= {"section_s": {"forward": 0.08, "step": 0.02}, "section_host_s": {"forward": 0.079, "step": 0.001}}
+    step |= {"section_s": {"forward": 0.08, "step": 0.02}}
     return {
         "mode": mode,
         "n_trained": 10,
@@ -262,7 +213,7 @@ def result(mode: str, loss: float = math.log(2), *, on_gpu: bool = False, **valu
     }
 
 
-def test_rows_leave_the_warm_up_out_and_say_what_waits_for_the_host():
+def test_rows_leave_the_warm_up_out():
     run = Run({})
     run.rows += result_rows(result("dense", on_gpu=True, kernel_s=0.09), {"mode": "dense"}, 1)
     run.rows += result_rows(
@@ -272,15 +223,9 @@ def test_rows_leave_the_warm_up_out_and_say_what_waits_for_the_host():
     )
     sparse = metrics(run, mode="sparse")
     assert (sparse["whole step"].value, sparse["whole step"].n) == (pytest.approx(150), 2)
-    assert 0.079 > HOST_BOUND * 0.08 and sparse["waits for the host"].value == pytest.approx(0.8)
     ratios = {name: report.ratio(run, sparse[name], "dense") for name in ("whole step", "peak memory", "kernels")}
     assert ratios == {"whole step": 1.0, "peak memory": 0.5, "kernels": pytest.approx(2 / 3)}
     assert sparse["activations and scratch"].value == 2**33 - 2**32 - 2**31 and "base" not in sparse
-    graph = result("sparse", on_gpu=True)
-    for step in graph["steps"]:
-        step |= {"section_s": {}, "section_host_s": {}}
-    graph_rows = {row.metric: row for row in result_rows(graph, {"mode": "sparse"}, 1)}
-    assert graph_rows["waits for the host"].value == 0
 
 
 FIRST = {"loss": math.log(2), "grad_norm": 1.0, "ratio_error": 0.0, "k3": 0.0}
@@ -311,15 +256,12 @@ def test_modes_are_compared_with_each_other():
     assert "no weight gradient by tiles" in wrong_results("dpo", [{**tiles, "n_tiled": 0}])[0]
     shared["steps"][0]["grad_norm"] = 1 + 2 * SHARED_NORM_RTOL
     (line,) = wrong_results("dpo", [tiles, shared])
-    assert line == "mode tiles, shared prompts begins with a gradient norm of 1.04, expected 1.0"
-    # Of a pair with the loss -log sigmoid(x), the norm is proportional to sigmoid(-x): 0.5 and 0.52.
-    shared["steps"][0] |= {"loss": -math.log(0.48), "grad_norm": 1.04}
-    assert wrong_results("dpo", [tiles, shared], compiled=True) == []
+    assert line == "mode tiles, shared prompts begins with a gradient norm of 1.3, expected 1.0"
 
 
 def test_a_wrong_result_and_a_mode_that_failed_end_with_1(monkeypatch, tmp_path, bench):
     waiting = iter([result("dense"), result("sparse", 0.7), None])
-    monkeypatch.setattr(baseline, "_run", lambda *args, **kwargs: next(waiting))
+    monkeypatch.setattr(baseline, "run_in_process", lambda *args: next(waiting))
     monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
     code, _, err = bench("dpo", "--small", "--modes", "dense,sparse,tiles", "--n_steps", 3, "--n_warmup", 1)
     assert code == 1

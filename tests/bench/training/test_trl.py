@@ -31,6 +31,6 @@ def test_all_modes_are_run_compared_and_written(tmp_path, one_process):
     assert active == pytest.approx(0.1 * whole, rel=0.01) and found["sparse"]["step"].case["density"] == 0.1
     for values in found.values():
         assert values["first loss"].value == pytest.approx(0.6931, abs=trl.LOSS_TOLERANCE)
-        assert values["peak memory"].value > 2**20 and values["step"].n == 1
-    assert run.peer(found["sparse"]["peak memory"], "trl") == found["trl"]["peak memory"]
+        assert values["step"].n == 1
+    assert run.peer(found["sparse"]["step"], "trl") == found["trl"]["step"]
     assert run.environment["versions"]["trl"]

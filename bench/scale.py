@@ -16,23 +16,43 @@ are kept.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import tempfile
-import time
 from argparse import Namespace
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
+import torch
+
+from sparse_opt import MaskSet
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.trainers.console import StepTimer
+from sparse_opt.trainers.dpo import reference_logprobs
+from sparse_opt.trainers.models import add_lora, make_masks_skippable
+from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 
-from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ..rows import Row, Run
-from ..training.baseline.run import DPO_BETA
-from .cases import N_WARMUP, SHAPES, Case, Method
+from .harness import (
+    NOT_MEASURED,
+    Benchmark,
+    comma_separated,
+    job_main,
+    limit_memory,
+    not_between,
+    one_of_each,
+    run_in_process,
+)
+from .models import SHAPES, make_model, masked_shapes, model_config, n_parameters, parameter_shapes
+from .rows import Row, Run, clean, label
+from .training.baseline.inputs import random_pairs
+from .training.baseline.modes import held_bytes, n_tiled, n_trained
+from .training.baseline.peers import add_lora_to_quantized, quantize_linear_layers
+from .training.baseline.run import DPO_BETA, dpo_steps, take_steps
 
+Method = Literal["dense", "lora", "lean"]
 METHODS: tuple[str, ...] = get_args(Method)
 CHECKPOINTING = {"on": True, "off": False}
 SMALL_SHAPES = [name for name in SHAPES if name.startswith("tiny")]
@@ -44,15 +64,144 @@ FIRST_LOSS_ATOL = 0.01
 # differs by 0.067 (the root of the mean square; docs/dev/notebook.md). For the sums over n tokens of two sequences,
 # times the beta of DPO, that is 0.1 * 0.067 * sqrt(2 n), and half of it in the loss; twice this is allowed.
 COMPILED_TOKEN_RMS = 0.067
-# Memory that torch's allocator may use by GPU, in GiB; the rest is CUDA's own.
-GPUS = {"80 GB": 78.0, "141 GB": 139.0}
-
 _EPILOG = """examples:
-  sparse-opt bench scale                                             # all shapes and methods
   sparse-opt bench scale --shapes 32b --methods lean --checkpointing on --limit_gib 78
-  sparse-opt bench scale --shapes 32b --methods lean --checkpointing on --sequence_length 4096
   sparse-opt bench scale --small                                     # tiny models, on the CPU
 """
+# Options of SparseAdamW. Weights are bf16 and rounded at random, without fp32 master weights.
+LEAN: dict[str, Any] = {
+    "stochastic_rounding": True,
+    "grad_dtype": torch.bfloat16,
+    "state_dtype": torch.bfloat16,
+    "offload_base_weights": True,
+}
+N_WARMUP = 1  # steps that are not timed: the first loads kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row. Its values go through JSON.
+
+    A limit keeps torch's allocator below as many GiB, as on a smaller GPU.
+    """
+
+    shape: str
+    method: Method
+    base: Literal["bf16", "nf4"]  # the weights of the decoder layers' matrices; methods lora and lean
+    checkpointing: bool  # of activations
+    compile: bool  # the layers, with torch.compile
+    precomputed_reference: bool  # its log-probabilities are computed before the first step
+    sequence_length: int
+    density: float
+    pattern: str
+    lora_rank: int
+    learning_rate: float
+    n_steps: int
+    seed: int
+    device: str
+    limit_gib: float | None
+
+    def described(self) -> dict[str, Any]:
+        """The case of the rows: what is not of the method is left out, and so is the number of steps."""
+        own = {"lean": {"density", "pattern"}, "lora": {"lora_rank"}, "dense": set[str]()}
+        others = {"density", "pattern", "lora_rank", "n_steps", "device"} - own[self.method]
+        if self.base == "bf16":
+            others.add("base")
+        values = {name: value for name, value in asdict(self).items() if name not in others}
+        return clean({"shape": values.pop("shape"), "parameters": n_parameters(self.config), **values})
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The model's transformers configuration."""
+        return model_config(self.shape, self.sequence_length)
+
+    def least_bytes(self) -> int:
+        """Bytes that a step holds at once for certain: weights, reference, gradients and moments, no activations.
+
+        Offloaded base weights are among them, because they are on the GPU while the reference is computed. LoRA's
+        adapters, the indices of whole tiles, and the rounding of the density to whole tiles are left out.
+        """
+        n = n_parameters(self.config)
+        weights = sum(
+            math.prod(shape) // 2
+            if self.base == "nf4" and ".layers." in name and len(shape) == 2
+            else 2 * math.prod(shape)
+            for name, shape in parameter_shapes(self.config).items()
+        )
+        if self.method == "dense":
+            return (8 if self.precomputed_reference else 10) * n  # weights, gradients, moments, reference, all bf16
+        if self.method == "lora":
+            return weights
+        active = int(self.density * sum(map(math.prod, masked_shapes(self.config).values())))
+        base = 0 if self.precomputed_reference else 2
+        # base weights, or over NF4 the active weights; compact gradients, two moments
+        return weights + active * (base + 2 + 4)
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Build the model, take the steps, and return what was measured; `fits` is False if memory ran out."""
+    device = torch.device(case.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if case.least_bytes() > limit_memory(device, case.limit_gib):  # it would run out of memory, but later
+        return {"fits": False, "needs_more_than_bytes": case.least_bytes()}
+    try:
+        measured = _measure(case, device)
+    except torch.OutOfMemoryError:
+        reached = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        return {"fits": False, "needs_more_than_bytes": max(reached, case.least_bytes())}
+    return {"fits": True, **measured}
+
+
+def _measure(case: Case, device: torch.device) -> dict[str, Any]:
+    trained = make_training(case, device)
+    on_gpu = device.type == "cuda"
+    build_peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    length, vocab = case.sequence_length, case.config.vocab_size
+    batches = [random_pairs(1, length, vocab, case.seed + i).to(device) for i in range(case.n_steps)]
+    references = reference_logprobs(trained, batches) if case.precomputed_reference else None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    timer = StepTimer(device)
+    steps = take_steps(dpo_steps(trained, batches, timer.section, references), case.n_steps, timer, device)
+    return {
+        "n_trained": n_trained(trained),
+        "n_tiled": n_tiled(trained),
+        "bytes": held_bytes(trained),
+        "build_peak_bytes": build_peak,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "steps": steps,
+    }
+
+
+def make_training(case: Case, device: torch.device) -> Trained:
+    """The model with random weights, made layer by layer on the device, and what trains it."""
+    torch.manual_seed(case.seed)
+    policy: Any = make_model(
+        case.config,
+        device,
+        case.seed,
+        checkpointing=case.checkpointing,
+        compiled=case.compile,
+        prepare=quantize_linear_layers if case.base == "nf4" else None,
+    )
+    make_masks_skippable(policy)
+    policy.train()  # transformers checkpoints activations only then
+    if case.method == "dense":
+        return dense_training(policy, case.learning_rate, copied=not case.precomputed_reference)
+    if case.method == "lora":
+        add = add_lora_to_quantized if case.base == "nf4" else add_lora
+        return adapter_training(add(policy, case.lora_rank), case.learning_rate)
+    mask = MaskSet.random(masked_shapes(case.config), density=case.density, pattern=case.pattern, seed=case.seed)
+    options = LEAN
+    if case.precomputed_reference:
+        options = {**LEAN, "keep_base_weights": False, "offload_base_weights": False}
+    return sparse_training(policy, mask, case.learning_rate, **options)
+
+
+# The command
 
 
 def options(parser: CommandParser) -> None:
@@ -86,7 +235,6 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--n_steps", type=int, default=4, help="of each row; the first is left out of the time")
     run.add_argument("--limit_gib", type=float, help="GiB that torch's allocator may use (default: all of the GPU)")
-    run.add_argument("--limit_s", type=float, help="begin no case after so many seconds")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--small", action="store_true", help="tiny shapes, on the CPU")
 
@@ -123,23 +271,18 @@ def cases(args: Namespace) -> list[Case]:
 
 def measure(args: Namespace, run: Run) -> None:
     """Run every case in a process of its own; rows are written to the output after each."""
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sparse_opt_scale_") as folder:
         for case in cases(args):
-            if args.limit_s is not None and time.monotonic() - began > args.limit_s:
-                run.note(f"not begun, because time was up: {case.name}")
-                run.completed = False
-                continue
-            result = run_in_process("sparse_opt.bench.scale.run", case.name, asdict(case), Path(folder), ALLOCATOR)
+            name = label(case.described(), ("parameters",))
+            result = run_in_process("sparse_opt.bench.scale", name, asdict(case), Path(folder), ALLOCATOR)
             if result is None:
-                run.note(f"not measured: {case.name}, whose run failed")
+                run.note(f"{NOT_MEASURED}: {name}, whose run failed")
                 run.completed = False
                 continue
             for row in result_rows(result, case):
                 run.add(row)
-            run.wrong += wrong_results(result, case)
+            run.wrong += [f"{name}: {line}" for line in wrong_results(result, case)]
             run.save()
-    run.notes = [note for note in run.notes if not note.startswith(LARGEST)] + largest_lines(run)
 
 
 def result_rows(result: dict[str, Any], case: Case) -> list[Row]:
@@ -156,29 +299,6 @@ def result_rows(result: dict[str, Any], case: Case) -> list[Row]:
     return found
 
 
-LARGEST = "largest measured model on one GPU of "
-
-
-def largest_lines(run: Run) -> list[str]:
-    """A line for each GPU and method: the largest of the measured models that it trains.
-
-    A case counts if its process held that much memory at most, or was limited to it.
-    """
-    lines = []
-    for gpu, gib in GPUS.items():
-        found: dict[str, tuple[int, str]] = {}
-        for row in run.rows:
-            if row.metric != "peak reserved" or row.value > gib * 2**30:
-                continue
-            case, peak = row.case, run.find(row.suite, "peak memory", row.case)
-            assert peak is not None
-            label = f"{case['shape']}, {case['sequence_length']} tokens, {peak.value / 2**30:.1f} GiB"
-            if case["parameters"] > found.get(case["method"], (0, ""))[0]:
-                found[case["method"]] = case["parameters"], label
-        lines += [f"{LARGEST}{gpu} ({gib:g} GiB), {method}: {label}" for method, (_, label) in found.items()]
-    return lines
-
-
 def first_loss_atol(case: Case) -> float:
     """How far the first step's loss may be from ln 2."""
     if not case.compile:
@@ -192,11 +312,11 @@ def wrong_results(result: dict[str, Any], case: Case) -> list[str]:
         return []
     wrong, first = [], result["steps"][0]["loss"]
     if not abs(first - math.log(2)) <= first_loss_atol(case):
-        wrong.append(f"{case.name} begins at a DPO loss of {first}, expected ln 2 = {math.log(2):.6f}")
+        wrong.append(f"begins at a DPO loss of {first}, expected ln 2 = {math.log(2):.6f}")
     if not all(step["grad_norm"] > 0 for step in result["steps"]):
-        wrong.append(f"{case.name} has a gradient norm of 0, expected more than 0")
+        wrong.append("has a gradient norm of 0, expected more than 0")
     if case.method == "lean" and case.pattern != "element" and not result["n_tiled"]:
-        wrong.append(f"{case.name} computes no weight gradient by tiles")
+        wrong.append("computes no weight gradient by tiles")
     return wrong
 
 
@@ -208,8 +328,7 @@ main = Benchmark(
     measure=measure,
     epilog=_EPILOG,
     output="bench/results/scale_{device}.json",
-    resumes=True,
 ).main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(job_main(lambda job: run(Case(**job))))

@@ -1,10 +1,10 @@
-"""Models with random weights, in full or sharded by FSDP2, and the loss on pairs of sequences."""
+"""The models of the benchmarks: configurations, random weights in full or sharded by FSDP2, the loss of a pair."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,22 +14,83 @@ from torch.distributed.fsdp import fully_shard
 
 from sparse_opt.trainers.models import compile_layer
 
-from ..shapes import LLAMA_3_2_3B_SIZES, LLAMA_3_70B_SIZES, TINY_SIZES, llama_config
+from .shapes import (
+    LLAMA_3_1_8B_SIZES,
+    LLAMA_3_2_3B_SIZES,
+    LLAMA_3_70B_SIZES,
+    QWEN3_30B_A3B_SIZES,
+    QWEN_2_5_14B_SIZES,
+    QWEN_2_5_32B_SIZES,
+    TINY_SIZES,
+)
 
-SHAPES = {"3b": LLAMA_3_2_3B_SIZES, "70b": LLAMA_3_70B_SIZES, "tiny": TINY_SIZES}
-UNTIED = ("70b",)
 BETA = 0.1  # of the loss
 STD = 0.02  # of the random weights
 
 
-def model_config(shape: str, sequence_length: int) -> Any:
-    """The transformers configuration of a shape."""
-    return llama_config(SHAPES[shape], sequence_length, tie_word_embeddings=shape not in UNTIED)
+class Shape(NamedTuple):
+    """A model's family and sizes; ``sizes`` as for `llama_matrices`."""
+
+    family: Literal["llama", "qwen2", "qwen3_moe"]
+    sizes: Mapping[str, int]
+    tied: bool = False  # whether the output layer's weight is the embedding
+
+
+SHAPES = {
+    "3b": Shape("llama", LLAMA_3_2_3B_SIZES, tied=True),
+    "8b": Shape("llama", LLAMA_3_1_8B_SIZES),
+    "14b": Shape("qwen2", QWEN_2_5_14B_SIZES),
+    "32b": Shape("qwen2", QWEN_2_5_32B_SIZES),
+    "qwen3_30b_a3b": Shape("qwen3_moe", QWEN3_30B_A3B_SIZES),
+    "70b": Shape("llama", LLAMA_3_70B_SIZES),
+    "tiny": Shape("llama", TINY_SIZES, tied=True),
+    "tiny_qwen2": Shape("qwen2", TINY_SIZES),
+}
+LLAMAS = tuple(name for name, shape in SHAPES.items() if shape.family == "llama")
+
+
+def model_config(shape: str | Shape, max_length: int, **options: Any) -> Any:
+    """The transformers configuration of a shape; ``options`` are others of its class."""
+    import transformers
+
+    family, sizes, tied = SHAPES[shape] if isinstance(shape, str) else shape
+    if family == "qwen3_moe":
+        config: Any = transformers.Qwen3MoeConfig
+        options |= {"moe_intermediate_size": sizes["expert_intermediate"], "num_experts": sizes["experts"]}
+        options |= {"num_experts_per_tok": sizes["experts_per_token"], "norm_topk_prob": True}
+    else:
+        config = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
+        options["intermediate_size"] = sizes["intermediate"]
+    if family != "qwen2":  # whose heads divide the hidden size
+        options["head_dim"] = sizes["head_dim"]
+    return config(
+        vocab_size=sizes["vocab"],
+        hidden_size=sizes["hidden"],
+        num_hidden_layers=sizes["n_layers"],
+        num_attention_heads=sizes["n_heads"],
+        num_key_value_heads=sizes["n_kv_heads"],
+        max_position_embeddings=max(2048, max_length),
+        tie_word_embeddings=tied,
+        **options,
+    )
+
+
+def without_weights(config: Any) -> Any:
+    """The causal language model of a configuration on the meta device: names and shapes, and no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of a model's parameters, tied ones once."""
+    return {name: tuple(p.shape) for name, p in without_weights(config).named_parameters()}
 
 
 def masked_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the matrices, which random masks are drawn for; norm vectors stay as they are."""
-    return {name: tuple(p.shape) for name, p in _without_weights(config).named_parameters() if p.ndim == 2}
+    """Of the matrices and the stacks of experts' matrices, which random masks are drawn for, and not of vectors."""
+    return {name: shape for name, shape in parameter_shapes(config).items() if len(shape) > 1}
 
 
 def make_model(
@@ -50,7 +111,7 @@ def make_model(
     Args:
         prepare: called with each decoder layer once it has weights.
     """
-    model: Any = _without_weights(config)
+    model: Any = without_weights(config)
     if checkpointing:
         # transformers 5.23 renamed the method and warns under the old name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -70,14 +131,6 @@ def make_model(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model if mesh is None else fully_shard(model, mesh=mesh)
-
-
-def _without_weights(config: Any) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model
 
 
 @torch.no_grad()
@@ -122,6 +175,6 @@ def pair_loss(model: nn.Module, ids_BT: Tensor, reference_B: Tensor | None) -> T
     return -F.logsigmoid(BETA * (chosen - rejected))
 
 
-def n_bytes_of_weights(config: Any) -> int:
-    """The bytes of the bf16 weights."""
-    return 2 * sum(math.prod(p.shape) for p in _without_weights(config).parameters())
+def n_parameters(config: Any) -> int:
+    """The number of parameters, tied ones counted once."""
+    return sum(map(math.prod, parameter_shapes(config).values()))

@@ -12,11 +12,10 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
 
-from sparse_opt.bench import rows
+from sparse_opt.bench import rows, scale
+from sparse_opt.bench.models import masked_shapes, model_config, n_parameters
 from sparse_opt.bench.rows import Run
-from sparse_opt.bench.scale import main as scale
-from sparse_opt.bench.scale import run as scale_run
-from sparse_opt.bench.scale.cases import SHAPES, Case, n_parameters
+from sparse_opt.bench.scale import Case
 from sparse_opt.cli.main import main
 
 
@@ -42,7 +41,7 @@ def case() -> Case:
 
 
 def test_a_small_run_writes_rows_and_keeps_those_of_the_file(tmp_path, run_here, capsys):
-    run_here(scale_run)
+    run_here(scale)
     output = tmp_path / "scale.json"
     words = ["bench", "scale", "--small", "--n_steps", "2", "--density", "0.05", "--output", str(output)]
     assert main([*words, "--methods", "lean,dense", "--checkpointing", "on"]) == 0
@@ -63,11 +62,11 @@ def test_a_small_run_writes_rows_and_keeps_those_of_the_file(tmp_path, run_here,
 
 
 def test_least_bytes_are_those_that_a_step_holds(case):
-    row = scale_run.run(case)
+    row = scale.run(case)
     held = {name: n for name, n in row["bytes"].items() if name != "indices"}
-    active = row["n_trained"] / sum(math.prod(shape) for shape in case.masked().values())  # in whole tiles
+    active = row["n_trained"] / sum(math.prod(shape) for shape in masked_shapes(case.config).values())  # in whole tiles
     assert replace(case, density=active).least_bytes() == pytest.approx(sum(held.values()), abs=8)
-    dense = scale_run.run(replace(case, method="dense"))
+    dense = scale.run(replace(case, method="dense"))
     assert replace(case, method="dense").least_bytes() == sum(dense["bytes"].values())
 
 
@@ -76,7 +75,7 @@ def test_an_nf4_base_holds_less(method, case):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'sparse-opt[test]'")
     pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[test]'")
     case = replace(case, method=method)
-    row, plain = scale_run.run(replace(case, base="nf4")), scale_run.run(case)
+    row, plain = scale.run(replace(case, base="nf4")), scale.run(case)
     assert row["bytes"]["weights"] < plain["bytes"]["weights"]
     assert replace(case, base="nf4").least_bytes() <= sum(row["bytes"].values())
     assert scale.wrong_results(row, replace(case, base="nf4")) == []
@@ -85,7 +84,7 @@ def test_an_nf4_base_holds_less(method, case):
 @pytest.mark.parametrize("method", ["dense", "lora", "lean"])
 def test_a_precomputed_reference_gives_the_same_losses_for_less_memory(method, case):
     case = replace(case, method=method, learning_rate=1e-3, n_steps=3)
-    found = [scale_run.run(replace(case, precomputed_reference=flag)) for flag in (False, True)]
+    found = [scale.run(replace(case, precomputed_reference=flag)) for flag in (False, True)]
     losses = [[step["loss"] for step in row["steps"]] for row in found]
     assert losses[0] == losses[1] and len(set(losses[0])) == 3
     sections = [set(row["steps"][0]["section_s"]) for row in found]
@@ -97,33 +96,28 @@ def test_a_precomputed_reference_gives_the_same_losses_for_less_memory(method, c
 
 
 def test_lean_has_bf16_moments_and_the_step_begins_at_ln_2(case):
-    lean = scale_run.run(case)
+    lean = scale.run(case)
     assert lean["bytes"]["state"] == 4 * lean["n_trained"]
     assert lean["bytes"]["grad"] == lean["bytes"]["base"] == 2 * lean["n_trained"]
     assert lean["steps"][0]["loss"] == pytest.approx(math.log(2), abs=scale.FIRST_LOSS_ATOL)
-
-
-def test_a_case_that_cannot_fit_is_not_tried(case, monkeypatch):
-    monkeypatch.setattr(scale_run, "_measure", lambda *args: pytest.fail("tried"))
-    row = scale_run.run(replace(case, limit_gib=0.001))
-    assert not row["fits"] and row["needs_more_than_bytes"] == case.least_bytes() > 0.001 * 2**30
 
 
 def test_a_case_that_runs_out_of_memory_is_a_row(case, monkeypatch):
     def run_out(*args: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0 has less.")
 
-    monkeypatch.setattr(scale_run, "_measure", run_out)
-    row = scale_run.run(case)
+    monkeypatch.setattr(scale, "_measure", run_out)
+    row = scale.run(case)
     assert not row["fits"]
     assert row["needs_more_than_bytes"] == case.least_bytes()
 
 
 def test_shapes_are_those_of_the_published_models():
     # As their model cards count.
-    counted = {name: n_parameters(name) for name in ("3b", "8b", "14b", "32b", "70b")}
-    assert list(counted.values()) == [3_212_749_824, 8_030_261_248, 14_770_033_664, 32_763_876_352, 70_553_706_496]
-    assert SHAPES["32b"].config(4096).max_position_embeddings == 4096
+    counted = {name: n_parameters(model_config(name, 1)) for name in ("3b", "8b", "14b", "32b", "qwen3_30b_a3b", "70b")}
+    assert list(counted.values()) == [
+        *(3_212_749_824, 8_030_261_248, 14_770_033_664, 32_763_876_352, 30_532_122_624, 70_553_706_496),
+    ]
 
 
 def result(peak_gib: float = 60.0, **values: Any) -> dict[str, Any]:
@@ -140,21 +134,10 @@ def result(peak_gib: float = 60.0, **values: Any) -> dict[str, Any]:
     }
 
 
-def test_the_largest_model_of_a_gpu_and_cases_that_do_not_fit(case):
-    run = Run({})
-    for found, one in (
-        (result(40.0), replace(case, shape="14b")),
-        (result(70.0), replace(case, shape="32b")),
-        (result(79.0), replace(case, shape="14b", method="lora")),
-        ({"fits": False, "needs_more_than_bytes": 2**38}, replace(case, shape="32b", method="dense")),
-    ):
-        run.rows += scale.result_rows(found, one)
-    lines = scale.largest_lines(run)
-    assert [line.partition("GPU of ")[2] for line in lines] == [
-        "80 GB (78 GiB), lean: 32b, 32 tokens, 70.0 GiB",
-        "141 GB (139 GiB), lean: 32b, 32 tokens, 70.0 GiB",
-        "141 GB (139 GiB), lora: 14b, 32 tokens, 79.0 GiB",
-    ]
+def test_rows_of_cases_that_fit_and_that_do_not(case):
+    run = Run({}, scale.result_rows(result(40.0), case))
+    assert {row.metric: row.value for row in run.rows}["peak reserved"] == 40 * 2**30
+    run.rows += scale.result_rows({"fits": False, "needs_more_than_bytes": 2**38}, replace(case, method="dense"))
     (row,) = run.matching(method="dense")
     assert (row.metric, row.value) == ("does not fit: more than", 2**38)
     assert "lora_rank" not in row.case and "density" not in row.case
