@@ -11,7 +11,8 @@ time in which the host launches their kernels.
 
 It starts the processes of each number of GPUs of this host and each network, every process on its own share of the
 host's cores. One GPU, which efficiency is measured against, is the first; the largest number of GPUs, which the targets
-are on, is the second. Rows are written as soon as those of one number of GPUs and network are measured.
+are on, is the second. Rows are written as soon as those of one number of GPUs and network are measured. Variants for
+which --limit_s leaves no time are named in a note.
 
 Rows (--variants):
   local_PATTERN_DTYPE      SparseAdamW, every GPU for itself: the step without communication
@@ -29,6 +30,7 @@ interface, as a stand-in for a network between hosts.
 from __future__ import annotations
 
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +56,7 @@ SETTINGS = (
 )
 _EPILOG = """examples:
   sparse-opt bench distributed                                       # 3B shape, 1 to all GPUs, both networks
+  sparse-opt bench distributed --limit_s 540                         # what can be measured in nine minutes
   sparse-opt bench distributed --gpus 4 --networks sockets --resume  # keeps the other rows of the results file
   sparse-opt bench distributed --gpus 2 --variants ddp,replicate_tile64_bf16
   sparse-opt bench distributed --eager --output eager.json           # without torch.compile
@@ -83,6 +86,7 @@ def options(parser: CommandParser) -> None:
         help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
     )
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
+    run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far")
     run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
     run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
@@ -125,12 +129,14 @@ def _gpus_problem(args: Namespace, *, n_gpus: int, on_cpu: bool) -> str:
 def measure(args: Namespace, run: Run) -> None:
     """Start the processes of each number of GPUs and network, and add their rows."""
     options = {name: getattr(args, name) for name in (*SETTINGS, "device", "n_rounds")}
+    options["deadline"] = None if args.limit_s is None else time.time() + args.limit_s
     with tempfile.TemporaryDirectory(prefix="sparse_opt_distributed_") as name:
         folder = Path(name)
         places = [(n, network) for n in args.gpus for network in (args.networks if n > 1 else args.networks[:1])]
         for n, network in places:
             where = f"{n} x {network}"
-            job = options | {"variants": args.variants or default_variants(n, network), "network": network}
+            variants = args.variants or default_variants(n, network)
+            job = options | {"variants": variants, "network": network}
             job["mask_dir"] = str(args.mask_dir or folder)
             module = "sparse_opt.bench.distributed.world"
             results = run_in_process(module, where, job, folder, NETWORKS[network], n_ranks=n)
@@ -147,6 +153,9 @@ def measure(args: Namespace, run: Run) -> None:
                     run.add(row)
             n_right = sum(bool(result["check"] and result["check"]["met"]) for result in results)
             run.note(f"{where}: the first update is that of one device on the pairs of all GPUs in {n_right} rows")
+            if left := [name for name in variants if name not in {result["variant"] for result in results}]:
+                run.note(f"{NOT_MEASURED}: no time was left for {', '.join(left)} on {where}")
+                run.completed = False
             run.save()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -77,7 +78,8 @@ class World(Ranks):
     """The processes of one number of GPUs and network, each on its own share of the host's cores.
 
     Args:
-        job: the options of the benchmark, with `variants`, the names of those to measure.
+        job: the options of the benchmark, with `variants`, the names of those to measure, and the `deadline` by
+            `time.time()` or None.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -90,9 +92,10 @@ class World(Ranks):
         self.masks: dict[str, MaskSet] = {}
         self.references: dict[str, Reference] = {}
         self.results: list[dict[str, Any]] = []
+        self.longest_s = 0.0  # that building and checking a variant has taken
 
     def measure(self) -> list[dict[str, Any]]:
-        """The measurements of the variants, FSDP2's after the others."""
+        """The measurements of the variants that the deadline leaves time for, FSDP2's after the others."""
         variants = [VARIANTS[name] for name in self.args.variants]
         for sharded in (False, True):
             self._measure_in_turns([variant for variant in variants if (variant.layout == "fsdp2") == sharded])
@@ -102,8 +105,12 @@ class World(Ranks):
         """Measure variants that are compared with each other, as many in turns as memory holds."""
         while missing:
             group: list[tuple[Training, dict[str, Any]]] = []
-            while missing and (not group or self._fits(missing[0], group)):
+            while missing and self._has_time(group) and (not group or self._fits(missing[0], group)):
+                began = time.monotonic()
                 group.append(self._prepare(missing.pop(0)))
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+            if not group:
+                return
             self._time(group)
             while group:
                 group.pop()[0].close()
@@ -231,6 +238,14 @@ class World(Ranks):
     def _pair(self, rank: int) -> Tensor:
         args = self.args
         return pair(args.seed + rank, args.sequence_length, self.config.vocab_size, self.device)
+
+    def _has_time(self, group: Sequence[Any]) -> bool:
+        """Whether another variant can be built and the group timed before the deadline, as rank 0 sees it."""
+        if self.args.deadline is None:
+            return True
+        left_s = [self.args.deadline - time.time()]
+        dist.broadcast_object_list(left_s)
+        return left_s[0] > 1.5 * self.longest_s + (GROUP_S if group else 0)
 
     def _fits(self, variant: Variant, group: Sequence[tuple[Training, dict[str, Any]]]) -> bool:
         """Whether all ranks have memory for the variant next to those of the group, which are built."""

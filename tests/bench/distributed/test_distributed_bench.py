@@ -57,6 +57,10 @@ def test_a_small_run(tmp_path, capfd, run_here):
             assert report.ratio(run, of_case["reduced"], "active elements") == 1
     assert "2 x default: the first update is that of one device on the pairs of all GPUs in 5 rows" in out
 
+    assert main(["bench", "distributed", *words, "--gpus", "2", "--resume", "--limit_s", "0.001"]) == 1
+    assert f"not measured: no time was left for {', '.join(SPARSE + DENSE)} on 2 x default" in capfd.readouterr().out
+    assert len(times(rows.read(output))) == len(SPARSE + DENSE)  # those of before
+
 
 def test_compiled_layers_stay_compiled(tmp_path, monkeypatch, capfd):
     """Also those of a variant that is built after another's collectives were counted."""
