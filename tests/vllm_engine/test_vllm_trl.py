@@ -51,7 +51,7 @@ def make_trainer(folder, output, *, vllm_options=None, **options):
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=even_share,
         mask=MaskSet.random(model, density=0.3, seed=0),
-        sparse=SparseArguments(vllm_weight_sync="sparse", vllm_options=vllm_options),
+        sparse=SparseArguments(vllm_weights="sparse", vllm_options=vllm_options),
     )
 
 
