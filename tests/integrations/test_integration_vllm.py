@@ -19,7 +19,7 @@ from sparse_opt.errors import ConfigError, WeightSyncError
 from sparse_opt.integrations import SparseArguments
 from sparse_opt.weight_sync import Message, WeightReceiver
 
-SPARSE = SparseArguments(vllm_weights="sparse")
+SPARSE, SHARED = SparseArguments(vllm_weights="sparse"), SparseArguments(vllm_weights="shared")
 
 
 class StandIn:
@@ -138,7 +138,7 @@ def test_options_of_vllm_that_cannot_be_given(lab, stand_in, monkeypatch):
         lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, max_steps=1, **OPTIONS)
     with pytest.raises(ConfigError, match="vllm_options has no effect with vllm_mode='server': start the server with"):
         lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, **{**OPTIONS, "vllm_mode": "server"})
-    with pytest.raises(ConfigError, match="vllm_options needs vllm_weights='sparse', which is 'full'"):
+    with pytest.raises(ConfigError, match="vllm_options needs vllm_weights='sparse' or 'shared', which is 'full'"):
         SparseArguments(vllm_options={})
 
 
@@ -183,12 +183,18 @@ def test_a_prefix_cache_in_use_is_an_error(lab, stand_in, monkeypatch):
     ],
 )
 def test_what_it_does_not_support_is_refused(lab, stand_in, changes, message):
-    with pytest.raises(ConfigError, match=rf"vllm_weights is 'sparse', and {message}"):
-        lab("GRPO", mask=lab.random_mask(0.1), sparse=SPARSE, **{**OPTIONS, **changes})
+    for sparse in (SPARSE, SHARED):
+        with pytest.raises(ConfigError, match=rf"vllm_weights is '{sparse.vllm_weights}', and {message}"):
+            lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, **{**OPTIONS, **changes})
+
+
+def test_weights_are_not_shared_with_a_server(lab, stand_in):
+    with pytest.raises(ConfigError, match="vllm_weights is 'shared', and vllm_mode is 'server', expected 'colocate'"):
+        lab("GRPO", mask=lab.random_mask(0.1), sparse=SHARED, **{**OPTIONS, "vllm_mode": "server"})
 
 
 def test_other_trainers_refuse_it(lab):
     with pytest.raises(ConfigError, match="vllm_weights is 'sparse', and use_vllm is False"):
         lab("SFT", mask=lab.random_mask(0.1), sparse=SPARSE)
-    with pytest.raises(ConfigError, match="vllm_weights is 'some', expected full or sparse"):
+    with pytest.raises(ConfigError, match="vllm_weights is 'some', expected full, sparse or shared"):
         SparseArguments(vllm_weights="some")

@@ -7,25 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers import utils as vllm_layers
-from vllm_lab import EXPERTS, make_model
+from vllm_lab import EXPERTS, make_model, plain_linear
 from vllm_updates import PROMPTS, save
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.vllm import share_weights
-
-
-def plain_linear(layer, remove_weight):
-    """In place of vLLM's choice of a kernel for the CPU, all of which pack weights: as on GPUs, `layer.weight`."""
-    if layer.weight.ndim == 2:
-        layer.cpu_linear = F.linear
 
 
 @pytest.fixture
@@ -51,10 +44,6 @@ def generated(llm):
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = [output.outputs[0] for output in llm.generate(prompts, sampling, use_tqdm=False)]
     return [[(i, row[i].logprob) for i, row in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
-
-
-def engine_model(llm):
-    return llm.llm_engine.model_executor.driver_worker.get_model()
 
 
 def addresses(tensors):
@@ -89,7 +78,8 @@ def test_an_engine_generates_with_the_trained_weights(case, start, tmp_path):
 
     early = SparseAdamW(model, mask, lr=1e-2, max_grad_norm=1.0) if is_early else None
     shared = share_weights(model, llm)
-    assert addresses([*model.parameters(), *engine_model(llm).parameters()]) == addresses(engine_model(llm).parameters())
+    served = list(llm.llm_engine.model_executor.driver_worker.get_model().parameters())
+    assert addresses([*model.parameters(), *served]) == addresses(served)
     optimizers = [
         (model, early or SparseAdamW(model, mask, lr=1e-2, max_grad_norm=1.0)),
         (alone, SparseAdamW(alone, mask, lr=1e-2, max_grad_norm=1.0)),
@@ -182,9 +172,8 @@ def test_other_layouts_are_refused(vllm_model):
 def test_other_dtypes_are_refused(vllm_model):
     model = make_model("Llama")
     served = vllm_model(model, processed=False)
-    refuse(
-        model.to(torch.float32), engine_of(served), r"embed_tokens\.weight .*: load the model in vLLM's dtype torch\.bfl"
-    )
+    message = r"embed_tokens\.weight .* torch\.float32 .*: load the model in vLLM's dtype torch\.bfloat16"
+    refuse(model.to(torch.float32), engine_of(served), message)
 
 
 def test_two_weights_that_vllm_has_once_are_refused(vllm_model):
