@@ -92,6 +92,12 @@ def load_into_vllm(folder: Path, processed: bool) -> nn.Module:
     return model
 
 
+def plain_linear(layer: nn.Module, remove_weight: bool) -> None:
+    """In place of vLLM's `dispatch_cpu_unquantized_gemm`: compute with `layer.weight`, as on GPUs, and pack nothing."""
+    if layer.weight.ndim == 2:
+        layer.cpu_linear = nn.functional.linear
+
+
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[LLM]:
     """An engine in this process that takes weight updates, and is shut down afterwards."""

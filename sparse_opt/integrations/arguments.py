@@ -43,18 +43,19 @@ class SparseArguments:
             and of the saved model; `push_to_hub` uploads that of the model. Not with FSDP2.
         save_weights: False saves the delta alone, in place of the weights. A run resumes from such a checkpoint if its
             model has the weights that the first run started from.
-        vllm_weight_sync: what GRPO with `use_vllm=True` sends vLLM before it generates: "full", all weights, as TRL
-            does, or "sparse", the values that have changed under the mask. "sparse" needs a model with vLLM's dtype
-            and with the weights of the checkpoint that vLLM has loaded. With `vllm_mode="colocate"` it needs a
-            vLLM without sleep mode and tensor parallelism; with "server" a server of backend `sparse_opt`, see
-            `integrations.vllm.VLLMWeightSync`.
-        vllm_options: options of `vllm.LLM` for which TRL has no argument, with `vllm_weight_sync="sparse"` and
-            `vllm_mode="colocate"`: `{"enforce_eager": True, "enable_prefix_caching": False}`.
+        vllm_weights: how the weights of GRPO with `use_vllm=True` reach vLLM. "full": TRL sends all of them before
+            vLLM generates. "sparse": the values that have changed under the mask are sent; the model needs vLLM's
+            dtype and the weights of the checkpoint that vLLM has loaded. With `vllm_mode="server"` the server needs
+            the backend `sparse_opt`, see `integrations.vllm.VLLMWeightSync`. "shared": nothing is sent, because the
+            model's parameters are views of vLLM's, with `vllm_mode="colocate"` only; see
+            `integrations.vllm.share_weights`. A colocated vLLM has neither sleep mode nor tensor parallelism with
+            "sparse" and "shared".
+        vllm_options: options of `vllm.LLM` for which TRL has no argument, with `vllm_mode="colocate"` and another
+            `vllm_weights` than "full": `{"enforce_eager": True, "enable_prefix_caching": False}`.
 
     Raises:
         ConfigError: an option of the log is out of range, or has no effect without `delta_log_dir`; or a log or
-            a delta is requested with keep_base_weights=False; or vllm_options with another vllm_weight_sync than
-            "sparse".
+            a delta is requested with keep_base_weights=False; or vllm_options with vllm_weights="full".
     """
 
     grads: Literal["compact", "dense"] = "compact"
@@ -77,7 +78,7 @@ class SparseArguments:
     delta_log_on_error: Literal["raise", "warn"] = "raise"
     save_delta: bool = False
     save_weights: bool = True
-    vllm_weight_sync: Literal["full", "sparse"] = "full"
+    vllm_weights: Literal["full", "sparse", "shared"] = "full"
     vllm_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -86,10 +87,10 @@ class SparseArguments:
             raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, expected {' or '.join(LEVELS)}")
         if self.delta_log_on_error not in ("raise", "warn"):
             raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, expected raise or warn")
-        if self.vllm_weight_sync not in ("full", "sparse"):
-            raise ConfigError(f"vllm_weight_sync is {self.vllm_weight_sync!r}, expected full or sparse")
-        if self.vllm_options is not None and self.vllm_weight_sync != "sparse":
-            raise ConfigError(f"vllm_options needs vllm_weight_sync='sparse', which is {self.vllm_weight_sync!r}")
+        if self.vllm_weights not in ("full", "sparse", "shared"):
+            raise ConfigError(f"vllm_weights is {self.vllm_weights!r}, expected full, sparse or shared")
+        if self.vllm_options is not None and self.vllm_weights == "full":
+            raise ConfigError("vllm_options needs vllm_weights='sparse' or 'shared', which is 'full'")
         if self.delta_log_keyframe_every is not None and self.delta_log_keyframe_every < 1:
             raise ConfigError(f"delta_log_keyframe_every is {self.delta_log_keyframe_every}, expected 1 or more")
         for option in fields(self):

@@ -116,8 +116,8 @@ def of_accelerator(accelerator: Any, args: Any, options: SparseArguments) -> Non
 
 
 def _of_fsdp2(plugin: Any, args: Any, options: SparseArguments) -> None:
-    if options.vllm_weight_sync != "full":
-        raise ConfigError(f"vllm_weight_sync is {options.vllm_weight_sync!r}, expected 'full' with FSDP2")
+    if options.vllm_weights != "full":
+        raise ConfigError(f"vllm_weights is {options.vllm_weights!r}, expected 'full' with FSDP2")
     if options.grads != "compact":
         raise ConfigError(f"grads is {options.grads!r}, expected 'compact' with FSDP2")
     if options.save_delta:
@@ -191,23 +191,25 @@ def of_quantised(args: Any, options: SparseArguments, model: nn.Module) -> None:
 
 
 def of_vllm(args: Any, options: SparseArguments) -> None:
-    """Check that the trainer's arguments allow these with `vllm_weight_sync="sparse"`.
+    """Check that the trainer's arguments allow these with another `vllm_weights` than "full".
 
     Raises:
         ConfigError: vLLM is not used, or sleeps or has tensor parallelism in the trainer's process; or the arguments of
             a run contradict each other.
     """
-    found = None
+    way, found = options.vllm_weights, None
     if not getattr(args, "use_vllm", False):
         found = "use_vllm is False, expected True"
     elif args.vllm_mode not in ("colocate", "server"):
         found = f"vllm_mode is {args.vllm_mode!r}, expected 'colocate' or 'server'"
+    elif way == "shared" and args.vllm_mode == "server":
+        raise ConfigError("vllm_weights is 'shared', and vllm_mode is 'server', expected 'colocate': or set 'sparse'")
     elif args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode:
         found = "vllm_enable_sleep_mode is True, expected False: a sleeping vLLM discards the weights"
     elif args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
         found = f"vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}, expected 1"
     if found is not None:
-        raise ConfigError(f"vllm_weight_sync is 'sparse', and {found}; or set vllm_weight_sync='full'")
+        raise ConfigError(f"vllm_weights is {way!r}, and {found}; or set vllm_weights='full'")
     if args.vllm_mode == "server" and options.vllm_options is not None:
         raise ConfigError("vllm_options has no effect with vllm_mode='server': start the server with these options")
     # TRL checks this only with use_vllm=True, and `trl.generation.without_vllm` calls its constructor with False.

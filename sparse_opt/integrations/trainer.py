@@ -148,7 +148,7 @@ class SparseTrainer(RunTrainer):
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         checks.of_call(bound)
         given = checks.named(bound).get("args")
-        if self.sparse_arguments.vllm_weight_sync == "sparse":
+        if self.sparse_arguments.vllm_weights != "full":
             checks.of_vllm(given, self.sparse_arguments)
         model = checks.named(bound).get("model")
         with self._without_reference(bound), self._without_vllm(given), without_adapters(model):
@@ -161,8 +161,8 @@ class SparseTrainer(RunTrainer):
             self.sparse_mask = self.sparse_mask.resolve(self.model)
             checks.of_frozen_parameters(self.model, self.sparse_mask)
         rates.warn_of_rate(self.args, self.sparse_mask)
-        if self.sparse_arguments.vllm_weight_sync == "sparse":
-            self._send_changes_to_vllm()
+        if self.sparse_arguments.vllm_weights != "full":
+            self._connect_vllm()
         self.add_callback(SparseCallback(self))
         if self.sparse_arguments.delta_log_dir is not None:
             self.add_callback(SparseDeltaLogCallback(self))
@@ -173,22 +173,27 @@ class SparseTrainer(RunTrainer):
         yield
 
     def _without_vllm(self, args: Any) -> AbstractContextManager[None]:
-        """A context around the same call, in which TRL uses no vLLM if `_send_changes_to_vllm` does it."""
+        """A context around the same call, in which TRL uses no vLLM if `_connect_vllm` does it."""
         options = self.sparse_arguments
-        if options.vllm_weight_sync != "sparse" or (args.vllm_mode != "server" and options.vllm_options is None):
+        way, is_server = options.vllm_weights, getattr(args, "vllm_mode", None) == "server"
+        if way == "full" or (way == "sparse" and not is_server and options.vllm_options is None):
             return nullcontext()
         from .trl.generation import without_vllm
 
         return without_vllm(args)
 
-    def _send_changes_to_vllm(self) -> None:
+    def _connect_vllm(self) -> None:
         from .trl import generation
 
+        options = self.sparse_arguments
         if self.args.vllm_mode == "server":
             generation.connect(self, self.sparse_mask)
             return
-        if self.sparse_arguments.vllm_options is not None:
-            generation.start(self, self.sparse_arguments.vllm_options)
+        if options.vllm_weights == "shared":
+            generation.share(self, options.vllm_options or {})
+            return
+        if options.vllm_options is not None:
+            generation.start(self, options.vllm_options)
         self.vllm_generation.sync_weights = generation.ColocatedUpdates(
             self.vllm_generation, self.model, self.sparse_mask
         )

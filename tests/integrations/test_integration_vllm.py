@@ -19,7 +19,7 @@ from sparse_opt.errors import ConfigError, WeightSyncError
 from sparse_opt.integrations import SparseArguments
 from sparse_opt.weight_sync import Message, WeightReceiver
 
-SPARSE = SparseArguments(vllm_weight_sync="sparse")
+SPARSE, SHARED = SparseArguments(vllm_weights="sparse"), SparseArguments(vllm_weights="shared")
 
 
 class StandIn:
@@ -110,7 +110,7 @@ def test_vllm_is_started_with_the_given_options(lab, stand_in, monkeypatch):
 
     monkeypatch.setattr(sys.modules["vllm"], "LLM", make_llm, raising=False)
     mine = {"enforce_eager": True, "enable_prefix_caching": False}
-    sparse = SparseArguments(vllm_weight_sync="sparse", vllm_options=mine)
+    sparse = SparseArguments(vllm_weights="sparse", vllm_options=mine)
     trainer = lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, max_steps=1, vllm_max_model_length=40, **OPTIONS)
     found = trainer.vllm_generation
     assert isinstance(found, VLLMGeneration) and found.llm.kinds == []
@@ -133,12 +133,12 @@ def test_vllm_is_started_with_the_given_options(lab, stand_in, monkeypatch):
 
 def test_options_of_vllm_that_cannot_be_given(lab, stand_in, monkeypatch):
     monkeypatch.setattr(sys.modules["vllm"], "LLM", None, raising=False)
-    sparse = SparseArguments(vllm_weight_sync="sparse", vllm_options={"seed": 3})
+    sparse = SparseArguments(vllm_weights="sparse", vllm_options={"seed": 3})
     with pytest.raises(ConfigError, match="vllm_options has 'seed', which TRL sets to 0"):
         lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, max_steps=1, **OPTIONS)
     with pytest.raises(ConfigError, match="vllm_options has no effect with vllm_mode='server': start the server with"):
         lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, **{**OPTIONS, "vllm_mode": "server"})
-    with pytest.raises(ConfigError, match="vllm_options needs vllm_weight_sync='sparse', which is 'full'"):
+    with pytest.raises(ConfigError, match="vllm_options needs vllm_weights='sparse' or 'shared', which is 'full'"):
         SparseArguments(vllm_options={})
 
 
@@ -175,10 +175,16 @@ def test_an_update_after_a_refused_one_sends_all_active_values(lab, stand_in):
     ],
 )
 def test_what_it_does_not_support_is_refused(lab, stand_in, changes, message):
-    with pytest.raises(ConfigError, match=rf"vllm_weight_sync is 'sparse', and {message}"):
-        lab("GRPO", mask=lab.random_mask(0.1), sparse=SPARSE, **{**OPTIONS, **changes})
+    for sparse in (SPARSE, SHARED):
+        with pytest.raises(ConfigError, match=rf"vllm_weights is '{sparse.vllm_weights}', and {message}"):
+            lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, **{**OPTIONS, **changes})
+
+
+def test_weights_are_not_shared_with_a_server(lab, stand_in):
+    with pytest.raises(ConfigError, match="vllm_weights is 'shared', and vllm_mode is 'server', expected 'colocate'"):
+        lab("GRPO", mask=lab.random_mask(0.1), sparse=SHARED, **{**OPTIONS, "vllm_mode": "server"})
 
 
 def test_other_trainers_refuse_it(lab):
-    with pytest.raises(ConfigError, match="vllm_weight_sync is 'sparse', and use_vllm is False"):
+    with pytest.raises(ConfigError, match="vllm_weights is 'sparse', and use_vllm is False"):
         lab("SFT", mask=lab.random_mask(0.1), sparse=SPARSE)

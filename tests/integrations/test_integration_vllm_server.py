@@ -18,7 +18,7 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.integrations import SparseArguments
 from sparse_opt.weight_sync import Message, WeightReceiver
 
-SPARSE = SparseArguments(vllm_weight_sync="sparse")
+SPARSE = SparseArguments(vllm_weights="sparse")
 
 
 class Server(ThreadingHTTPServer):

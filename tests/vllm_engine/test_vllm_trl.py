@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with vLLM in its process or on a server, which gets the changed values of the mask, on a CPU."""
+"""TRL's GRPOTrainer with a vLLM that gets the changed values of the mask, or shares the weights, on a CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_client, vllm_generation
+from vllm.model_executor.layers import utils as vllm_layers
+from vllm_lab import plain_linear
 
-from sparse_opt import MaskSet
+from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.integrations import SparseArguments, sparse_trainer
 from sparse_opt.trainers.arithmetic import make_arithmetic
 
@@ -28,7 +30,7 @@ def even_share(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-def make_trainer(folder, output, *, vllm_options=None, **options):
+def make_trainer(folder, output, *, sparse=None, **options):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return sparse_trainer(GRPOTrainer)(
         model,
@@ -41,17 +43,16 @@ def make_trainer(folder, output, *, vllm_options=None, **options):
             max_completion_length=8,
             learning_rate=1e-2,
             logging_steps=1,
-            save_strategy="no",
             bf16=False,
             use_cpu=True,
             report_to=[],
-            **options,
+            **{"save_strategy": "no", **options},
         ),
         train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]),
         processing_class=AutoTokenizer.from_pretrained(folder),
         reward_funcs=even_share,
         mask=MaskSet.random(model, density=0.3, seed=0),
-        sparse=SparseArguments(vllm_weight_sync="sparse", vllm_options=vllm_options),
+        sparse=sparse or SparseArguments(vllm_weights="sparse"),
     )
 
 
@@ -114,21 +115,68 @@ def with_experts(folder):
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_grpo_of_trl(experts, tmp_path, monkeypatch):
-    # The last test of this file, because TRL leaves the variables of a process group in the environment.
+# A compiled model cannot be updated on a CPU.
+LLM_OPTIONS = {"enforce_eager": True, "enable_prefix_caching": True, "dtype": "float32"}
+OPTIONS = {"vllm_mode": "colocate", "vllm_max_model_length": 64}
+
+
+@pytest.fixture
+def colocated(monkeypatch):
     monkeypatch.setattr(vllm_generation, "SamplingParams", vllm.SamplingParams, raising=False)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def shut_down(trainer):
+    trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # which TRL sets; the next trainer would be one of a launcher
+        os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_grpo_of_trl(experts, tmp_path, colocated):
     folder = make_arithmetic(tmp_path / "arithmetic") / "model"
     if experts:
         with_experts(folder)
-    # A compiled model cannot be updated on a CPU.
-    llm = {"enforce_eager": True, "enable_prefix_caching": True, "dtype": "float32"}
-    options = {"vllm_mode": "colocate", "vllm_max_model_length": 64}
-    trainer = make_trainer(folder, tmp_path / "run", vllm_options=llm, **options)
+    sparse = SparseArguments(vllm_weights="sparse", vllm_options=LLM_OPTIONS)
+    trainer = make_trainer(folder, tmp_path / "run", sparse=sparse, **OPTIONS)
     try:
         config = trainer.vllm_generation.llm.llm_engine.vllm_config
         assert config.model_config.enforce_eager and config.cache_config.enable_prefix_caching
         train(trainer)
     finally:
-        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+        shut_down(trainer)
+
+
+def test_shared_weights_train_as_sent_ones(tmp_path, colocated, monkeypatch):
+    """Also with base weights as the reference, a delta log, and from a checkpoint."""
+    monkeypatch.setattr(vllm_layers, "dispatch_cpu_unquantized_gemm", plain_linear)
+    folder = make_arithmetic(tmp_path / "arithmetic") / "model"
+    options = {**OPTIONS, "beta": 0.1, "save_strategy": "steps", "save_steps": 3}
+
+    def run(way, **log):
+        sparse = SparseArguments(vllm_weights=way, vllm_options=LLM_OPTIONS, **log)
+        return make_trainer(folder, tmp_path / way, sparse=sparse, **options)
+
+    def results(trainer):
+        logged = [{k: v for k, v in row.items() if "time" not in k} for row in trainer.state.log_history[:6]]
+        return logged, {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+
+    sent = run("sparse")
+    train(sent)
+    expected, weights = results(sent)
+    shut_down(sent)
+    shared = run("shared", delta_log_dir=tmp_path / "log")
+    served = shared.vllm_generation.llm.llm_engine.model_executor.driver_worker.get_model()
+    norm = shared.model.get_parameter("model.norm.weight")
+    assert norm.data_ptr() == served.get_parameter("model.norm.weight").data_ptr()
+    train(shared)
+    assert results(shared)[0] == expected
+    assert all(torch.equal(weight, weights[name]) for name, weight in shared.model.state_dict().items())
+    shut_down(shared)
+    with DeltaLog.open(tmp_path / "log") as log:
+        assert all(torch.equal(weight, weights[name]) for name, weight in log.load(6).items())
+
+    resumed = run("shared")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "shared" / "checkpoint-3"))
+    assert all(torch.equal(weight, weights[name]) for name, weight in resumed.model.state_dict().items())
+    shut_down(resumed)

@@ -1,10 +1,11 @@
-"""vLLM of TRL's GRPOTrainer, colocated or a server, which gets the values that have changed under a mask.
+"""vLLM of TRL's GRPOTrainer: a colocated one or a server that gets the changed values of a mask, or shared weights.
 
 Written for TRL 1.16, whose constructor of GRPOTrainer makes a `VLLMGeneration`, which writes all weights to vLLM before
 each generation: to a server by a group of vLLM's NCCL backend, and a server has one backend of weight transfer. So the
 constructor is called with `use_vllm=False`, and afterwards `connect` makes a `VLLMGeneration` that joins no group and
 sends messages of `sparse_opt.weight_sync`. In the trainer's process `ColocatedUpdates` replaces the method
 `sync_weights` of TRL's object, or of one that `start` makes with options of `vllm.LLM` for which TRL has no arguments.
+`share` starts vLLM in the same way, and makes the trained parameters views of its weights.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import ensure_master_addr_port
 
-from ...errors import ConfigError, WeightSyncError
+from ...errors import ConfigError
 from ...masks import MaskSet
 from ...weight_sync import WeightSender
-from ..vllm import VLLMWeightSync
+from ..vllm import VLLMWeightSync, share_weights
+from ..vllm.connections import reset_prefix_cache
 
 
 @contextmanager
@@ -93,7 +96,7 @@ class SparseServerGeneration(VLLMGeneration):
             backend = None if transfer is None else transfer["backend"]
             if backend != "sparse_opt":
                 raise ConfigError(
-                    f"vllm_weight_sync is 'sparse', and the vLLM server {url} has weight transfer backend {backend!r}, "
+                    f"vllm_weights is 'sparse', and the vLLM server {url} has weight transfer backend {backend!r}, "
                     """expected 'sparse_opt': start it with --weight-transfer-config '{"backend": "sparse_opt"}'"""
                 )
         self.accelerator.wait_for_everyone()
@@ -187,8 +190,7 @@ class ColocatedUpdates:
         for message in messages:
             self._llm.collective_rpc(_receive, args=(self._engine, message.to_bytes()))
         self._sender = sender  # kept once the mask has arrived
-        if not self._llm.reset_prefix_cache(reset_connector=True):  # also blocks in other memory
-            raise WeightSyncError("reset_prefix_cache of vLLM failed: blocks are still in use")
+        reset_prefix_cache(self._llm)
         self._has_failed = False
 
 
@@ -274,3 +276,17 @@ def start(trainer: Any, llm_options: Mapping[str, Any]) -> None:
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
     )
+
+
+def share(trainer: Any, llm_options: Mapping[str, Any]) -> None:
+    """Start vLLM for a GRPOTrainer as `start` does, and let the trained model have its weights.
+
+    Raises:
+        ConfigError: as `start`.
+        WeightSyncError: as `share_weights`.
+    """
+    trainer.model.to("cpu")  # a GPU then has one copy of the weights also while vLLM starts
+    torch.cuda.empty_cache()
+    start(trainer, llm_options)
+    generation = trainer.vllm_generation
+    generation.sync_weights = share_weights(trainer.model, generation.llm).update

@@ -48,7 +48,9 @@ class MaskArguments:
     offload_base_weights: bool = option(False, "keep them in host memory")
     tile_backward: bool | None = option(None, "compute weight gradients of active tiles only; default: where faster")
     backend: str | None = option(None, "backend of the optimizer's kernels")
-    vllm_weight_sync: Literal["full", "sparse"] = option("full", "send vLLM all weights, or what changed")
+    vllm_weights: Literal["full", "sparse", "shared"] = option(
+        "full", "send vLLM all weights, send it what changed, or share one copy of the weights with a colocated vLLM"
+    )
     vllm_options: dict[str, Any] | str | None = option(None, "JSON: options of vllm.LLM for which TRL has no argument")  # noqa: RUF009
 
     save_delta: bool = option(False, "write what training changed, to share, next to the weights that are saved")

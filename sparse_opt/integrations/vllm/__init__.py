@@ -20,5 +20,6 @@ from __future__ import annotations
 
 from .client import VLLMChannelSync, VLLMWeightSync
 from .deltas import VLLMDeltas
+from .shared import SharedWeights, share_weights
 
-__all__ = ["VLLMChannelSync", "VLLMDeltas", "VLLMWeightSync"]
+__all__ = ["SharedWeights", "VLLMChannelSync", "VLLMDeltas", "VLLMWeightSync", "share_weights"]

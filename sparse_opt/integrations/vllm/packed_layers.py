@@ -129,6 +129,15 @@ class PackedLayers:
         weight = plain.get("weight", layer._parameters.get("weight")) if hasattr(layer, "cpu_linear") else None
         return [*plain.values(), *([] if weight is None or "weight" in plain else [weight])]
 
+    def require_unpacked(self, name: str, slices: Sequence[Destination]) -> None:
+        """Raise WeightSyncError if vLLM has packed a copy of a weight, with which it computes; names the weight."""
+        for layer in self.holding(slices):
+            if layer in self._plain or _ignores_weight(layer):
+                layer_name = next(name for name, module in self.model.named_modules() if module is layer)
+                raise WeightSyncError(
+                    f"weight {name} belongs to layer {layer_name}, of which vLLM has a copy that is packed for the CPU"
+                )
+
     def repack(self, layers: Iterable[nn.Module]) -> None:
         """Pack the weights of some layers again, after they have changed."""
         for layer in layers:
@@ -194,6 +203,14 @@ def checkpoint_of(model: nn.Module, vllm_config: Any) -> Iterable[tuple[str, Ten
         )
     weights: Iterable[tuple[str, Tensor]] = loader.get_all_weights(vllm_config.model_config, model)
     return weights
+
+
+def _ignores_weight(layer: Any) -> bool:
+    """Whether a layer's `cpu_linear` computes with a packed copy, whatever weight it is called with."""
+    weight = layer.weight
+    invalid = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+    outputs = layer.cpu_linear(torch.ones_like(invalid[:1]), invalid, None)
+    return not bool(outputs.isnan().all())
 
 
 def _has_packed_experts(layer: nn.Module) -> bool:
