@@ -99,7 +99,7 @@ class SparseDelta:
         """Encode what differs between two models of one architecture, or two state dicts.
 
         Args:
-            level: `tight`, or `packed`, which is 1.2 to 1.6 times as large and decoded four times as fast.
+            level: `tight`, or `packed`, which is 1.1 to 1.6 times as large and decoded four times as fast.
             mask: the mask of the run, whose pattern and digest become metadata.
             metadata: strings to store; base_model and base_revision are those of the base's `config`, where it has one.
 

@@ -107,7 +107,7 @@ def _write_shard(path: Path, target: Path, delta: SparseDelta, firsts: dict[str,
         size = content.read(8)
         target.write_bytes(size + content.read(int.from_bytes(size, "little")))
         largest = max(map(file.nbytes, file.names), default=0)
-        buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(_THREADS)]
+        buffers = [torch.empty(largest, dtype=torch.uint8, device="cpu") for _ in range(_THREADS)]
         try:
             with ThreadPoolExecutor(_THREADS, initializer=start) as pool:
                 for _ in pool.map(write, file.names):
