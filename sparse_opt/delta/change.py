@@ -55,18 +55,15 @@ class Change:
         """Number of elements whose bits differ."""
         return int(self.patch.counts[0])
 
-    def applied(self, old: Tensor) -> Tensor:
-        """Return the new tensor, on the device of the old one, which must be contiguous. Raises PatchError."""
+    def apply_(self, tensor: Tensor) -> None:
+        """Change a contiguous tensor in place. After a PatchError its contents are undefined."""
         if self.runs is None:
-            new = old.clone()
-            codec.apply_([new], self.patch)
-            return new
-        among = self.among(old.device)
-        elements = as_bits(old)[among].view(old.dtype)
+            codec.apply_([tensor], self.patch)
+            return
+        among = self.among(tensor.device)
+        elements = as_bits(tensor)[among].view(tensor.dtype)
         codec.apply_([elements], self.patch)
-        new = old.clone()
-        as_bits(new)[among] = as_bits(elements)
-        return new
+        as_bits(tensor)[among] = as_bits(elements)
 
     def among(self, device: torch.device) -> Tensor:
         """Return the positions of the elements of the runs: int64 [n * run_length]."""

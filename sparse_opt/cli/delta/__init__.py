@@ -82,7 +82,7 @@ examples:
   sparse-opt delta diff HuggingFaceTB/SmolLM2-135M runs/sparse -o my-delta
 """
 _APPLY_EPILOG = """Writes the trained checkpoint in the base's shards, with the base's configuration and tokenizer.
-Every tensor of BASE is compared with its digest; if one differs, nothing is written. Holds one tensor in memory.
+Every tensor of BASE is compared with its digest; if one differs, nothing is written. Holds two tensors in memory.
 
 examples:
   sparse-opt delta apply my-delta HuggingFaceTB/SmolLM2-135M -o tuned
