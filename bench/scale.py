@@ -45,8 +45,9 @@ from .harness import (
     one_of_each,
     run_in_process,
 )
-from .models import SHAPES, make_model, masked_shapes, model_config, n_parameters, parameter_shapes
+from .models import make_model, masked_shapes, model_config, n_parameters, parameter_shapes
 from .rows import Row, Run, clean, label
+from .shapes import SHAPES
 from .training.baseline.inputs import random_pairs
 from .training.baseline.modes import held_bytes, n_tiled, n_trained
 from .training.baseline.peers import add_lora_to_quantized, quantize_linear_layers

@@ -40,9 +40,10 @@ from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroup
 from .distributed.variants import VARIANTS as TRAININGS
 from .distributed.variants import Training, make_training
 from .harness import NOT_MEASURED, Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
-from .models import LLAMAS, make_model, pair
+from .models import make_model, pair
 from .ranks import NETWORKS, Ranks
 from .rows import Case, Row, Run, percentiles
+from .shapes import LLAMAS
 
 TIMEOUT_S = 120.0
 # Name of a row -> pattern of the mask and encoding; without them all weights are broadcast.

@@ -42,9 +42,9 @@ from sparse_opt.cli.parser import CommandParser
 
 from .. import rows
 from ..harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ..models import LLAMAS
 from ..ranks import NETWORKS
 from ..rows import Case, Row, Run
+from ..shapes import LLAMAS
 from .reference import wrong_line
 from .variants import VARIANTS, Variant, default_variants
 

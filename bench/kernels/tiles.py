@@ -31,7 +31,7 @@ from sparse_opt import MaskSet, ops
 from sparse_opt.masks.patterns import PATTERNS
 
 from ..harness import Work
-from ..shapes import QWEN3_30B_A3B_SIZES, Shapes, total_numel
+from ..shapes import SHAPES, Shapes, total_numel
 from .bounds import Traffic
 from .cases import WrongResult
 from .inputs import segments
@@ -89,8 +89,8 @@ class Operands:
     @classmethod
     def of_experts(cls, experts: int, tokens: int, generator: torch.Generator) -> Operands:
         """Standard normal values for the experts of one layer, each token at random ones."""
-        sizes = QWEN3_30B_A3B_SIZES
-        hidden, intermediate, top_k = sizes["hidden"], sizes["expert_intermediate"], sizes["experts_per_token"]
+        shape = SHAPES["qwen3_30b_a3b"]
+        hidden, intermediate, top_k = shape.hidden, shape.intermediate, shape.experts_per_token
         shapes = {"gate_up_proj": (experts, 2 * intermediate, hidden), "down_proj": (experts, hidden, intermediate)}
         chosen = torch.rand(tokens, experts, device=generator.device, generator=generator).topk(top_k).indices
         counts = torch.bincount(chosen.view(-1), minlength=experts)
@@ -244,7 +244,7 @@ def time_layers(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], gener
 def time_experts(recorder: Recorder, generator: torch.Generator) -> None:
     """Time the rows of one layer's experts."""
     cpu = recorder.device.type == "cpu"
-    experts, tokens = (CPU_EXPERTS, CPU_TOKENS) if cpu else (QWEN3_30B_A3B_SIZES["experts"], EXPERT_TOKENS)
+    experts, tokens = (CPU_EXPERTS, CPU_TOKENS) if cpu else (SHAPES["qwen3_30b_a3b"].experts, EXPERT_TOKENS)
     operands = Operands.of_experts(experts, tokens, generator)
     recorder.common = {**recorder.common, "numel": total_numel(operands.shapes)}
     works = [recorder.work(GROUPED_MM, TORCH, None, operands.multiply_experts, tokens=tokens)]

@@ -28,8 +28,8 @@ from sparse_opt.errors import SparseOptError
 from sparse_opt.masks.patterns import PATTERNS
 
 from ..harness import Benchmark, WrongResult, not_between, run_in_process
-from ..models import LLAMAS
 from ..rows import Case, Row, Run
+from ..shapes import LLAMAS
 
 # Options that the cases of all rows have, and what is the same in all runs.
 _SETTINGS = (

@@ -28,7 +28,6 @@ from sparse_opt.trainers.pretrained import load_config_from
 from ...harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ...models import without_weights
 from ...rows import Case, Run
-from ...shapes import LLAMA_3_2_3B_SIZES, TINY_SIZES
 from .inputs import make_checkpoint, preference_pairs, words_config, write_pairs
 from .modes import Job, Mode
 from .peers import GALORE_RANK, missing_package
@@ -208,8 +207,8 @@ def _case(job: Job, args: Namespace) -> Case:
 def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
     """Make the missing model, masks and data in the folder; return each mode's job, and what all cases have."""
     model_name = args.model_name or str(folder / "model")
-    sizes = TINY_SIZES if args.small else LLAMA_3_2_3B_SIZES
-    config = load_config_from(args.model_name) if args.model_name else words_config(sizes, args.sequence_length)
+    shape = "tiny" if args.small else "3b"
+    config = load_config_from(args.model_name) if args.model_name else words_config(shape, args.sequence_length)
     model = without_weights(config)
     masks = {mode: str(folder / f"{mode}.safetensors") for mode in args.modes}
     for mode, pattern in (("sparse", "element"), ("tiles", args.tile_pattern)):

@@ -12,10 +12,11 @@ from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.recorder import Recorder
 from sparse_opt.bench.kernels.tiles import Operands, TileGradients
 from sparse_opt.bench.rows import Run
-from sparse_opt.bench.shapes import llama_matrices
+from sparse_opt.bench.shapes import Shape, llama_matrices
 
 # Two layers; widths that are no multiple of a tile, and matrices of one tile.
-MATRICES = llama_matrices(hidden=150, intermediate=200, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=50, vocab=30)
+SHAPE = Shape(hidden=150, intermediate=200, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=50, vocab=30)
+MATRICES = llama_matrices(SHAPE)
 SHAPES = {name: shape for name, shape in MATRICES.items() if ".layers." in name}
 
 
