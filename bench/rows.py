@@ -281,7 +281,7 @@ def _of_pytest(data: Mapping[str, Any]) -> Run:
 # The environment of a measurement: machine, versions and commit
 
 COMMIT_VARIABLE = "SPARSE_OPT_COMMIT"
-_PACKAGES = ("triton", "transformers", "safetensors", "pytest")
+_PACKAGES = ("triton", "transformers", "safetensors", "trl", "pytest")
 
 
 def environment(device: torch.device | str) -> Environment:

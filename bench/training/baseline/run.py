@@ -196,7 +196,7 @@ def take_steps(step: Step, n_steps: int, timer: StepTimer, device: torch.device)
         ended, cpu_ended = time.perf_counter(), time.process_time()
         steps.append(
             {
-                **{name: _finite(value.item(), name, i) for name, value in metrics.items()},
+                **{name: finite(value.item(), name, i) for name, value in metrics.items()},
                 "step_s": ended - began,
                 "host_s": launched - began,
                 "cpu_s": cpu_ended - cpu_began,
@@ -206,7 +206,7 @@ def take_steps(step: Step, n_steps: int, timer: StepTimer, device: torch.device)
     return steps
 
 
-def _finite(value: float, name: str, step: int) -> float:
+def finite(value: float, name: str, step: int) -> float:
     if not math.isfinite(value):
         raise SparseOptError(f"step {step + 1}: {name} is {value}")
     return value
