@@ -49,9 +49,9 @@ def test_the_bytes_of_the_bound(operands, density):
     widths = sum(int(e.any(dim=1).sum()) for e in elements)
     for matrices in operands.calls["input"]:
         widths += int(torch.cat([elements[i] for i in matrices]).any(dim=0).sum())
-    assert gradients.bound_bytes() == 2 * 24 * widths + 4 * mask.nnz
+    assert gradients.traffic().bytes == 2 * 24 * widths + 4 * mask.nnz
     if density == 1:
-        assert gradients.bound_bytes() == operands.nbytes() + 4 * mask.nnz
+        assert gradients.traffic().bytes == operands.nbytes() + 4 * mask.nnz
 
 
 @pytest.mark.parametrize("calls", ["layer", "input", "matrix"])
