@@ -25,7 +25,7 @@ from sparse_opt.errors import SparseOptError
 from sparse_opt.files import written_aside
 
 from . import report, rows, timing
-from .rows import Case, Row, Run
+from .rows import NOT_MEASURED, Case, Row, Run
 
 # Options that have the same range in every benchmark that has them.
 SIZES = ("numel", "delta_numel", "peer_numel", "model_numel")
@@ -36,10 +36,6 @@ COUNTS = (
 )
 # Folders that are made if they do not exist.
 FOLDERS = ("mask_dir", "work_dir", "folder")
-
-
-# Notes that begin with this name what is missing.
-NOT_MEASURED = "not measured"
 
 
 class WrongResult(AssertionError):

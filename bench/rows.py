@@ -35,6 +35,9 @@ from sparse_opt.files import written_aside
 Case = dict[str, Any]  # name -> a string, number or bool
 Environment = dict[str, Any]
 
+# Notes that begin with this name what is missing.
+NOT_MEASURED = "not measured"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -101,9 +104,15 @@ class Run:
         if self.output is not None and self.rows:
             write(self.output, dataclasses.replace(self, completed=False))
 
-    def add(self, row: Row) -> None:
-        """Add a row, in place of one of the same case and metric."""
-        self.rows = [other for other in self.rows if other.key != row.key] + [row]
+    def add(self, *rows: Row) -> None:
+        """Add rows, in place of those of the same case and metric."""
+        keys = {row.key for row in rows}
+        self.rows = [other for other in self.rows if other.key not in keys] + [*rows]
+
+    def miss(self, what: str) -> None:
+        """Note that something could not be measured; the run is then not complete."""
+        self.note(f"{NOT_MEASURED}: {what}")
+        self.completed = False
 
     def note(self, line: str) -> None:
         if line not in self.notes:

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,12 +54,9 @@ class Timing:
     n_rounds: int
 
 
-class Clock(Protocol):
-    def __call__(self, call: Callable[[], object]) -> tuple[float, float, float]:
-        """Run ``call`` and return its device, host and wall time in milliseconds.
-
-        The preparation of a `Prepared` call is run first and not timed.
-        """
+# Runs a call and returns its device, host and wall time in milliseconds. The preparation of a `Prepared` call is run
+# first and not timed.
+Clock = Callable[[Callable[[], object]], tuple[float, float, float]]
 
 
 def measure(variants: Mapping[str, Variant], **options: Any) -> dict[str, Timing]:

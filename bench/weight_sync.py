@@ -39,7 +39,7 @@ from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroup
 
 from .distributed.variants import VARIANTS as TRAININGS
 from .distributed.variants import Training, make_training
-from .harness import NOT_MEASURED, Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
+from .harness import Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
 from .models import make_model, pair
 from .ranks import NETWORKS, Ranks
 from .rows import Case, Row, Run, percentiles
@@ -264,14 +264,12 @@ def measure(args: Namespace, run: Run) -> None:
             module = "sparse_opt.bench.weight_sync"
             results = run_in_process(module, network, job, Path(folder), NETWORKS[network], n_ranks=2)
             if results is None:
-                run.note(f"{NOT_MEASURED}: network {network}, whose run did not end")
-                run.completed = False
+                run.miss(f"network {network}, whose run did not end")
             for result in results or []:
                 if not result["right"]:
                     run.wrong.append(f"{network}, {result['variant']}: weights differ between the ranks")
                     continue
-                for row in result_rows(result, network, settings):
-                    run.add(row)
+                run.add(*result_rows(result, network, settings))
             run.save()
     n, n_wrong = len([row for row in run.rows if row.metric == "time"]), len(run.wrong)
     run.note(

@@ -41,7 +41,7 @@ import torch
 from sparse_opt.cli.parser import CommandParser
 
 from .. import rows
-from ..harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ..ranks import NETWORKS
 from ..rows import Case, Row, Run
 from ..shapes import LLAMAS
@@ -141,21 +141,18 @@ def measure(args: Namespace, run: Run) -> None:
             module = "sparse_opt.bench.distributed.world"
             results = run_in_process(module, where, job, folder, NETWORKS[network], n_ranks=n)
             if results is None:
-                run.note(f"{NOT_MEASURED}: a process failed on {where}")
-                run.completed = False
+                run.miss(f"a process failed on {where}")
                 continue
             for result in results:
                 variant = VARIANTS[result["variant"]]
                 if result["ms"] is None:
                     run.wrong.append(f"{where}, {variant.name}: {wrong_line(result['check'])}")
                     continue
-                for row in result_rows(result, case_of(variant, n, network, args)):
-                    run.add(row)
+                run.add(*result_rows(result, case_of(variant, n, network, args)))
             n_right = sum(bool(result["check"] and result["check"]["met"]) for result in results)
             run.note(f"{where}: the first update is that of one device on the pairs of all GPUs in {n_right} rows")
             if left := [name for name in variants if name not in {result["variant"] for result in results}]:
-                run.note(f"{NOT_MEASURED}: no time was left for {', '.join(left)} on {where}")
-                run.completed = False
+                run.miss(f"no time was left for {', '.join(left)} on {where}")
             run.save()
 
 

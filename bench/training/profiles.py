@@ -32,7 +32,7 @@ from sparse_opt.integrations.trl.train import run as train_with_trl
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.recipes import rft
 
-from ..harness import NOT_MEASURED, Benchmark, WrongResult, job_main, not_between, run_in_process
+from ..harness import Benchmark, WrongResult, job_main, not_between, run_in_process
 from ..rows import Case, Row, Run
 
 STAGES = ("datagen", "train", "test")
@@ -134,8 +134,7 @@ def _measure(args: Namespace, run: Run) -> None:
     common = {name: getattr(args, name) for name in SETTINGS}
     for name in names:
         if len(results[name]) < args.repeats:
-            run.note(f"{NOT_MEASURED}: {name} ran {len(results[name])} times, expected {args.repeats}")
-            run.completed = False
+            run.miss(f"{name} ran {len(results[name])} times, expected {args.repeats}")
         if results[name]:
             add_rows(run, results[name], {"profile": name, **common})
             run.wrong += wrong_accuracy(name, results)

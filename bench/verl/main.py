@@ -120,8 +120,7 @@ def measure(args: Namespace, run: Run) -> None:
     )
     if not check["met"]:
         raise WrongResult(f"the first updates of the engines differ: {errors}")
-    for row in result_rows(result, settings | {"verl": installed_version("verl")}):
-        run.add(row)
+    run.add(*result_rows(result, settings | {"verl": installed_version("verl")}))
     run.note(f"the first updates agree: {errors}")
 
 

@@ -26,7 +26,7 @@ from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.trainers.pretrained import load_config_from
 
-from ...harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ...harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ...models import without_weights
 from ...rows import Case, Run
 from .inputs import make_checkpoint, preference_pairs, words_config, write_pairs
@@ -190,12 +190,10 @@ def measure(args: Namespace, run: Run) -> None:
             module = f"{__package__}.{'trl' if job.algorithm == 'trl' else 'run'}"
             result = run_in_process(module, job.name, asdict(job), Path(folder))
             if result is None:
-                run.note(f"{NOT_MEASURED}: mode {job.name}, whose run failed")
-                run.completed = False
+                run.miss(f"mode {job.name}, whose run failed")
                 continue
             results.append(result)
-            for row in result_rows(result, common | _case(job, args), args.n_warmup):
-                run.add(row)
+            run.add(*result_rows(result, common | _case(job, args), args.n_warmup))
             run.save()
     run.wrong += wrong_results(args.algorithm, results, compiled=args.compile)
 
