@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,20 +108,19 @@ def make_model(
 def _fill(module: nn.Module, prefix: str, seeds: dict[str, int], device: torch.device) -> None:
     """Make the module's parameters that are on the meta device: biases of zeros, other vectors of ones, and matrices of
     random values."""
-    for owner, name, parameter in list(_meta_parameters(module)):
+    found = [
+        (owner, f"{path}.{name}" if path else name, parameter)
+        for path, owner in module.named_modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for owner, name, parameter in found:
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if parameter.ndim == 1:
             values.fill_(0 if name.endswith("bias") else 1)
         elif (full_name := f"{prefix}{name}") in seeds:  # a tied parameter has one name; its second is replaced
             values.normal_(0.0, STD, generator=torch.Generator(device).manual_seed(seeds[full_name]))
         setattr(owner, name.rpartition(".")[2], nn.Parameter(values))
-
-
-def _meta_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for path, owner in module.named_modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if parameter.is_meta:
-                yield owner, f"{path}.{name}" if path else name, parameter
 
 
 def pair(index: int, sequence_length: int, vocab: int, device: torch.device) -> Tensor:
