@@ -89,17 +89,7 @@ def time_works(
     calls = {str(i): work.call for i, work in enumerate(right)}
     timings = timing.measure(calls, device=device, n_rounds=n_rounds, n_warmup=n_warmup)
     for work, found in zip(right, timings.values(), strict=True):
-        row = Row(
-            suite=suite,
-            case=work.case,
-            metric="time",
-            unit="ms",
-            value=found.ms,
-            p20=found.p20_ms,
-            p80=found.p80_ms,
-            n=found.n_rounds,
-            peers=work.peers,
-        )
+        row = Row.of_timing(vars(found), suite=suite, case=work.case, peers=work.peers)
         run.add(row)
         run.save()
         print(rows.line(row, common), flush=True)

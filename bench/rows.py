@@ -75,6 +75,12 @@ class Row:
         p20, median, p80 = percentiles(samples)
         return cls(value=median, p20=p20, p80=p80, n=len(samples), **others)
 
+    @classmethod
+    def of_timing(cls, timing: Mapping[str, Any], **others: Any) -> Row:
+        """The row of a time in ms; `timing` has the values of a `timing.Timing`, perhaps among others."""
+        spread = {"p20": timing["p20_ms"], "p80": timing["p80_ms"], "n": timing["n_rounds"]}
+        return cls(metric="time", unit="ms", value=timing["ms"], **spread, **others)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """What no other row of a run has."""

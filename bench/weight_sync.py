@@ -284,8 +284,7 @@ def result_rows(result: Mapping[str, Any], network: str, settings: Mapping[str, 
     shared: dict[str, Any] = {"suite": "weight_sync", "case": case}
     whole: Case = {"pattern": None, "sent": "all weights"}
     peers: dict[str, float | Case] = {} if pattern is None else {"all weights": whole}
-    spread = {"p20": result["p20_ms"], "p80": result["p80_ms"], "n": result["n_rounds"]}
-    rows = [Row(**shared, metric="time", unit="ms", value=result["ms"], peers=peers, **spread)]
+    rows = [Row.of_timing(result, **shared, peers=peers)]
     rows.append(Row(**shared, metric="message", unit="MB", value=result["message_bytes"] / 1e6))
     if pattern is None:
         return rows

@@ -190,8 +190,7 @@ def result_rows(result: Mapping[str, Any], case: Case) -> list[Row]:
     """
     shared: dict[str, Any] = {"suite": SUITE, "case": case}
     peers = peers_of(case)
-    spread = {"p20": result["p20_ms"], "p80": result["p80_ms"], "n": result["n_rounds"]}
-    found = [Row(**shared, metric="time", unit="ms", value=result["ms"], peers=peers, **spread)]
+    found = [Row.of_timing(result, **shared, peers=peers)]
     for metric, key in (("peak memory", "peak_memory_bytes"), ("peak memory, with building", "build_peak_bytes")):
         if result[key] is not None:
             value = max(result[key], result["peak_memory_bytes"])

@@ -70,7 +70,8 @@ class Rates(NamedTuple):
         if not self.write:
             return None
         found = self.write[max((size for size in self.write if size <= unit), default=min(self.write))]
-        return 1e9 * float(np.interp(share, *zip(*found, strict=True)))
+        shares, rates = zip(*found, strict=True)
+        return 1e9 * float(np.interp(share, shares, rates))
 
 
 class Traffic(NamedTuple):

@@ -131,8 +131,7 @@ def result_rows(result: Mapping[str, Any], settings: Case) -> list[Row]:
         case: Case = {"engine": one["engine"], **settings}
         peers: dict[str, float | Case] = {"fsdp2": {"engine": "fsdp2"}} if one["engine"] != "fsdp2" else {}
         shared: dict[str, Any] = {"suite": "verl", "case": case, "peers": peers}
-        spread = {"p20": one["p20_ms"], "p80": one["p80_ms"], "n": one["n_rounds"]}
-        found.append(Row(**shared, metric="time", unit="ms", value=one["ms"], **spread))
+        found.append(Row.of_timing(one, **shared))
         for metric, key in (("peak memory", "peak_memory_bytes"), ("memory between updates", "held_bytes")):
             if one[key] is not None:
                 found.append(Row(**shared, metric=metric, unit="bytes", value=one[key]))
