@@ -25,7 +25,7 @@ from sparse_opt.errors import SparseOptError
 from sparse_opt.files import written_aside
 
 from . import report, rows, timing
-from .rows import Case, Row, Run
+from .rows import NOT_MEASURED, Case, Row, Run
 
 # Options that have the same range in every benchmark that has them.
 SIZES = ("numel", "delta_numel", "peer_numel", "model_numel")
@@ -36,10 +36,6 @@ COUNTS = (
 )
 # Folders that are made if they do not exist.
 FOLDERS = ("mask_dir", "work_dir", "folder")
-
-
-# Notes that begin with this name what is missing.
-NOT_MEASURED = "not measured"
 
 
 class WrongResult(AssertionError):
@@ -93,17 +89,7 @@ def time_works(
     calls = {str(i): work.call for i, work in enumerate(right)}
     timings = timing.measure(calls, device=device, n_rounds=n_rounds, n_warmup=n_warmup)
     for work, found in zip(right, timings.values(), strict=True):
-        row = Row(
-            suite=suite,
-            case=work.case,
-            metric="time",
-            unit="ms",
-            value=found.ms,
-            p20=found.p20_ms,
-            p80=found.p80_ms,
-            n=found.n_rounds,
-            peers=work.peers,
-        )
+        row = Row.of_timing(vars(found), suite=suite, case=work.case, peers=work.peers)
         run.add(row)
         run.save()
         print(rows.line(row, common), flush=True)

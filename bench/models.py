@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,63 +14,34 @@ from torch.distributed.fsdp import fully_shard
 
 from sparse_opt.trainers.models import compile_layer
 
-from .shapes import (
-    LLAMA_3_1_8B_SIZES,
-    LLAMA_3_2_3B_SIZES,
-    LLAMA_3_70B_SIZES,
-    QWEN3_30B_A3B_SIZES,
-    QWEN_2_5_14B_SIZES,
-    QWEN_2_5_32B_SIZES,
-    TINY_SIZES,
-)
+from .shapes import SHAPES
 
 BETA = 0.1  # of the loss
 STD = 0.02  # of the random weights
 
 
-class Shape(NamedTuple):
-    """A model's family and sizes; ``sizes`` as for `llama_matrices`."""
-
-    family: Literal["llama", "qwen2", "qwen3_moe"]
-    sizes: Mapping[str, int]
-    tied: bool = False  # whether the output layer's weight is the embedding
-
-
-SHAPES = {
-    "3b": Shape("llama", LLAMA_3_2_3B_SIZES, tied=True),
-    "8b": Shape("llama", LLAMA_3_1_8B_SIZES),
-    "14b": Shape("qwen2", QWEN_2_5_14B_SIZES),
-    "32b": Shape("qwen2", QWEN_2_5_32B_SIZES),
-    "qwen3_30b_a3b": Shape("qwen3_moe", QWEN3_30B_A3B_SIZES),
-    "70b": Shape("llama", LLAMA_3_70B_SIZES),
-    "tiny": Shape("llama", TINY_SIZES, tied=True),
-    "tiny_qwen2": Shape("qwen2", TINY_SIZES),
-}
-LLAMAS = tuple(name for name, shape in SHAPES.items() if shape.family == "llama")
-
-
-def model_config(shape: str | Shape, max_length: int, **options: Any) -> Any:
+def model_config(name: str, max_length: int, **options: Any) -> Any:
     """The transformers configuration of a shape; ``options`` are others of its class."""
     import transformers
 
-    family, sizes, tied = SHAPES[shape] if isinstance(shape, str) else shape
-    if family == "qwen3_moe":
+    shape = SHAPES[name]
+    if shape.family == "qwen3_moe":
         config: Any = transformers.Qwen3MoeConfig
-        options |= {"moe_intermediate_size": sizes["expert_intermediate"], "num_experts": sizes["experts"]}
-        options |= {"num_experts_per_tok": sizes["experts_per_token"], "norm_topk_prob": True}
+        options |= {"moe_intermediate_size": shape.intermediate, "num_experts": shape.experts}
+        options |= {"num_experts_per_tok": shape.experts_per_token, "norm_topk_prob": True}
     else:
-        config = transformers.LlamaConfig if family == "llama" else transformers.Qwen2Config
-        options["intermediate_size"] = sizes["intermediate"]
-    if family != "qwen2":  # whose heads divide the hidden size
-        options["head_dim"] = sizes["head_dim"]
+        config = transformers.LlamaConfig if shape.family == "llama" else transformers.Qwen2Config
+        options["intermediate_size"] = shape.intermediate
+    if shape.family != "qwen2":  # whose heads divide the hidden size
+        options["head_dim"] = shape.head_dim
     return config(
-        vocab_size=sizes["vocab"],
-        hidden_size=sizes["hidden"],
-        num_hidden_layers=sizes["n_layers"],
-        num_attention_heads=sizes["n_heads"],
-        num_key_value_heads=sizes["n_kv_heads"],
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
         max_position_embeddings=max(2048, max_length),
-        tie_word_embeddings=tied,
+        tie_word_embeddings=shape.tied,
         **options,
     )
 
@@ -137,20 +108,19 @@ def make_model(
 def _fill(module: nn.Module, prefix: str, seeds: dict[str, int], device: torch.device) -> None:
     """Make the module's parameters that are on the meta device: biases of zeros, other vectors of ones, and matrices of
     random values."""
-    for owner, name, parameter in list(_meta_parameters(module)):
+    found = [
+        (owner, f"{path}.{name}" if path else name, parameter)
+        for path, owner in module.named_modules()
+        for name, parameter in owner.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    for owner, name, parameter in found:
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if parameter.ndim == 1:
             values.fill_(0 if name.endswith("bias") else 1)
         elif (full_name := f"{prefix}{name}") in seeds:  # a tied parameter has one name; its second is replaced
             values.normal_(0.0, STD, generator=torch.Generator(device).manual_seed(seeds[full_name]))
         setattr(owner, name.rpartition(".")[2], nn.Parameter(values))
-
-
-def _meta_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for path, owner in module.named_modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if parameter.is_meta:
-                yield owner, f"{path}.{name}" if path else name, parameter
 
 
 def pair(index: int, sequence_length: int, vocab: int, device: torch.device) -> Tensor:

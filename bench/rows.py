@@ -35,6 +35,9 @@ from sparse_opt.files import written_aside
 Case = dict[str, Any]  # name -> a string, number or bool
 Environment = dict[str, Any]
 
+# Notes that begin with this name what is missing.
+NOT_MEASURED = "not measured"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -72,6 +75,12 @@ class Row:
         p20, median, p80 = percentiles(samples)
         return cls(value=median, p20=p20, p80=p80, n=len(samples), **others)
 
+    @classmethod
+    def of_timing(cls, timing: Mapping[str, Any], **others: Any) -> Row:
+        """The row of a time in ms; `timing` has the values of a `timing.Timing`, perhaps among others."""
+        spread = {"p20": timing["p20_ms"], "p80": timing["p80_ms"], "n": timing["n_rounds"]}
+        return cls(metric="time", unit="ms", value=timing["ms"], **spread, **others)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """What no other row of a run has."""
@@ -101,9 +110,15 @@ class Run:
         if self.output is not None and self.rows:
             write(self.output, dataclasses.replace(self, completed=False))
 
-    def add(self, row: Row) -> None:
-        """Add a row, in place of one of the same case and metric."""
-        self.rows = [other for other in self.rows if other.key != row.key] + [row]
+    def add(self, *rows: Row) -> None:
+        """Add rows, in place of those of the same case and metric."""
+        keys = {row.key for row in rows}
+        self.rows = [other for other in self.rows if other.key not in keys] + [*rows]
+
+    def miss(self, what: str) -> None:
+        """Note that something could not be measured; the run is then not complete."""
+        self.note(f"{NOT_MEASURED}: {what}")
+        self.completed = False
 
     def note(self, line: str) -> None:
         if line not in self.notes:
@@ -281,7 +296,7 @@ def _of_pytest(data: Mapping[str, Any]) -> Run:
 # The environment of a measurement: machine, versions and commit
 
 COMMIT_VARIABLE = "SPARSE_OPT_COMMIT"
-_PACKAGES = ("triton", "transformers", "safetensors", "pytest")
+_PACKAGES = ("triton", "transformers", "safetensors", "trl", "pytest")
 
 
 def environment(device: torch.device | str) -> Environment:

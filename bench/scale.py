@@ -36,7 +36,6 @@ from sparse_opt.trainers.models import add_lora, make_masks_skippable
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 
 from .harness import (
-    NOT_MEASURED,
     Benchmark,
     comma_separated,
     job_main,
@@ -45,12 +44,12 @@ from .harness import (
     one_of_each,
     run_in_process,
 )
-from .models import SHAPES, make_model, masked_shapes, model_config, n_parameters, parameter_shapes
+from .models import make_model, masked_shapes, model_config, n_parameters, parameter_shapes
 from .rows import Row, Run, clean, label
+from .shapes import SHAPES
 from .training.baseline.inputs import random_pairs
-from .training.baseline.modes import held_bytes, n_tiled, n_trained
 from .training.baseline.peers import add_lora_to_quantized, quantize_linear_layers
-from .training.baseline.run import DPO_BETA, dpo_steps, take_steps
+from .training.baseline.run import DPO_BETA, dpo_steps, measure_steps
 
 Method = Literal["dense", "lora", "lean"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -156,24 +155,13 @@ def run(case: Case) -> dict[str, Any]:
 
 def _measure(case: Case, device: torch.device) -> dict[str, Any]:
     trained = make_training(case, device)
-    on_gpu = device.type == "cuda"
-    build_peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    build_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     length, vocab = case.sequence_length, case.config.vocab_size
     batches = [random_pairs(1, length, vocab, case.seed + i).to(device) for i in range(case.n_steps)]
     references = reference_logprobs(trained, batches) if case.precomputed_reference else None
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
     timer = StepTimer(device)
-    steps = take_steps(dpo_steps(trained, batches, timer.section, references), case.n_steps, timer, device)
-    return {
-        "n_trained": n_trained(trained),
-        "n_tiled": n_tiled(trained),
-        "bytes": held_bytes(trained),
-        "build_peak_bytes": build_peak,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "steps": steps,
-    }
+    step = dpo_steps(trained, batches, timer.section, references)
+    return {"build_peak_bytes": build_peak, **measure_steps(trained, step, case.n_steps, timer, device)}
 
 
 def make_training(case: Case, device: torch.device) -> Trained:
@@ -276,11 +264,9 @@ def measure(args: Namespace, run: Run) -> None:
             name = label(case.described(), ("parameters",))
             result = run_in_process("sparse_opt.bench.scale", name, asdict(case), Path(folder), ALLOCATOR)
             if result is None:
-                run.note(f"{NOT_MEASURED}: {name}, whose run failed")
-                run.completed = False
+                run.miss(f"{name}, whose run failed")
                 continue
-            for row in result_rows(result, case):
-                run.add(row)
+            run.add(*result_rows(result, case))
             run.wrong += [f"{name}: {line}" for line in wrong_results(result, case)]
             run.save()
 

@@ -91,9 +91,9 @@ def test_op(benchmark: BenchmarkFixture, session: Session, op: str, density: flo
 
     first = make(0)
     check(first, backend)
-    n_sets = n_buffer_sets(int(first.bound_bytes), session.device)
+    n_sets = n_buffer_sets(int(first.traffic.bytes), session.device)
     cases = [first, *(make(seed) for seed in range(1, n_sets))]
-    _time(benchmark, session, [functools.partial(case.run, backend) for case in cases], first.bound_bytes)
+    _time(benchmark, session, [functools.partial(case.run, backend) for case in cases], first.traffic.bytes)
 
 
 @pytest.mark.parametrize("grads", ["dense", "compact"])

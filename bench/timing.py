@@ -12,12 +12,13 @@ device; the wall time ends when the device has finished the work.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -53,17 +54,19 @@ class Timing:
     n_rounds: int
 
 
-class Clock(Protocol):
-    def __call__(self, call: Callable[[], object]) -> tuple[float, float, float]:
-        """Run ``call`` and return its device, host and wall time in milliseconds.
-
-        The preparation of a `Prepared` call is run first and not timed.
-        """
+# Runs a call and returns its device, host and wall time in milliseconds. The preparation of a `Prepared` call is run
+# first and not timed.
+Clock = Callable[[Callable[[], object]], tuple[float, float, float]]
 
 
 def measure(variants: Mapping[str, Variant], **options: Any) -> dict[str, Timing]:
     """Time the variants in turns; name -> Timing. The options are those of `samples`."""
-    return {name: _timing(found) for name, found in samples(variants, **options).items()}
+    found = {}
+    for name, times in samples(variants, **options).items():
+        device, host, wall = zip(*times, strict=True)
+        p20, median, p80 = percentiles(device)
+        found[name] = Timing(median, p20, p80, statistics.median(host), statistics.median(wall), len(times))
+    return found
 
 
 def samples(
@@ -84,20 +87,22 @@ def samples(
         n_rounds: timed calls of each variant.
         clock: times a call; by default the clock of the device.
     """
-    rotations = {name: _Rotation(variant) for name, variant in variants.items()}
+    rotations = {
+        name: itertools.cycle([variant] if callable(variant) else variant) for name, variant in variants.items()
+    }
     for rotation in rotations.values():
-        for _ in range(n_warmup):
-            call = rotation.next()
+        for call in itertools.islice(rotation, n_warmup):
             _prepare(call)
             call()
-    clock = clock or _clock(torch.device(device))
+    device = torch.device(device)
+    clock = clock or (_cpu_clock if device.type == "cpu" else functools.partial(_cuda_clock, device))
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     names = list(variants)
     orders = random.Random(0)
     for _ in range(n_rounds):
         orders.shuffle(names)
         for name in names:
-            times[name].append(clock(rotations[name].next()))
+            times[name].append(clock(next(rotations[name])))
     return times
 
 
@@ -114,30 +119,9 @@ def n_buffer_sets(nbytes: int, device: torch.device | str) -> int:
     return max(1, -(-3 * l2 // max(nbytes, 1)))
 
 
-class _Rotation:
-    def __init__(self, variant: Variant):
-        self.calls = [variant] if callable(variant) else list(variant)
-        self.turn = 0
-
-    def next(self) -> Callable[[], object]:
-        call = self.calls[self.turn]
-        self.turn = (self.turn + 1) % len(self.calls)
-        return call
-
-
 def _prepare(call: Callable[[], object]) -> None:
     if isinstance(call, Prepared):
         call.before()
-
-
-def _timing(found: list[tuple[float, float, float]]) -> Timing:
-    device, host, wall = zip(*found, strict=True)
-    p20, median, p80 = percentiles(device)
-    return Timing(median, p20, p80, statistics.median(host), statistics.median(wall), len(found))
-
-
-def _clock(device: torch.device) -> Clock:
-    return _cpu_clock if device.type == "cpu" else functools.partial(_cuda_clock, device)
 
 
 def _cpu_clock(call: Callable[[], object]) -> tuple[float, float, float]:

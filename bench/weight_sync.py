@@ -39,10 +39,11 @@ from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroup
 
 from .distributed.variants import VARIANTS as TRAININGS
 from .distributed.variants import Training, make_training
-from .harness import NOT_MEASURED, Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
-from .models import LLAMAS, make_model, pair
+from .harness import Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
+from .models import make_model, pair
 from .ranks import NETWORKS, Ranks
 from .rows import Case, Row, Run, percentiles
+from .shapes import LLAMAS
 
 TIMEOUT_S = 120.0
 # Name of a row -> pattern of the mask and encoding; without them all weights are broadcast.
@@ -263,14 +264,12 @@ def measure(args: Namespace, run: Run) -> None:
             module = "sparse_opt.bench.weight_sync"
             results = run_in_process(module, network, job, Path(folder), NETWORKS[network], n_ranks=2)
             if results is None:
-                run.note(f"{NOT_MEASURED}: network {network}, whose run did not end")
-                run.completed = False
+                run.miss(f"network {network}, whose run did not end")
             for result in results or []:
                 if not result["right"]:
                     run.wrong.append(f"{network}, {result['variant']}: weights differ between the ranks")
                     continue
-                for row in result_rows(result, network, settings):
-                    run.add(row)
+                run.add(*result_rows(result, network, settings))
             run.save()
     n, n_wrong = len([row for row in run.rows if row.metric == "time"]), len(run.wrong)
     run.note(
@@ -285,8 +284,7 @@ def result_rows(result: Mapping[str, Any], network: str, settings: Mapping[str, 
     shared: dict[str, Any] = {"suite": "weight_sync", "case": case}
     whole: Case = {"pattern": None, "sent": "all weights"}
     peers: dict[str, float | Case] = {} if pattern is None else {"all weights": whole}
-    spread = {"p20": result["p20_ms"], "p80": result["p80_ms"], "n": result["n_rounds"]}
-    rows = [Row(**shared, metric="time", unit="ms", value=result["ms"], peers=peers, **spread)]
+    rows = [Row.of_timing(result, **shared, peers=peers)]
     rows.append(Row(**shared, metric="message", unit="MB", value=result["message_bytes"] / 1e6))
     if pattern is None:
         return rows

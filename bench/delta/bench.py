@@ -36,7 +36,7 @@ from ..rows import Case, Row, Run
 from ..shapes import LLAMA_3_2_3B
 from ..timing import Prepared, Timing, measure
 from .data import KINDS, Step, entropy_bytes, make_step, n_different
-from .peers import LEVELS, Coder, LevelCoder, MaskedCoder, PulseCoder, peers
+from .peers import LEVELS, PEERS, Coder, LevelCoder, MaskedCoder, PulseCoder
 
 # Elements of the one tensor, elements for other packages, timed calls.
 DEFAULTS = {"cpu": (2**25, 2**24, 7), "cuda": (2**30, 2**26, 20)}
@@ -107,12 +107,12 @@ def _levels(run: Run, args: Namespace, layout: str, step: Step) -> None:
 
 def _peers(run: Run, args: Namespace, step: Step) -> None:
     """The rows of the installed peers."""
-    for peer in peers(args.threads):
+    for peer in PEERS:
         if why := peer.why_absent():
             run.note(f"not timed: {peer.name}: {why}")
             continue
         try:
-            _add_rows(run, args, [peer.make()], ONE_TENSOR, step, PEER_ROUNDS, {})
+            _add_rows(run, args, [peer(args.threads)], ONE_TENSOR, step, PEER_ROUNDS, {})
         except Exception as error:  # another package's error, of any type: reported, and the run continues
             first_line = str(error).strip().partition("\n")[0]
             run.note(f"not timed: {peer.name}: FAILED: {type(error).__name__}: {first_line}")

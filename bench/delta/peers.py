@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,12 +102,27 @@ class MaskedCoder(Coder):
         return dict(zip(self.layout.names, tensors, strict=True))
 
 
-class ZstdCoder(Coder):
+class Peer(Coder):
+    """A coder of another package, which may be missing, made for a number of threads."""
+
+    package: str  # its name for pip
+    module: str  # its name for `import`
+
+    def __init__(self, threads: int) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def why_absent(cls) -> str:
+        """Empty if the package is installed, else the reason why it cannot run."""
+        return "" if importlib.util.find_spec(cls.module) else f"not installed ({cls.package})"
+
+
+class ZstdCoder(Peer):
     """The bytes of old XOR new through zstd at level 1 (package zstandard), one thread."""
 
-    name = "byte XOR + zstd-1"
+    name, package, module = "byte XOR + zstd-1", "zstandard", "zstandard"
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
         zstandard = importlib.import_module("zstandard")
         self._compressor, self._decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
 
@@ -127,7 +140,7 @@ class ZstdCoder(Coder):
         return start
 
 
-class PulseCoder(Coder):
+class PulseCoder(Peer):
     """PULSEPT1 patches of format 3, a Rice code for each class of old exponents, on the CPU.
 
     Patches are made and applied as in basilica-sdk, with a copy of the new weights and their digests. The package has
@@ -135,7 +148,7 @@ class PulseCoder(Coder):
     arXiv 2602.03839
     """
 
-    name = "PULSEPT1, format 3"
+    name, package, module = "PULSEPT1, format 3", "basilica-sdk", "basilica"
 
     def __init__(self, threads: int) -> None:
         self._codec = importlib.import_module("basilica._pulse.codec")
@@ -168,29 +181,4 @@ class PulseCoder(Coder):
         return {f"{i:06}": tensor for i, tensor in enumerate(tensors)}
 
 
-class Peer(NamedTuple):
-    """A coder of another package, which may be missing.
-
-    Args:
-        name: in the table.
-        package: its name for pip.
-        module: its name for `import`.
-        make: makes the coder; errors of the package propagate.
-    """
-
-    name: str
-    package: str
-    module: str
-    make: Callable[[], Coder]
-
-    def why_absent(self) -> str:
-        """Empty if the package is installed, else the reason why it cannot run."""
-        return "" if importlib.util.find_spec(self.module) else f"not installed ({self.package})"
-
-
-def peers(threads: int) -> list[Peer]:
-    """All coders of other packages, including those that are not installed."""
-    return [
-        Peer(ZstdCoder.name, "zstandard", "zstandard", ZstdCoder),
-        Peer(PulseCoder.name, "basilica-sdk", "basilica", partial(PulseCoder, threads)),
-    ]
+PEERS: tuple[type[Peer], ...] = (ZstdCoder, PulseCoder)

@@ -41,10 +41,10 @@ import torch
 from sparse_opt.cli.parser import CommandParser
 
 from .. import rows
-from ..harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ..models import LLAMAS
+from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ..ranks import NETWORKS
 from ..rows import Case, Row, Run
+from ..shapes import LLAMAS
 from .reference import wrong_line
 from .variants import VARIANTS, Variant, default_variants
 
@@ -141,21 +141,18 @@ def measure(args: Namespace, run: Run) -> None:
             module = "sparse_opt.bench.distributed.world"
             results = run_in_process(module, where, job, folder, NETWORKS[network], n_ranks=n)
             if results is None:
-                run.note(f"{NOT_MEASURED}: a process failed on {where}")
-                run.completed = False
+                run.miss(f"a process failed on {where}")
                 continue
             for result in results:
                 variant = VARIANTS[result["variant"]]
                 if result["ms"] is None:
                     run.wrong.append(f"{where}, {variant.name}: {wrong_line(result['check'])}")
                     continue
-                for row in result_rows(result, case_of(variant, n, network, args)):
-                    run.add(row)
+                run.add(*result_rows(result, case_of(variant, n, network, args)))
             n_right = sum(bool(result["check"] and result["check"]["met"]) for result in results)
             run.note(f"{where}: the first update is that of one device on the pairs of all GPUs in {n_right} rows")
             if left := [name for name in variants if name not in {result["variant"] for result in results}]:
-                run.note(f"{NOT_MEASURED}: no time was left for {', '.join(left)} on {where}")
-                run.completed = False
+                run.miss(f"no time was left for {', '.join(left)} on {where}")
             run.save()
 
 
@@ -193,8 +190,7 @@ def result_rows(result: Mapping[str, Any], case: Case) -> list[Row]:
     """
     shared: dict[str, Any] = {"suite": SUITE, "case": case}
     peers = peers_of(case)
-    spread = {"p20": result["p20_ms"], "p80": result["p80_ms"], "n": result["n_rounds"]}
-    found = [Row(**shared, metric="time", unit="ms", value=result["ms"], peers=peers, **spread)]
+    found = [Row.of_timing(result, **shared, peers=peers)]
     for metric, key in (("peak memory", "peak_memory_bytes"), ("peak memory, with building", "build_peak_bytes")):
         if result[key] is not None:
             value = max(result[key], result["peak_memory_bytes"])

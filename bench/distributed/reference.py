@@ -74,19 +74,28 @@ class Reference:
             parts = (moments - expected, expected, weights - after, after - self.before[name][slots])
             squares[names.index(name)] = torch.stack([part.double().square().sum() for part in parts])
         dist.all_reduce(squares)
-        moment_error, moment, update_error, update = squares.sum(0).sqrt().tolist()
         n = dist.get_world_size()
         u = 2.0**-24 if training.variant.grad_dtype == "fp32" else 2.0**-9  # dense gradients and moments are bf16
-        tolerance = 2 * (2 * n) * n**0.5 * u
-        found = {
-            "moment_error": moment_error / moment,
-            "moment_tolerance": tolerance,
-            "update_error": update_error / update,
-            "update_tolerance": (4 * tolerance) ** 0.5,
-            "worst_parameter": names[int(squares[:, 0].argmax())],
-        }
-        met = found["moment_error"] <= found["moment_tolerance"] and found["update_error"] <= found["update_tolerance"]
-        return {**found, "met": met}
+        found = compared(squares.sum(0), 2 * (2 * n) * n**0.5 * u)
+        return {**found, "worst_parameter": names[int(squares[:, 0].argmax())]}
+
+
+def compared(squares: Tensor, tolerance: float) -> dict[str, Any]:
+    """The errors of first moments and updates, their tolerances (see above), and whether they are met.
+
+    Args:
+        squares: of all ranks the sums of squares: error of moments, moments, error of updates, updates.
+        tolerance: of the moments.
+    """
+    moment_error, moment, update_error, update = squares.sqrt().tolist()
+    found = {
+        "moment_error": moment_error / moment,
+        "moment_tolerance": tolerance,
+        "update_error": update_error / update,
+        "update_tolerance": (4 * tolerance) ** 0.5,
+    }
+    met = found["moment_error"] <= found["moment_tolerance"] and found["update_error"] <= found["update_tolerance"]
+    return {**found, "met": met}
 
 
 def wrong_line(check: Mapping[str, Any]) -> str:

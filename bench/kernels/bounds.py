@@ -19,11 +19,11 @@ not aligned to granules, only increase the cost of a real mask.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,11 +70,8 @@ class Rates(NamedTuple):
         if not self.write:
             return None
         found = self.write[max((size for size in self.write if size <= unit), default=min(self.write))]
-        share = min(max(share, found[0][0]), found[-1][0])
-        for (low, low_rate), (high, high_rate) in itertools.pairwise(found):
-            if share < high:
-                return 1e9 * (low_rate + (high_rate - low_rate) * (share - low) / (high - low))
-        return 1e9 * found[-1][1]
+        shares, rates = zip(*found, strict=True)
+        return 1e9 * float(np.interp(share, shares, rates))
 
 
 class Traffic(NamedTuple):
@@ -179,23 +176,6 @@ def step_traffic(
     return scattered_writes(copied, numel, changed * nnz, param_itemsize, run)
 
 
-def tile_weight_grad_traffic(
-    tokens: int, rows: int, columns: int, nnz: int, *, tile_size: int, itemsize: int, out_itemsize: int = 4
-) -> Traffic:
-    """tile_weight_grad_ of one [rows, columns] matrix: ``tokens * (rows hit + columns hit) * itemsize + nnz * out``.
-
-    The parts of each operand that a tile needs are read once: with k tiles across and density d, the rows of a tile are
-    needed with probability ``1 - (1 - d)^k``, and likewise the columns. The list of tiles, 32 bytes each, is not
-    counted. With more than a few tokens, the ``tokens * nnz`` products take longer than these bytes.
-    """
-    if nnz == 0:
-        return Traffic(0.0)
-    inactive = 1.0 - nnz / (rows * columns)
-    rows_hit = rows * (1.0 - inactive ** math.ceil(columns / tile_size))
-    columns_hit = columns * (1.0 - inactive ** math.ceil(rows / tile_size))
-    return Traffic(tokens * (rows_hit + columns_hit) * itemsize + nnz * out_itemsize)
-
-
 def swap_traffic(
     numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4, pattern: str = "element", changed: float = 1.0
 ) -> Traffic:
@@ -290,6 +270,33 @@ def of_apply(arguments: Mapping[str, Any]) -> Traffic:
     (numel, changed), sizes = _sizes(arguments), _itemsizes(arguments)
     fetched = touched_bytes(numel, changed, sizes["itemsize"], size=SECTOR_BYTES)
     return scattered_writes(changed * sum(sizes.values()) + fetched, numel, changed, sizes["itemsize"])
+
+
+def of_tiles(arguments: Mapping[str, Any]) -> Traffic:
+    """tile_weight_grad_: columns of X and dY under an active tile, each read once; gradients written.
+
+    ``tokens * (columns of each X under a tile of any matrix + rows of each matrix under one) * itemsize + nnz * out``;
+    experts have equally many tokens each. The list of tiles, 32 bytes each, is not counted. With more than a few
+    tokens, the ``tokens * nnz`` products take longer than these bytes.
+    """
+    inputs, out, offsets = arguments["inputs"], arguments["out"], arguments.get("token_offsets")
+    lists = (arguments["grad_outputs"], inputs, arguments["starts"], arguments["ends"])
+
+    def width(first: Tensor, size: int) -> int:
+        """Rows or columns under tiles that begin at `first`, and are cut off at the edges of matrices of this size."""
+        first = first.unique()
+        return int((size - first % size).clamp(max=arguments["tile_size"]).sum())
+
+    widths = 0
+    of_inputs: dict[int, tuple[int, list[Tensor]]] = {}
+    for grad_output, x, start, end in zip(*lists, strict=True):
+        rows, columns = grad_output.shape[1], x.shape[1]
+        first_row, first_column = arguments["tiles"][start:end, :2].unbind(1)
+        widths += width(first_row, rows)
+        of_inputs.setdefault(id(x), (columns, []))[1].append(first_row // rows * columns + first_column)
+    widths += sum(width(torch.cat(parts), columns) for columns, parts in of_inputs.values())
+    tokens = len(inputs[0]) / (1 if offsets is None else len(offsets))
+    return Traffic(tokens * widths * inputs[0].element_size() + out.numel() * out.element_size())
 
 
 def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:

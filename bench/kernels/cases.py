@@ -6,7 +6,7 @@ every tensor that the op writes bit by bit, including elements that must not cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -50,7 +50,7 @@ class Case:
     Args:
         op: name of a function of `sparse_opt.ops`.
         arguments: its arguments except `backend`.
-        count_traffic: minimum memory traffic of a call with such arguments.
+        traffic: minimum memory traffic of a call.
         written: arguments that the op writes, to compare bit by bit.
         summed: arguments that the op sets to sums, to compare to rounding.
         overwritten: arguments that the op writes in full. They are set to NaN before a check.
@@ -59,7 +59,7 @@ class Case:
 
     op: str
     arguments: dict[str, Any]
-    count_traffic: Callable[[Mapping[str, Any]], Traffic]
+    traffic: Traffic
     written: Sequence[str] = ()
     summed: Sequence[str] = ()
     overwritten: Sequence[str] = ()
@@ -77,15 +77,6 @@ class Case:
             f"{name}[{i}]": tensor for name in self.written for i, tensor in enumerate(_tensors(self.arguments[name]))
         }
         return written | dict(zip(self.returned, self.result, strict=True))
-
-    @property
-    def traffic(self) -> Traffic:
-        """The minimum memory traffic of a call."""
-        return self.count_traffic(self.arguments)
-
-    @property
-    def bound_bytes(self) -> float:
-        return self.traffic.bytes
 
     def changed(self, **arguments: Any) -> Self:
         """A copy with some other arguments."""

@@ -94,14 +94,14 @@ def step_case_of(
         "steps": torch.full((len(params),), float(step), device=device),
         **options,
     }
-    return Case(op, arguments, bounds.of_step, written=("params", *states))
+    return Case(op, arguments, bounds.of_step(arguments), written=("params", *states))
 
 
 def gather_case(grads: list[Tensor], active: Active) -> Case:
     """masked_grad_gather_ into a compact fp32 gradient with the sums that clipping uses, as in the optimizer."""
     outputs = _gradient_outputs(active.nnz, len(grads), grads[0].device)
     arguments = {"dense": grads, **active.arguments(), **outputs}
-    return Case("masked_grad_gather_", arguments, bounds.of_gather, **_GRADIENT_OUTPUTS)
+    return Case("masked_grad_gather_", arguments, bounds.of_gather(arguments), **_GRADIENT_OUTPUTS)
 
 
 def _gradient_outputs(nnz: int, n_tensors: int, device: torch.device) -> dict[str, Tensor]:
@@ -159,16 +159,12 @@ def tile_weight_grad_case(
         "tile_size": tile_size,
         **_gradient_outputs(sum(slots), len(matrices), device),
     }
-    nbytes = sum(
-        bounds.tile_weight_grad_traffic(tokens, *shape, nnz, tile_size=tile_size, itemsize=dtype.itemsize).bytes
-        for shape, nnz in zip(matrices, slots, strict=True)
-    )
-    return Case("tile_weight_grad_", arguments, lambda arguments: bounds.Traffic(nbytes), **_GRADIENT_OUTPUTS)
+    return Case("tile_weight_grad_", arguments, bounds.of_tiles(arguments), **_GRADIENT_OUTPUTS)
 
 
 def swap_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
     arguments = {"dense": dense, "compact": _values(dense, active, generator), **active.arguments()}
-    return Case("indexed_swap_", arguments, bounds.of_swap, written=("dense", "compact"))
+    return Case("indexed_swap_", arguments, bounds.of_swap(arguments), written=("dense", "compact"))
 
 
 def replace_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
@@ -185,7 +181,7 @@ def replace_case(dense: list[Tensor], active: Active, generator: torch.Generator
         changed=float(changes.float().mean()) if active.nnz else 0.0,
     )
     arguments = {"dense": dense, "before": before, "after": after, **active.arguments()}
-    return Case("indexed_replace_", arguments, lambda arguments: traffic, written=("dense",))
+    return Case("indexed_replace_", arguments, traffic, written=("dense",))
 
 
 def _values(dense: list[Tensor], active: Active, generator: torch.Generator) -> Tensor:
@@ -202,12 +198,12 @@ def delta_encode_case(old: list[Tensor], density: float, generator: torch.Genera
         n_changed += int(flips.sum())
     traffic = bounds.delta_encode_traffic(bounds.numel_of(old), n_changed, itemsize=old[0].element_size())
     returned = ("indices", "values", "counts")
-    return Case("delta_encode", {"old": old, "new": new}, lambda arguments: traffic, returned=returned)
+    return Case("delta_encode", {"old": old, "new": new}, traffic, returned=returned)
 
 
 def delta_apply_case(dense: list[Tensor], active: Active, values: Tensor) -> Case:
     arguments = {"dense": dense, "values": values, **active.arguments()}
-    return Case("delta_apply_", arguments, bounds.of_apply, written=("dense",))
+    return Case("delta_apply_", arguments, bounds.of_apply(arguments), written=("dense",))
 
 
 def random_case(

@@ -28,8 +28,7 @@ from .recorder import TORCH, Recorder
 from .weights import WeightRows
 
 PARTS = ("weights", "tiles", "experts", "deltas")
-DENSITIES, PATTERNS, DELTA_DENSITIES = (0.025, 0.1), ("run16", "run32", "tile64", "tile128"), (0.01, 0.025, 0.1)
-PATTERN_DENSITY = 0.025
+DELTA_DENSITIES = (0.01, 0.025, 0.1)
 
 # Sizes for trying the table out on a CPU: a run takes seconds, and the tensors exceed most caches.
 CPU_NUMEL, CPU_DELTA_NUMEL, CPU_ROUNDS = 8_000_000, 2**22, 5
@@ -72,8 +71,7 @@ def measure(args: Namespace, run: Run) -> None:
     for part in args.only:
         recorder.common = {"part": part, "numel": delta_numel if part == "deltas" else total_numel(shapes)}
         if part == "weights":
-            dtype = torch.float32 if cpu else torch.bfloat16
-            WeightRows(recorder, shapes, generator, DENSITIES, PATTERNS, PATTERN_DENSITY, args.seed, dtype).run()
+            WeightRows(recorder, shapes, generator, torch.float32 if cpu else torch.bfloat16).run()
         elif part == "tiles":
             tiles.time_layers(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
         elif part == "experts":

@@ -31,8 +31,8 @@ from sparse_opt import MaskSet, ops
 from sparse_opt.masks.patterns import PATTERNS
 
 from ..harness import Work
-from ..shapes import QWEN3_30B_A3B_SIZES, Shapes, total_numel
-from .bounds import Traffic
+from ..shapes import SHAPES, Shapes, total_numel
+from .bounds import Traffic, of_tiles
 from .cases import WrongResult
 from .inputs import segments
 from .recorder import TORCH, Recorder
@@ -89,8 +89,8 @@ class Operands:
     @classmethod
     def of_experts(cls, experts: int, tokens: int, generator: torch.Generator) -> Operands:
         """Standard normal values for the experts of one layer, each token at random ones."""
-        sizes = QWEN3_30B_A3B_SIZES
-        hidden, intermediate, top_k = sizes["hidden"], sizes["expert_intermediate"], sizes["experts_per_token"]
+        shape = SHAPES["qwen3_30b_a3b"]
+        hidden, intermediate, top_k = shape.hidden, shape.intermediate, shape.experts_per_token
         shapes = {"gate_up_proj": (experts, 2 * intermediate, hidden), "down_proj": (experts, hidden, intermediate)}
         chosen = torch.rand(tokens, experts, device=generator.device, generator=generator).topk(top_k).indices
         counts = torch.bincount(chosen.view(-1), minlength=experts)
@@ -192,29 +192,20 @@ class TileGradients:
         if self.found_inf is not None and self.found_inf.item() != 0:
             raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
 
-    def bound_bytes(self) -> float:
-        """bf16 columns of X and dY under an active tile, each read once; fp32 gradients written.
-
-        ``2 * tokens * (columns of each input under a tile of any matrix + rows of each matrix under one) + 4 * nnz``;
-        experts have equally many tokens each.
-        """
-        operands, widths = self.operands, 0
-        of_inputs: dict[int, tuple[int, list[Tensor]]] = {}
-        for i, shape in enumerate(operands.shapes.values()):
-            rows, columns = shape[-2:]
-            first_row, first_column = self.tiles[self.starts[i] : self.ends[i], :2].unbind(1)
-            widths += self._width(first_row, rows)
-            found = of_inputs.setdefault(id(operands.inputs[i]), (columns, []))[1]
-            found.append(first_row // rows * columns + first_column)
-        for columns, parts in of_inputs.values():
-            widths += self._width(torch.cat(parts), columns)
-        experts = 1 if operands.token_offsets is None else len(operands.token_offsets)
-        return 2.0 * len(operands.inputs[0]) / experts * widths + 4.0 * self.out.numel()
-
-    def _width(self, first: Tensor, size: int) -> int:
-        """Rows or columns under tiles that begin at `first`, and are cut off at the edges of matrices of this size."""
-        first = first.unique()
-        return int((size - first % size).clamp(max=self.tile_size).sum())
+    def traffic(self) -> Traffic:
+        operands = self.operands
+        return of_tiles(
+            {
+                "out": self.out,
+                "grad_outputs": operands.grad_outputs,
+                "inputs": operands.inputs,
+                "tiles": self.tiles,
+                "starts": self.starts,
+                "ends": self.ends,
+                "tile_size": self.tile_size,
+                "token_offsets": operands.token_offsets,
+            }
+        )
 
 
 def time_layers(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], generator: torch.Generator) -> None:
@@ -244,7 +235,7 @@ def time_layers(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], gener
 def time_experts(recorder: Recorder, generator: torch.Generator) -> None:
     """Time the rows of one layer's experts."""
     cpu = recorder.device.type == "cpu"
-    experts, tokens = (CPU_EXPERTS, CPU_TOKENS) if cpu else (QWEN3_30B_A3B_SIZES["experts"], EXPERT_TOKENS)
+    experts, tokens = (CPU_EXPERTS, CPU_TOKENS) if cpu else (SHAPES["qwen3_30b_a3b"].experts, EXPERT_TOKENS)
     operands = Operands.of_experts(experts, tokens, generator)
     recorder.common = {**recorder.common, "numel": total_numel(operands.shapes)}
     works = [recorder.work(GROUPED_MM, TORCH, None, operands.multiply_experts, tokens=tokens)]
@@ -257,7 +248,7 @@ def time_experts(recorder: Recorder, generator: torch.Generator) -> None:
 def _works(recorder: Recorder, name: str, gradients: TileGradients, kind: str, peer: str, **case: Any) -> list[Work]:
     """The works of each backend, compared with torch's dense product."""
     dense = {"work": peer, "backend": TORCH, "density": None, "pattern": None, "calls": None}
-    traffic = Traffic(gradients.bound_bytes())
+    traffic = gradients.traffic()
     return [
         recorder.work(
             name,

@@ -45,6 +45,9 @@ from .optimizers import (
 )
 from .recorder import TORCH, Recorder
 
+# Of the masks of single elements; and the run and tile masks, and their density.
+DENSITIES = (0.025, 0.1)
+PATTERNS, PATTERN_DENSITY = ("run16", "run32", "tile64", "tile128"), 0.025
 # So large that the clip coefficient is 1: a timed clip does all its work without changing the gradients.
 NO_CLIP = 1e30
 # After so many steps a swap at SMALL_LR exchanges few weights.
@@ -71,20 +74,11 @@ class Masked(NamedTuple):
 
 @dataclass
 class WeightRows:
-    """Times the works on weights and gradients of ``shapes``.
-
-    Args:
-        densities: densities of the masks of single elements.
-        patterns: patterns of the run and tile masks, at `pattern_density`.
-    """
+    """Times the works on weights and gradients of ``shapes``."""
 
     recorder: Recorder
     shapes: Shapes
     generator: torch.Generator
-    densities: Sequence[float]
-    patterns: Sequence[str]
-    pattern_density: float
-    seed: int
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -97,7 +91,7 @@ class WeightRows:
 
     def run(self) -> None:
         """Time all rows."""
-        for i, density in enumerate(self.densities):
+        for i, density in enumerate(DENSITIES):
             active = inputs.random_active(self.params, density, self.generator)
             masked = Masked(mask_of(self._named(self.params), active), active, density)
             self._op_steps(masked)
@@ -107,7 +101,7 @@ class WeightRows:
             for compact_weights in (False, True):
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
             self.fine_fetches(masked, with_dense=i == 0)
-        for pattern in self.patterns:
+        for pattern in PATTERNS:
             self._pattern(pattern)
 
     def _op_steps(self, masked: Masked) -> None:
@@ -152,16 +146,9 @@ class WeightRows:
         """The step of one SparseAdamW, if its first step is correct."""
         self._restart()
         named, mask = self._parameters(), masked.mask
-        optimizer = sparse_adamw(
-            named,
-            self.named_grads,
-            mask,
-            kind,
-            backend,
-            lr=lr,
-            compact_weights=compact_weights,
-        )
-        first_step = functools.partial(check_first_step, optimizer, named, self.named_grads, masked.active)
+        grads = self.named_grads
+        optimizer = sparse_adamw(named, grads, mask, kind, backend, lr=lr, compact_weights=compact_weights)
+        first_step = functools.partial(check_first_step, optimizer, named, grads, masked.active)
         if not passes(self.recorder.run, name, first_step):
             return []
         changed = changed_share(optimizer, named, mask.nnz)
@@ -242,14 +229,14 @@ class WeightRows:
             set_l2_fetch_granularity(before, recorder.device)
 
     def _pattern(self, pattern: str) -> None:
-        density = self.pattern_density
         name = f"{STEP_DENSE}, {pattern}"
         try:
-            mask = MaskSet.random(self.shapes, density=density, pattern=pattern, seed=self.seed)
+            seed = self.generator.initial_seed()
+            mask = MaskSet.random(self.shapes, density=PATTERN_DENSITY, pattern=pattern, seed=seed)
         except MaskError as error:  # these small matrices have no unit
             self.recorder.run.note(f"not timed: {name}: {error}")
             return
-        masked = Masked(mask, active_of(mask, self.recorder.device), density)
+        masked = Masked(mask, active_of(mask, self.recorder.device), PATTERN_DENSITY)
         works = []
         for backend in self.recorder.backends:
             works += self._step(name, masked, "dense", backend=backend)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +28,6 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.delta.codec.words import LEVELS
 from sparse_opt.delta.state import read_state
 from sparse_opt.delta.writer import StepInfo
-from sparse_opt.trainers.console import StepTimer
 from sparse_opt.trainers.models import make_masks_skippable
 
 from ..harness import Benchmark, WrongResult, comma_separated, not_between, one_of_each
@@ -115,8 +114,7 @@ def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, de
         random_pairs(args.batch_size, args.sequence_length, config.vocab_size, args.seed + i).to(device)
         for i in range(N_BATCHES)
     ]
-    timer = StepTimer(device)
-    loop = _Loop(dpo_steps(prepare(job, model), batches, timer.section), timer, device)
+    loop = _Loop(dpo_steps(prepare(job, model), batches), device)
     _reset_peaks(device)
     for _ in range(N_WARMUP):
         loop.run()
@@ -124,22 +122,24 @@ def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, de
     began = time.perf_counter()
     with DeltaLog.create(folder / "log", model, level=args.level, mask=mask) as log:
         create_s = time.perf_counter() - began
-        times, steps = _blocks(loop, log, args)
-        logged_peaks = _peaks(device)
-        durable = [_durable_ms(loop, log) for _ in range(N_DURABLE)]
+        samples, behind, steps = _blocks(loop, log, args)
+        logged_peaks, samples["on disk"] = _peaks(device), []
+        for _ in range(N_DURABLE):  # from an append, on an idle machine, until it is on disk
+            loop.run()
+            began = time.perf_counter()
+            log.append(loop.n_done).wait()
+            samples["on disk"].append(1e3 * (time.perf_counter() - began))
         if (found := log.step_of(model)) != log.last_step:
             raise WrongResult(f"mode {mode}: the model has the weights of step {found}, logged {log.last_step}")
 
     def add(metric: str, unit: str, value: float) -> None:
         run.add(Row(suite=SUITE, case=case, metric=metric, unit=unit, value=value, n=len(steps)))
 
-    samples = {"step": times.plain, "logged step": times.logged, "append, host": times.append}
-    samples["on disk"] = durable  # from an append, on an idle machine, until it is on disk
     for metric, values in samples.items():
         run.add(Row.of_samples(values, suite=SUITE, case=case, metric=metric, unit="ms"))
     for name, middle in (("mean", statistics.mean), ("median", statistics.median)):
-        add(f"slower by, {name}", "ms", middle(times.logged) - middle(times.plain))
-    add("behind", "ms", max(times.behind))  # the longest that the log took to catch up after a block
+        add(f"slower by, {name}", "ms", middle(samples["logged step"]) - middle(samples["step"]))
+    add("behind", "ms", max(behind))  # the longest that the log took to catch up after a block
     add("base", "s", create_s)
     add("changed", "share", statistics.mean(info.share or 0.0 for info in steps))
     add("a step in the log", "bytes", statistics.mean(info.bytes for info in steps))
@@ -153,21 +153,10 @@ def _measure(run: Run, case: Case, mode: Mode, folder: Path, args: Namespace, de
 
 
 @dataclass
-class _Times:
-    """Milliseconds of each timed step; `append`: the part that the host spent in `DeltaLog.append`."""
-
-    plain: list[float] = field(default_factory=list)
-    logged: list[float] = field(default_factory=list)
-    append: list[float] = field(default_factory=list)
-    behind: list[float] = field(default_factory=list)  # of `flush` after each block
-
-
-@dataclass
 class _Loop:
     """A training loop that can log."""
 
     step: Step
-    timer: StepTimer
     device: torch.device
     n_done: int = 0
 
@@ -181,46 +170,47 @@ class _Loop:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         ms = 1e3 * (time.perf_counter() - began)
-        self.timer.read()
         if not math.isfinite(loss := metrics["loss"].item()):
             raise WrongResult(f"step {self.n_done}: the loss is {loss}")
         return ms
 
 
-def _blocks(loop: _Loop, log: DeltaLog, args: Namespace) -> tuple[_Times, list[StepInfo]]:
-    """The times of alternating blocks, and what was logged in them."""
-    times, appended = _Times(), []
+def _blocks(loop: _Loop, log: DeltaLog, args: Namespace) -> tuple[dict[str, list[float]], list[float], list[StepInfo]]:
+    """Alternating blocks of steps without and with an append.
+
+    Returns:
+        Milliseconds of each step, by kind, and of the host in each append; of `flush` after each block; and what was
+        logged.
+    """
+    plain: list[float] = []
+    logged: list[float] = []
+    append_ms: list[float] = []
+    behind: list[float] = []
+    appended = []
 
     def append(step: int) -> None:
         began = time.perf_counter()
         appended.append(log.append(step))
-        times.append.append(1e3 * (time.perf_counter() - began))
+        append_ms.append(1e3 * (time.perf_counter() - began))
 
     for _ in range(N_WARMUP):
         loop.run(append)
     log.flush()
     _reset_peaks(loop.device)
-    times.append.clear()
+    append_ms.clear()
     appended.clear()
     for i in range(args.n_blocks):
-        times.plain += [loop.run() for _ in range(args.n_steps)]
+        plain += [loop.run() for _ in range(args.n_steps)]
         # Log the change of this block, so that each timed step logs only its own change.
         log.append(loop.n_done)
         log.flush()
-        times.logged += [loop.run(append) for _ in range(args.n_steps)]
+        logged += [loop.run(append) for _ in range(args.n_steps)]
         began = time.perf_counter()
         log.flush()
-        times.behind.append(1e3 * (time.perf_counter() - began))
+        behind.append(1e3 * (time.perf_counter() - began))
         print(f"block {i + 1} of {args.n_blocks}", flush=True)
-    return times, [one.wait() for one in appended]
-
-
-def _durable_ms(loop: _Loop, log: DeltaLog) -> float:
-    """Milliseconds from an append, on an idle machine, until the step is on disk."""
-    loop.run()
-    began = time.perf_counter()
-    log.append(loop.n_done).wait()
-    return 1e3 * (time.perf_counter() - began)
+    samples = {"step": plain, "logged step": logged, "append, host": append_ms}
+    return samples, behind, [one.wait() for one in appended]
 
 
 def _reset_peaks(device: torch.device) -> None:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from sparse_opt.integrations.trl.train import run as train_with_trl
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.recipes import rft
 
-from ..harness import NOT_MEASURED, Benchmark, WrongResult, job_main, not_between, run_in_process
+from ..harness import Benchmark, WrongResult, job_main, not_between, run_in_process
 from ..rows import Case, Row, Run
 
 STAGES = ("datagen", "train", "test")
@@ -134,8 +135,7 @@ def _measure(args: Namespace, run: Run) -> None:
     common = {name: getattr(args, name) for name in SETTINGS}
     for name in names:
         if len(results[name]) < args.repeats:
-            run.note(f"{NOT_MEASURED}: {name} ran {len(results[name])} times, expected {args.repeats}")
-            run.completed = False
+            run.miss(f"{name} ran {len(results[name])} times, expected {args.repeats}")
         if results[name]:
             add_rows(run, results[name], {"profile": name, **common})
             run.wrong += wrong_accuracy(name, results)
@@ -215,21 +215,8 @@ def add_rows(run: Run, results: Sequence[dict[str, Any]], case: Case) -> None:
     plain: dict[str, float | Case] = {"plain": {"profile": "plain"}} if case["profile"] != "plain" else {}
 
     def add(metric: str, unit: str, values: list[float], peers: dict[str, float | Case] | None = None) -> None:
-        low, middle, high = min(values), statistics.median(values), max(values)
-        middle = statistics.fmean(values) if metric == "accuracy" else middle
-        run.add(
-            Row(
-                suite="profiles",
-                case=case,
-                metric=metric,
-                unit=unit,
-                value=middle,
-                p20=low,
-                p80=high,
-                n=len(values),
-                peers=peers or {},
-            )
-        )
+        row = Row.of_samples(values, suite="profiles", case=case, metric=metric, unit=unit, peers=peers or {})
+        run.add(replace(row, value=statistics.fmean(values)) if metric == "accuracy" else row)
 
     add("all", "s", [sum(result["stages"][stage]["work_s"] for stage in STAGES) for result in results], plain)
     for stage in STAGES:

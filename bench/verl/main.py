@@ -6,11 +6,13 @@ from the same weights, one process per GPU, and make their first update on the s
 elements must be the same, except for rounding. Then they are timed in turns. The memory of an engine is the peak of the
 allocator during an update, less what the other engine holds. Neither vLLM nor Ray is part of it.
 
-Needs verl 0.9.1 in the environment, as in that of `make test-verl`; with --small it runs on a CPU with gloo.
+Needs verl 0.9.1 in the environment, as in that of `make test-verl`. verl has no platform for the CPU: --small runs only
+with that of tests/verl_engine/cpu_platform.py, which those tests register.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -26,9 +28,8 @@ from sparse_opt.errors import SparseOptError
 from sparse_opt.masks.patterns import PATTERNS
 
 from ..harness import Benchmark, WrongResult, not_between, run_in_process
-from ..models import LLAMAS
 from ..rows import Case, Row, Run
-from . import ENVIRONMENTS
+from ..shapes import LLAMAS
 
 # Options that the cases of all rows have, and what is the same in all runs.
 _SETTINGS = (
@@ -36,11 +37,16 @@ _SETTINGS = (
     *("gradient_checkpointing", "fused_kernels", "learning_rate", "seed"),
 )
 _FIXED = {"model_dtype": "fp32", "attention": "sdpa", "clip_grad": 1.0}
+# Environment variables that verl reads on GPUs when it is imported.
+VERL_ON_GPUS = {
+    "VERL_PLATFORM": "nvidia",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VERL_USE_EXTERNAL_MODULES": "sparse_opt.integrations.verl",
+}
 
 _EPILOG = """examples:
   sparse-opt bench verl                                      # 3B shape on two GPUs
   sparse-opt bench verl --gpus 4 --gradient_checkpointing    # as verl's default configuration
-  sparse-opt bench verl --small                              # a tiny model, two processes on the CPU
 """
 
 
@@ -67,7 +73,7 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--n_rounds", type=int, default=20, help="timed updates of each engine (%(default)s)")
     run.add_argument("--folder", type=Path, help="keeps the model and the mask for later runs (default: temporary)")
     run.add_argument("--seed", type=int, default=0, help="of weights, mask and batch (%(default)s)")
-    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
+    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU, for tests")
 
 
 def problem(args: Namespace) -> str:
@@ -83,9 +89,11 @@ def problem(args: Namespace) -> str:
     if error := not_between(args, "gpus", at_least=2):
         return error
     if not on_cpu and args.gpus > torch.cuda.device_count():
-        return f"--gpus {args.gpus}: torch sees {torch.cuda.device_count()}; --small runs on a CPU"
+        return f"--gpus {args.gpus}: torch sees {torch.cuda.device_count()}"
     if find_spec("verl") is None:
         return "verl is not installed here: `make test-verl` installs it into an environment of its own, build/verl"
+    if on_cpu and os.environ.get("VERL_PLATFORM") != "cpu":
+        return "--device cpu: verl has no platform for the CPU; tests/verl_engine/cpu_platform.py is that of the tests"
     if args.output is None and args.shape != "3b":
         args.output = Path(f"bench/results/verl_{args.shape}.json")
     args.device = "cpu" if on_cpu else "cuda"
@@ -98,7 +106,7 @@ def measure(args: Namespace, run: Run) -> None:
     with tempfile.TemporaryDirectory(prefix="sparse_opt_verl_") as temporary:
         job = settings | {"device": args.device, "n_rounds": args.n_rounds}
         job["mask_dir"] = str(args.folder or temporary)
-        variables = ENVIRONMENTS[args.device]
+        variables = VERL_ON_GPUS if args.device == "cuda" else {}
         result = run_in_process(
             "sparse_opt.bench.verl.world", "verl", job, Path(temporary), variables, n_ranks=args.gpus
         )
@@ -112,8 +120,7 @@ def measure(args: Namespace, run: Run) -> None:
     )
     if not check["met"]:
         raise WrongResult(f"the first updates of the engines differ: {errors}")
-    for row in result_rows(result, settings | {"verl": installed_version("verl")}):
-        run.add(row)
+    run.add(*result_rows(result, settings | {"verl": installed_version("verl")}))
     run.note(f"the first updates agree: {errors}")
 
 
@@ -124,8 +131,7 @@ def result_rows(result: Mapping[str, Any], settings: Case) -> list[Row]:
         case: Case = {"engine": one["engine"], **settings}
         peers: dict[str, float | Case] = {"fsdp2": {"engine": "fsdp2"}} if one["engine"] != "fsdp2" else {}
         shared: dict[str, Any] = {"suite": "verl", "case": case, "peers": peers}
-        spread = {"p20": one["p20_ms"], "p80": one["p80_ms"], "n": one["n_rounds"]}
-        found.append(Row(**shared, metric="time", unit="ms", value=one["ms"], **spread))
+        found.append(Row.of_timing(one, **shared))
         for metric, key in (("peak memory", "peak_memory_bytes"), ("memory between updates", "held_bytes")):
             if one[key] is not None:
                 found.append(Row(**shared, metric=metric, unit="bytes", value=one[key]))

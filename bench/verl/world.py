@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.reference import CHECK_LR, first_step
+from ..distributed.reference import CHECK_LR, compared, first_step
 from ..distributed.variants import Variant
 from ..harness import job_main
 from ..models import make_model
@@ -146,7 +146,7 @@ class EngineWorld(Ranks):
         args = self.args
         # What clipping has multiplied the gradients with: by the norm of all gradients, and of the active ones.
         scales = [min(1.0, args.clip_grad / (norm + 1e-6)) for norm in norms]
-        # Sums of squares: error of moments, moments, error of updates; and the elements.
+        # Sums of squares: error of moments, moments, error of updates, and updates, each of which is +-CHECK_LR.
         sums = torch.zeros(4, dtype=torch.float64, device="cpu")
         pairs = zip(*first, strict=True)
         for (name, slots, weights, moments), (other, other_slots, other_weights, other_moments) in pairs:
@@ -154,21 +154,11 @@ class EngineWorld(Ranks):
             expected, error = moments.double() / scales[0], other_moments.double() / scales[1]
             error -= expected
             update = other_weights.double() - weights.double()
-            sums += torch.stack([part.square().sum() for part in (error, expected, update, torch.ones_like(update))])
+            updates = torch.full_like(update, CHECK_LR)
+            sums += torch.stack([part.square().sum() for part in (error, expected, update, updates)])
         sums = sums.to(self.device)
         dist.all_reduce(sums)
-        error, size, update_error, n = sums.tolist()
-        tolerance = 2 * UNIT_ROUNDOFF * (2 * args.batch_size * self.size) ** 0.5
-        check = {
-            "moment_error": (error / size) ** 0.5,
-            "moment_tolerance": tolerance,
-            "update_error": (update_error / n) ** 0.5 / CHECK_LR,
-            "update_tolerance": (4 * tolerance) ** 0.5,
-        }
-        check["met"] = (
-            check["moment_error"] <= check["moment_tolerance"] and check["update_error"] <= check["update_tolerance"]
-        )
-        return check
+        return compared(sums, 2 * UNIT_ROUNDOFF * (2 * args.batch_size * self.size) ** 0.5)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from .parser import CommandParser
 BENCHMARKS = {
     "baseline": (
         "training.baseline.main",
-        "a step of DPO or GRPO end to end, full, sparse and with adapters: time by section, and peak memory",
+        "a step of DPO, GRPO or DPO in TRL, full, sparse and with adapters: time by section, and peak memory",
     ),
     "delta": (
         "delta.bench",
@@ -39,7 +39,6 @@ BENCHMARKS = {
         "scale",
         "the largest model of one GPU: peak memory and time of a DPO step, by model size, dense, LoRA and sparse",
     ),
-    "trl": ("training.trl", "a step of DPO in TRL, with its optimizer and with SparseAdamW: time, peak memory"),
     "verl": (
         "verl.main",
         "verl's actor update on several GPUs, the sparse engine compared with verl's own: time, peak memory",

@@ -9,9 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-from sparse_opt.bench.verl import ENVIRONMENTS
+sys.path.append(str(Path(__file__).parent))  # `cpu_platform`, also for the tests' processes
+
+from verl_launch import ENVIRONMENTS
 
 # In this process, which imports verl to read its configurations; `launch_verl` sets those of the tests' processes.
 os.environ.update(ENVIRONMENTS["cpu"])
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.append(str(Path(__file__).parent))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("verl", reason="needs verl: make test-verl")
@@ -10,7 +13,8 @@ from sparse_opt.bench import rows
 from sparse_opt.cli.main import main
 
 
-def test_a_small_run(tmp_path, capfd):
+def test_a_small_run(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # for `cpu_platform`
     output = tmp_path / "verl.json"
     code = main(["bench", "verl", "--small", "--n_rounds", "2", "--folder", str(tmp_path), "--output", str(output)])
     out, err = capfd.readouterr()

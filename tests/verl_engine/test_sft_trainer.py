@@ -18,9 +18,9 @@ pytest.importorskip("verl", reason="needs verl: make test-verl")
 
 import verl_lab  # noqa: F401  # the environment of the processes
 from launch import BACKENDS
+from verl_launch import ENVIRONMENTS
 
 from sparse_opt import MaskSet
-from sparse_opt.bench.verl import ENVIRONMENTS
 from sparse_opt.trainers.arithmetic import make_arithmetic
 
 TEMPLATE = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 
 from sparse_opt.trainers.batches import TokenBatch, TokenSequence, collate
 
-from ...models import Shape, make_model, model_config
+from ...models import make_model, model_config
 
 N_WORDS = 1000
 
 
-def words_config(sizes: Mapping[str, int], max_length: int) -> Any:
-    """The configuration of a Llama of these sizes for the tokens of `word_tokenizer`."""
+def words_config(shape: str, max_length: int) -> Any:
+    """The configuration of a model of this shape for the tokens of `word_tokenizer`."""
     tokenizer = word_tokenizer()
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    shape = Shape("llama", sizes, tied=True)
     return model_config(shape, max_length, bos_token_id=None, eos_token_id=eos, pad_token_id=pad)
 
 

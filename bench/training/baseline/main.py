@@ -3,6 +3,7 @@
 `sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
 and seed. Mode dense is full fine-tuning with fused AdamW, adamw8bit the same with bitsandbytes' 8-bit AdamW, and galore
 with GaLore's AdamW; lora, qlora and shira are peft's adapters; tiles is mode sparse under a random mask of whole tiles.
+`... trl` is DPO in TRL's trainer, with its own optimizer and with SparseAdamW (modes dense, sparse and tiles).
 Modes of other packages need `pip install 'sparse-opt[bench,peers]'`. By default the model has the shape of Llama-3.2-3B
 and random weights, and the mask is random.
 """
@@ -25,10 +26,9 @@ from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.trainers.pretrained import load_config_from
 
-from ...harness import NOT_MEASURED, Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ...harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ...models import without_weights
 from ...rows import Case, Run
-from ...shapes import LLAMA_3_2_3B_SIZES, TINY_SIZES
 from .inputs import make_checkpoint, preference_pairs, words_config, write_pairs
 from .modes import Job, Mode
 from .peers import GALORE_RANK, missing_package
@@ -36,6 +36,7 @@ from .results import result_rows, wrong_results
 
 MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
+TRL_MODES = ("dense", "sparse", "tiles")
 TILE_PATTERNS = tuple(name for name in PATTERNS if name.startswith("tile"))
 N_PAIRS = 64
 _STEPS_BEFORE_REPLAYS = 4  # three ordinary ones and the capture
@@ -55,19 +56,19 @@ _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs --share_prompts
   sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
+  sparse-opt bench baseline trl --gradient_checkpointing --n_steps 6 --n_warmup 1
   sparse-opt bench baseline dpo --model_name M --dataset pairs.jsonl --batch_size 4
   sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
 """
 
 
 def options(parser: CommandParser) -> None:
-    parser.add_argument("algorithm", choices=("dpo", "grpo"), help="algorithm of the step")
+    parser.add_argument("algorithm", choices=("dpo", "grpo", "trl"), help="of the step; trl: DPO in TRL's trainer")
     what = parser.add_argument_group("what is trained")
     what.add_argument(
         "--modes",
         type=comma_separated,
-        default=list(DEFAULT_MODES),
-        help=f"of {','.join(MODES)}, in this order ({','.join(DEFAULT_MODES)})",
+        help=f"of {','.join(MODES)}, in this order ({','.join(DEFAULT_MODES)}; trl: dense,sparse)",
     )
     what.add_argument(
         "--model_name",
@@ -126,16 +127,20 @@ def options(parser: CommandParser) -> None:
 
 def problem(args: Namespace) -> str:
     """The error in the arguments; empty if they are valid."""
-    device = args.device
+    device, allowed = args.device, TRL_MODES if args.algorithm == "trl" else MODES
+    args.modes = args.modes or [mode for mode in DEFAULT_MODES if mode in allowed]
     shortest = args.max_new_tokens + 1 if args.algorithm == "grpo" else 8
     if error := (
-        one_of_each("modes", args.modes, MODES)
+        one_of_each("modes", args.modes, allowed)
         or not_between(args, "n_generations", at_least=2)  # a group of one has no advantage
         or not_between(args, "sequence_length", at_least=shortest)
     ):
         return error
-    if args.precomputed_reference and args.algorithm != "dpo":
+    if args.precomputed_reference and args.algorithm == "grpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
+    for name in ("share_prompts", "compile", "kernel_time", "dataset"):
+        if args.algorithm == "trl" and getattr(args, name):
+            return f"--{name} is not valid with trl"
     if args.cuda_graphs and args.n_warmup < _STEPS_BEFORE_REPLAYS:
         return f"--n_warmup is {args.n_warmup}, expected at least {_STEPS_BEFORE_REPLAYS} with --cuda_graphs"
     if args.cuda_graphs and not (args.algorithm == "dpo" and set(args.modes) <= {"sparse", "tiles"}):
@@ -156,14 +161,14 @@ def problem(args: Namespace) -> str:
         return f"--kernel_time needs a GPU, and the device is {device}"
     if "qlora" in args.modes and args.algorithm == "grpo" and device == "cpu":
         return "mode qlora of grpo needs a GPU: on a CPU bitsandbytes repacks its weights when completions are sampled"
-    return missing_package(args.modes)
+    return missing_package([*args.modes, args.algorithm])
 
 
 def _prompt_problem(args: Namespace) -> str:
     """Return the error in the options for prompts; empty if they are valid."""
     if args.prompt_share is None:
         return ""
-    if args.algorithm != "dpo" or args.dataset is not None:
+    if args.algorithm == "grpo" or args.dataset is not None:
         return "--prompt_share is of dpo on random words: leave out --dataset"
     n_prompt = round(args.prompt_share * args.sequence_length)
     longest = args.sequence_length - 2  # before a word and EOS
@@ -182,14 +187,13 @@ def measure(args: Namespace, run: Run) -> None:
         results = []
         for job in jobs:
             # In a process of its own, so that its peaks are its own.
-            result = run_in_process("sparse_opt.bench.training.baseline.run", job.name, asdict(job), Path(folder))
+            module = f"{__package__}.{'trl' if job.algorithm == 'trl' else 'run'}"
+            result = run_in_process(module, job.name, asdict(job), Path(folder))
             if result is None:
-                run.note(f"{NOT_MEASURED}: mode {job.name}, whose run failed")
-                run.completed = False
+                run.miss(f"mode {job.name}, whose run failed")
                 continue
             results.append(result)
-            for row in result_rows(result, common | _case(job, args), args.n_warmup):
-                run.add(row)
+            run.add(*result_rows(result, common | _case(job, args), args.n_warmup))
             run.save()
     run.wrong += wrong_results(args.algorithm, results, compiled=args.compile)
 
@@ -208,8 +212,8 @@ def _case(job: Job, args: Namespace) -> Case:
 def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
     """Make the missing model, masks and data in the folder; return each mode's job, and what all cases have."""
     model_name = args.model_name or str(folder / "model")
-    sizes = TINY_SIZES if args.small else LLAMA_3_2_3B_SIZES
-    config = load_config_from(args.model_name) if args.model_name else words_config(sizes, args.sequence_length)
+    shape = "tiny" if args.small else "3b"
+    config = load_config_from(args.model_name) if args.model_name else words_config(shape, args.sequence_length)
     model = without_weights(config)
     masks = {mode: str(folder / f"{mode}.safetensors") for mode in args.modes}
     for mode, pattern in (("sparse", "element"), ("tiles", args.tile_pattern)):

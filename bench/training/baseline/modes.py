@@ -27,7 +27,7 @@ def shared_name(mode: str) -> str:
 class Job:
     """What one mode trains, and for how long. Paths are strings, so that it goes through JSON."""
 
-    algorithm: Literal["dpo", "grpo"]
+    algorithm: Literal["dpo", "grpo", "trl"]  # trl is DPO in TRL's trainer
     mode: Mode
     model_name: str
     dataset: str

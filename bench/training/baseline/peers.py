@@ -18,6 +18,7 @@ _PACKAGES = {
     "lora": {"peft": "bench"},
     "qlora": {"peft": "bench", "bitsandbytes": "peers"},
     "shira": {"peft": "bench"},
+    "trl": {"trl": "integrations"},  # which is no mode, but an algorithm
 }
 # The example of GaLore's README (https://github.com/jiaweizzhao/GaLore). Its scripts pre-train 1 B weights with rank
 # 512, and 7 B with rank 1024.
@@ -30,7 +31,7 @@ def missing_package(modes: Sequence[str]) -> str:
     for mode in modes:
         for package, extra in _PACKAGES.get(mode, {}).items():
             if importlib.util.find_spec(package) is None:
-                return f"mode {mode} needs {package}, which is not installed: pip install 'sparse-opt[{extra}]'"
+                return f"{mode} needs {package}, which is not installed: pip install 'sparse-opt[{extra}]'"
     return ""
 
 

@@ -45,7 +45,7 @@ from sparse_opt.trainers.graphs import GraphedSteps, require_graphs
 from sparse_opt.trainers.grpo import group_advantages, grpo_step
 from sparse_opt.trainers.grpo import reference_logprobs as rollout_reference
 from sparse_opt.trainers.models import load_model
-from sparse_opt.trainers.modes import Section, Trained
+from sparse_opt.trainers.modes import Section, Trained, untimed
 from sparse_opt.trainers.pretrained import load_tokenizer_from
 from sparse_opt.trainers.sampling import Sampling, rollout
 from sparse_opt.trainers.shared_prompts import check_shared_prompts, collate_shared_prompts
@@ -60,7 +60,10 @@ Step = Callable[[int], dict[str, Tensor]]  # number of the step, from 0 -> devic
 
 
 def dpo_steps(
-    trained: Trained, batches: Sequence[TokenBatch], section: Section, references: Sequence[Tensor] | None = None
+    trained: Trained,
+    batches: Sequence[TokenBatch],
+    section: Section = untimed,
+    references: Sequence[Tensor] | None = None,
 ) -> Step:
     """Steps of DPO, each on a batch of pairs.
 
@@ -163,29 +166,25 @@ def run(job: Job) -> dict[str, Any]:
         data = chosen
         step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, timer.section)
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    steps = take_steps(step, job.n_steps, timer, device)
-    on_gpu = device.type == "cuda"
+    measured = measure_steps(trained, step, job.n_steps, timer, device)
     return {
         "mode": job.name,
-        "n_trained": n_trained(trained),
-        "n_tiled": n_tiled(trained),
         "data_digest": xxhash.xxh3_128_hexdigest(json.dumps(data).encode()),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-        "bytes": held_bytes(trained),
+        **measured,
         "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1)) if job.kernel_time else None,
-        "steps": steps,
     }
 
 
-def take_steps(step: Step, n_steps: int, timer: StepTimer, device: torch.device) -> list[dict[str, Any]]:
-    """Take steps, and return of each its metrics, and its seconds: as a whole, until launched, and by section.
+def measure_steps(trained: Trained, step: Step, n_steps: int, timer: StepTimer, device: torch.device) -> dict[str, Any]:
+    """Take steps, and return what is trained, the memory held and at most used, and what was measured step by step.
 
-    cpu_s is the CPU time of all threads, which other work on the machine disturbs less.
+    Of each step: its metrics, and its seconds as a whole, until launched, and by section. cpu_s is the CPU time of all
+    threads, which other work on the machine disturbs less.
     """
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    on_gpu = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     steps = []
     for i in range(n_steps):
         synchronize()
@@ -196,17 +195,24 @@ def take_steps(step: Step, n_steps: int, timer: StepTimer, device: torch.device)
         ended, cpu_ended = time.perf_counter(), time.process_time()
         steps.append(
             {
-                **{name: _finite(value.item(), name, i) for name, value in metrics.items()},
+                **{name: finite(value.item(), name, i) for name, value in metrics.items()},
                 "step_s": ended - began,
                 "host_s": launched - began,
                 "cpu_s": cpu_ended - cpu_began,
                 "section_s": timer.read(),
             }
         )
-    return steps
+    return {
+        "n_trained": n_trained(trained),
+        "n_tiled": n_tiled(trained),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        "bytes": held_bytes(trained),
+        "steps": steps,
+    }
 
 
-def _finite(value: float, name: str, step: int) -> float:
+def finite(value: float, name: str, step: int) -> float:
     if not math.isfinite(value):
         raise SparseOptError(f"step {step + 1}: {name} is {value}")
     return value

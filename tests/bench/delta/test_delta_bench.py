@@ -75,7 +75,7 @@ def test_every_coder_is_checked_timed_compared_and_written(tmp_path, capsys):
     assert values["size"].value > values["size"].peers["entropy"] > 0
     (masked,) = [row for row in run.matching(coder="packed, over the mask") if row.metric == "size"]
     assert report.ratio(run, masked, "whole") < 1
-    peers = {peer.name for peer in delta_peers.peers(1)}
+    peers = {peer.name for peer in delta_peers.PEERS}
     absent = {note.split(": ")[1] for note in run.notes if note.startswith("not timed")}
     assert peers <= absent | {row.case["coder"] for row in run.rows}
     assert "tight, over the mask" in capsys.readouterr().out
@@ -101,15 +101,16 @@ def test_a_wrong_patch_is_not_timed(monkeypatch, tmp_path, capsys):
 
 @needs_native
 def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path):
-    class Broken(delta_peers.Coder):
-        name = "broken"
+    class Broken(delta_peers.Peer):
+        name, package, module = "broken", "torch", "torch"
 
-        def encode(self, start, new):
+        def __init__(self, threads):
             raise MemoryError("no room\nfor it")
 
-    peer = delta_peers.Peer("broken", "torch", "torch", Broken)
-    away = delta_peers.Peer("away", "no-such", "no_such_package", Broken)
-    monkeypatch.setattr(delta, "peers", lambda threads: [peer, away])
+    class Away(Broken):
+        name, package, module = "away", "no-such", "no_such_package"
+
+    monkeypatch.setattr(delta, "PEERS", (Broken, Away))
     path = tmp_path / "delta.json"
     delta.main([*SMALL, "--cases", "1.2%", "--output", str(path)])
     run = rows.read(path)
@@ -120,12 +121,12 @@ def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path):
     assert run.completed
 
 
-@pytest.mark.parametrize("peer", delta_peers.peers(1), ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", delta_peers.PEERS, ids=lambda peer: peer.name)
 def test_other_packages_give_the_new_bits(peer):
     if why := peer.why_absent():
         pytest.skip(f"needs {peer.package}: {why}")
     step = make_step(KINDS[1], {"a": (50, 40), "b": (3000,)}, CPU)
-    coder = peer.make()
+    coder = peer(1)
     start = coder.start(step.old)
     coded = coder.encode(start, step.new)
     assert coder.nbytes(coded) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 import pytest
 import torch
@@ -90,23 +89,6 @@ def test_scattered_writes_cost_as_much_as_a_copy_only_where_their_rate_is_unknow
     assert Traffic(600.0).seconds(known) == 6.0
 
 
-def test_the_bytes_of_tile_gradients_agree_with_a_count_on_masks():
-    shape, tokens, counts, nnz = (1024, 2048), 100, [], 0
-    for seed in range(30):
-        mask = MaskSet.random({"w": shape}, density=0.1, pattern="tile64", seed=seed)
-        tiles, nnz = mask.bool("w")[::64, ::64], mask.nnz
-        hit = 64 * (tiles.any(dim=1).sum().item() + tiles.any(dim=0).sum().item())
-        counts.append(tokens * hit * 2 + nnz * 4)
-    found = bounds.tile_weight_grad_traffic(tokens, *shape, nnz, tile_size=64, itemsize=2).bytes
-    # The count's own spread shows how far the mean of 30 may be off: five standard errors, and a percent for drawing
-    # the tiles without replacement.
-    allowed = 5 * statistics.stdev(counts) / math.sqrt(len(counts)) + 0.01 * found
-    assert found == pytest.approx(statistics.mean(counts), abs=allowed)
-    assert bounds.tile_weight_grad_traffic(tokens, *shape, 0, tile_size=64, itemsize=2) == Traffic(0)
-    everything = bounds.tile_weight_grad_traffic(10, 70, 30, 70 * 30, tile_size=128, itemsize=4, out_itemsize=2)
-    assert everything == Traffic(10 * (70 + 30) * 4 + 70 * 30 * 2)
-
-
 def test_where_nothing_dense_is_read_indices_and_copies_count_where_elements_change():
     numel, n = 1 << 20, 1 << 14
     sizes = {"states": 2, "param_itemsize": 2, "grad_itemsize": 4, "index_itemsize": 2, "dense_grads": False}
@@ -151,4 +133,4 @@ def test_the_bound_of_a_step_op_follows_from_its_states(op):
     generator = torch.Generator().manual_seed(0)
     case = random_case(op, {"w": (100, 32)}, torch.float32, 1.0, generator, dense_grads=False)
     # The weight and each fp32 state are read and written; the fp32 gradient and the 2-byte index are read.
-    assert case.bound_bytes == 3200 * (2 * 4 + 2 * 4 * len(STEP_OPS[op].states) + 4 + 2)
+    assert case.traffic.bytes == 3200 * (2 * 4 + 2 * 4 * len(STEP_OPS[op].states) + 4 + 2)

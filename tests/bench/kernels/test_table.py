@@ -85,7 +85,7 @@ def fine_fetches(monkeypatch, setting):
     """The rows with fetches of 32 bytes, on a GPU that is not touched; `setting` replaces the library function."""
     monkeypatch.setattr(weights, "set_l2_fetch_granularity", setting)
     recorder = Recorder(Run({}), torch.device("cuda"), [])
-    rows = weights.WeightRows(recorder, {}, torch.Generator(), (), (), 0.0, 0)
+    rows = weights.WeightRows(recorder, {}, torch.Generator())
     masked = weights.Masked(MaskSet({}, {}), Active(torch.empty(0, dtype=torch.int32), [], []), 0.025)
     rows.fine_fetches(masked, with_dense=False)
     return recorder
@@ -119,10 +119,6 @@ def test_timed_steps_change_the_share_of_weights_that_their_bounds_say(monkeypat
         Recorder(Run({}), torch.device("cpu"), [], rates=Rates(1e9, {})),
         {"a": (300, 200)},
         torch.Generator().manual_seed(0),
-        (),
-        (),
-        0.0,
-        0,
     )
     active = inputs.random_active(rows.params, 0.5, rows.generator)
     masked = weights.Masked(optimizers.mask_of(rows._named(rows.params), active), active, 0.5)

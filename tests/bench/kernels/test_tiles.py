@@ -12,10 +12,11 @@ from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.recorder import Recorder
 from sparse_opt.bench.kernels.tiles import Operands, TileGradients
 from sparse_opt.bench.rows import Run
-from sparse_opt.bench.shapes import llama_matrices
+from sparse_opt.bench.shapes import Shape, llama_matrices
 
 # Two layers; widths that are no multiple of a tile, and matrices of one tile.
-MATRICES = llama_matrices(hidden=150, intermediate=200, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=50, vocab=30)
+SHAPE = Shape(hidden=150, intermediate=200, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=50, vocab=30)
+MATRICES = llama_matrices(SHAPE)
 SHAPES = {name: shape for name, shape in MATRICES.items() if ".layers." in name}
 
 
@@ -48,9 +49,9 @@ def test_the_bytes_of_the_bound(operands, density):
     widths = sum(int(e.any(dim=1).sum()) for e in elements)
     for matrices in operands.calls["input"]:
         widths += int(torch.cat([elements[i] for i in matrices]).any(dim=0).sum())
-    assert gradients.bound_bytes() == 2 * 24 * widths + 4 * mask.nnz
+    assert gradients.traffic().bytes == 2 * 24 * widths + 4 * mask.nnz
     if density == 1:
-        assert gradients.bound_bytes() == operands.nbytes() + 4 * mask.nnz
+        assert gradients.traffic().bytes == operands.nbytes() + 4 * mask.nnz
 
 
 @pytest.mark.parametrize("calls", ["layer", "input", "matrix"])

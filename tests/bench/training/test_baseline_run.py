@@ -12,7 +12,6 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'spa
 
 from sparse_opt import MaskSet
 from sparse_opt.bench.models import without_weights
-from sparse_opt.bench.shapes import TINY_SIZES
 from sparse_opt.bench.training.baseline import run as baseline_run
 from sparse_opt.bench.training.baseline.inputs import (
     make_checkpoint,
@@ -45,7 +44,7 @@ def need_packages(*modes: str) -> None:
 def job(tmp_path_factory) -> Job:
     """DPO, sparse, on a small model, with steps large enough to show in bf16."""
     folder = tmp_path_factory.mktemp("baseline")
-    config = words_config(TINY_SIZES, 24)
+    config = words_config("tiny", 24)
     make_checkpoint(folder / "model", config, seed=0, device=torch.device("cpu"))
     MaskSet.random(without_weights(config), density=0.1, seed=0).save(folder / "mask.safetensors")
     write_pairs(folder / "pairs.jsonl", preference_pairs(6, 24, seed=0))
@@ -112,7 +111,7 @@ def test_all_modes_begin_as_they_must_and_see_the_same_data(job, algorithm):
 def tile_masks(tmp_path_factory) -> dict[str, str]:
     """A row or column of tiles of every feed-forward matrix, and the same elements in a mask without a tile pattern."""
     folder = tmp_path_factory.mktemp("tile_masks")
-    model = without_weights(words_config(TINY_SIZES, 24))
+    model = without_weights(words_config("tiny", 24))
     bools = {n: torch.zeros(p.shape, dtype=torch.bool) for n, p in model.named_parameters() if ".mlp." in n}
     for name, active in bools.items():
         (active[:, 384:] if "down_proj" in name else active[384:]).fill_(True)

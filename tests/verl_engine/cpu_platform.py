@@ -1,6 +1,7 @@
-"""The CPU as a platform of verl, which has none: for tests and for `sparse-opt bench verl --small`.
+"""The CPU as a platform of verl, which has none.
 
-verl imports this module in each of its processes if the environment has the variables of `ENVIRONMENTS["cpu"]`.
+verl imports this module in each of its processes if the environment has the variables of `ENVIRONMENTS["cpu"]`, and
+finds it if this folder is on PYTHONPATH.
 """
 
 from __future__ import annotations
