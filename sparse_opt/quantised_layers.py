@@ -40,22 +40,37 @@ class QuantisedLinear:
     def dequantise_(self, out: Tensor) -> Tensor:
         """Write the weight to `out`, contiguous [out, in] of `dtype`, and return it."""
         bitsandbytes = sys.modules["bitsandbytes"]
-        weight, data = self.weight, self.weight.detach()
+        data = self.weight.detach()
         if self.is_4bit:
-            state = weight.quant_state  # type: ignore[attr-defined]
-            if getattr(state, "packing_format_for_cpu", False):
-                raise RuntimeError(
-                    f"{self.name!r} is packed for inference on this CPU, by a forward in evaluation mode: build the "
-                    "optimizer before it"
-                )
+            state = self._state()
             # bitsandbytes writes to a given tensor on GPUs alone.
             if state.dtype == out.dtype and out.is_cuda:
                 bitsandbytes.functional.dequantize_4bit(data, state, out=out)
             else:
                 out.copy_(bitsandbytes.functional.dequantize_4bit(data, state))
             return out
-        scales = weight.SCB if weight.SCB is not None else self.module.state.SCB  # type: ignore[attr-defined]
-        return torch.mul(data, scales.view(-1, 1) * (1 / 127), out=out)  # multiplied in fp32, rounded once
+        return torch.mul(data, self._scales().view(-1, 1) * (1 / 127), out=out)  # multiplied in fp32, rounded once
+
+    def _state(self) -> Any:
+        state = self.weight.quant_state  # type: ignore[attr-defined]
+        if getattr(state, "packing_format_for_cpu", False):
+            raise RuntimeError(
+                f"{self.name!r} is packed for inference on this CPU, by a forward in evaluation mode: build the "
+                "optimizer, or apply the delta, before it"
+            )
+        return state
+
+    def _scales(self) -> Tensor:
+        weight: Any = self.weight
+        scales: Tensor = weight.SCB if weight.SCB is not None else self.module.state.SCB
+        return scales
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint of bitsandbytes has for the weight, by their names within the layer."""
+        data = {"weight": self.weight.detach()}
+        if not self.is_4bit:
+            return data | {"SCB": self._scales()}
+        return data | {f"weight.{key}": tensor for key, tensor in self._state().as_dict(packed=True).items()}
 
     @property
     def is_4bit(self) -> bool:

@@ -6,7 +6,7 @@ Digests are xxh3_128. They detect damage and mix-ups, not forgery.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,15 @@ def named_parameters_of(
     named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named.update({name: layer.whole for name, layer in quantised_layers.find(model).items()})
     return named
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the persistent buffers, under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def floating_parameters_of(model: nn.Module) -> dict[str, Tensor]:

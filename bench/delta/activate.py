@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from sparse_opt import DeltaSet, SparseDelta
 from sparse_opt.cli.parser import CommandParser
-from sparse_opt.delta.sparse_delta import read_model
-from sparse_opt.delta.state import TensorSpec
+from sparse_opt.delta.state import TensorSpec, read_state
 from sparse_opt.tensors import as_bits
 
 from ..harness import Benchmark, Work, time_works
@@ -35,7 +34,7 @@ def measure_all(args: Namespace, run: Run) -> None:
     torch.manual_seed(0)
     shapes = scaled(LLAMA_3_2_3B, args.model_numel).values()
     model = nn.ParameterList(torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02 for shape in shapes)
-    layout, weights = read_model(model, "the model")
+    layout, weights = read_state(model)
 
     def change(spec: TensorSpec, tile: int) -> tuple[Tensor, Tensor]:
         rows, columns = spec.shape

@@ -1,11 +1,14 @@
-"""Exchange: new values of some elements of tensors, which change places with the tensors' own in one pass."""
+"""Exchange: new values of some elements of tensors, which change places with the tensors' own in one pass.
+
+A quantised layer keeps its weight, and gets an overlay of the new values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +17,12 @@ from .. import ops
 from ..errors import DeltaError
 from ..masks.positions import index_dtype
 from ..ops.bound import BoundOps
+from ..quantised_layers import QuantisedLinear
 from ..tensors import as_bits
 from .change import expanded
+
+if TYPE_CHECKING:
+    from ..optim.quantised import Overlay, Scratch
 
 
 @dataclass(eq=False)
@@ -68,27 +75,31 @@ class ElementSwap:
 
 
 class Exchange:
-    """New values of the elements that differ between tensors of a module and their new contents.
+    """New values of the elements that differ between weights of a module and their new contents.
 
     Args:
-        model: has the tensors as parameters or buffers.
-        changes: (name, tensor, new contents, run length), one after the other: new contents are freed before the next
-            ones are made. Tensors are contiguous; of several at one address, the first is exchanged. With a run
-            length, all elements of an aligned run are exchanged if one of them differs.
+        model: has the tensors as parameters or buffers, and the quantised layers.
+        changes: (name, tensor or quantised layer, new contents, run length), one after the other: new contents are
+            freed before the next ones are made. Tensors are contiguous; of several at one address, the first is
+            exchanged. With a run length, all elements of an aligned run are exchanged if one of them differs.
 
     Attributes:
         tensors: by name, those that are exchanged.
         nbytes: bytes of indices and values.
+
+    Raises:
+        DeltaError: a quantised layer has an overlay already; names it.
     """
 
-    def __init__(self, model: nn.Module, changes: Iterable[tuple[str, Tensor, Tensor, int]]) -> None:
+    def __init__(self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedLinear, Tensor, int]]) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._overlays: dict[nn.Module, Overlay] = {}
         self._places: dict[str, tuple[Mapping[str, Tensor | None], str, torch.device]] = {}
         self._elements = ElementSwap(self._parts(model, changes))
-        self.nbytes = self._elements.nbytes
+        self.nbytes = self._elements.nbytes + sum(overlay.nbytes for overlay in self._overlays.values())
 
     def _parts(
-        self, model: nn.Module, changes: Iterable[tuple[str, Tensor, Tensor, int]]
+        self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedLinear, Tensor, int]]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
         places: dict[int, tuple[Mapping[str, Tensor | None], str]] = {
             id(tensor): (owner, key)
@@ -97,7 +108,13 @@ class Exchange:
             for key, tensor in owner.items()
         }
         addresses: set[int] = set()
+        scratches: Mapping[Any, Scratch] = {}
         for name, tensor, new, run_length in changes:
+            if isinstance(tensor, QuantisedLinear):
+                scratches = scratches or _scratches(model)
+                scratch = scratches[tensor.weight.device, tensor.dtype]
+                self._overlays[tensor.module] = _overlay(tensor, scratch, new, run_length)
+                continue
             if tensor.data_ptr() in addresses:  # tied in this model, but not in the delta's
                 continue
             addresses.add(tensor.data_ptr())
@@ -118,8 +135,48 @@ class Exchange:
         for name, (owner, key, device) in self._places.items():
             if owner.get(key) is not (tensor := self.tensors[name]) or tensor.device != device:
                 raise DeltaError(f"{name} of the model was replaced, or moved to another device, since it was decoded")
+        for overlay in self._overlays.values():
+            _require_place(overlay)
         self._elements.swap_(entered=entered)
+        for overlay in self._overlays.values():
+            if entered:
+                overlay.install()
+            elif overlay.is_installed:
+                overlay.remove()
         torch.clear_autocast_cache()  # it holds casts of the previous weights
+
+
+def _scratches(model: nn.Module) -> Mapping[Any, Scratch]:
+    from ..optim.quantised import scratches_of
+
+    return scratches_of(model)
+
+
+def _overlay(layer: QuantisedLinear, scratch: Scratch, new: Tensor, run_length: int) -> Overlay:
+    from ..optim import quantised
+
+    try:
+        quantised.require_own_forward(layer)
+    except ValueError as error:
+        raise DeltaError(str(error)) from error
+    starts, values = changed_elements(layer.dequantised(), new, run_length)
+    positions = starts if run_length == 1 else expanded(starts // run_length, run_length).to(starts.dtype)
+    overlay = quantised.Overlay(layer, scratch, positions.cpu(), run_length, values=values.view(new.dtype))
+    _require_place(overlay)
+    return overlay
+
+
+def _require_place(overlay: Overlay) -> None:
+    from ..optim.quantised import overlay_of
+
+    name = overlay.layer.name
+    if overlay.was_moved:
+        raise DeltaError(f"{name} of the model was replaced, or moved to another device, since it was decoded")
+    if overlay_of(overlay.layer.module) not in (None, overlay):
+        raise DeltaError(
+            f"{name} of the model has trained weights over its quantised base already, of an optimizer or a delta: "
+            "load the model again, or remove that delta"
+        )
 
 
 def changed_elements(old: Tensor, new: Tensor, run_length: int) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,22 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from .. import __version__
+from .. import __version__, quantised_layers
 from ..errors import DeltaError, DeltaLogError, listed
 from ..files import DamagedFile, one_line, write_safetensors, write_text
 from ..masks.mask_set import MaskSet
+from ..quantised_layers import QuantisedLinear
 from ..tensor_file import open_tensors
-from ..tensors import as_bits, compact_json, holds_base_weights, materialized, metadata_digest
+from ..tensors import (
+    as_bits,
+    combined_digest,
+    compact_json,
+    dtype_name,
+    holds_base_weights,
+    materialized,
+    metadata_digest,
+    saved_tensors,
+)
 from .change import Change
 from .codec import LEVELS, PatchError
 from .digest import StateDigest
@@ -47,7 +57,7 @@ What training changed in {base}: {changed:,} of {numel:,} weights, bit for bit.
 from sparse_opt import SparseDelta
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("{base_name}", dtype="auto")
+model = AutoModelForCausalLM.from_pretrained("{base_name}", dtype="auto"{options})
 SparseDelta.from_pretrained("{repo}").apply_(model)
 ```
 
@@ -55,6 +65,7 @@ SparseDelta.from_pretrained("{repo}").apply_(model)
 """
 
 ModelOrState = nn.Module | Mapping[str, Tensor]
+Weight = Tensor | QuantisedLinear
 
 
 class SparseDelta:
@@ -67,7 +78,10 @@ class SparseDelta:
         layout: the tensors of both models, tied ones once.
         changes: name -> `Change` of each tensor that changed.
         base_digests, result_digests: of each tensor of the layout, as in delta logs.
-        metadata: strings; base_model, base_revision, mask_pattern and mask_digest where they are known.
+        metadata: strings; base_model, base_revision, quantization_config, mask_pattern and mask_digest where they are
+            known.
+        quantised_digests: name -> digest of the quantised bytes of each tensor that the base has quantised. Its other
+            digests and its change are those of the dequantised weight.
     """
 
     def __init__(
@@ -77,10 +91,11 @@ class SparseDelta:
         base_digests: Sequence[str],
         result_digests: Sequence[str],
         metadata: Mapping[str, str] | None = None,
+        quantised_digests: Mapping[str, str] | None = None,
     ) -> None:
         self.layout, self.changes = layout, dict(changes)
         self.base_digests, self.result_digests = tuple(base_digests), tuple(result_digests)
-        self.metadata = dict(metadata or {})
+        self.metadata, self.quantised_digests = dict(metadata or {}), dict(quantised_digests or {})
         self._digests = dict(zip(layout.names, zip(self.base_digests, self.result_digests, strict=True), strict=True))
         self._applied: WeakKeyDictionary[nn.Module, Exchange] = WeakKeyDictionary()
 
@@ -104,16 +119,27 @@ class SparseDelta:
             metadata: strings to store; base_model and base_revision are those of the base's `config`, where it has one.
 
         Raises:
-            DeltaError: names, shapes, dtypes or ties differ, or a tensor cannot be stored (sharded, on meta).
+            DeltaError: names, shapes, dtypes or ties differ, or a tensor cannot be stored (sharded, on meta); or a
+                quantised layer of the base has trained weights.
         """
+        from ..optim.quantised import current_weight, overlay_of
+
         (layout, before), (other, after) = read_model(base, "the base"), read_model(trained, "the trained model")
         if differences := layout.mismatches(other, "the base"):
             raise DeltaError(f"the trained model is not of the base's architecture: {listed(differences, '; ')}")
 
-        def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-            return before[spec.name].to(after[spec.name].device), after[spec.name]
+        for name, weight in before.items():
+            if isinstance(weight, QuantisedLinear) and (overlay := overlay_of(weight.module)) is not None:
+                if overlay.is_trained():
+                    raise DeltaError(f"the base: {name!r} has been trained over its quantised base: load it again")
 
-        return cls.of_tensors(layout, read, level=level, metadata=origin(base, mask) | dict(metadata or {}))
+        def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
+            new = after[spec.name]
+            new = current_weight(new) if isinstance(new, QuantisedLinear) else new
+            return dense(before[spec.name]).to(new.device), new
+
+        facts, digests = origin(base, mask) | dict(metadata or {}), quantised_digests(before)
+        return cls.of_tensors(layout, read, level=level, metadata=facts, quantised=digests)
 
     @classmethod
     @torch.no_grad()
@@ -124,10 +150,11 @@ class SparseDelta:
         *,
         level: str = "tight",
         metadata: Mapping[str, str] | None = None,
+        quantised: Mapping[str, str] | None = None,
     ) -> SparseDelta:
         """Encode the differences of pairs of tensors, (base, trained), that `read` returns one after the other.
 
-        Holds one pair. Raises DeltaError: an unknown level.
+        Holds one pair. `quantised` becomes `quantised_digests`. Raises DeltaError: an unknown level.
         """
         if level not in LEVELS:
             raise DeltaError(f"level is {level!r}, expected {' or '.join(LEVELS)}")
@@ -138,7 +165,7 @@ class SparseDelta:
             if digests[-1][0] != digests[-1][1]:
                 changes[spec.name] = Change.between(old, new, level)
         base, result = zip(*digests, strict=True) if digests else ((), ())
-        return cls(layout, changes, base, result, metadata)
+        return cls(layout, changes, base, result, metadata, quantised)
 
     @classmethod
     def from_peft(cls, adapted: Any, *, level: str = "tight") -> SparseDelta:
@@ -171,12 +198,13 @@ class SparseDelta:
         found = self._tensors_of(base) if isinstance(base, nn.Module) else {}
 
         def pair(spec: TensorSpec) -> tuple[Tensor, Tensor]:
-            old = found[spec.name] if isinstance(base, nn.Module) else base(spec)
+            old = dense(found[spec.name]) if isinstance(base, nn.Module) else base(spec)
             a, b = self.trained(spec.name, old), other.trained(spec.name, old)
             return old, _both(spec, old, a, b, add=add)
 
         common = self.metadata.items() & other.metadata.items()
-        return SparseDelta.of_tensors(self.layout, pair, metadata=dict(common))
+        quantised = self.quantised_digests.items() & other.quantised_digests.items()
+        return SparseDelta.of_tensors(self.layout, pair, metadata=dict(common), quantised=dict(sorted(quantised)))
 
     def _require_base_of(self, other: SparseDelta) -> None:
         if differences := self.layout.mismatches(other.layout, "the first delta"):
@@ -238,7 +266,8 @@ class SparseDelta:
 
     def _base(self) -> str:
         name, revision = self.metadata.get("base_model"), self.metadata.get("base_revision")
-        return (name or "another model") + (f" at revision {revision}" if revision else "")
+        found = (name or "another model") + (f" at revision {revision}" if revision else "")
+        return f"{found}, quantised by bitsandbytes" if self.quantised_digests else found
 
     # Applying it
 
@@ -246,9 +275,11 @@ class SparseDelta:
         """Change a model that has the base's bits into the trained one, bit for bit, in place.
 
         Reads all tensors of the model once, to compare them with their digests. Nothing is written if it raises.
+        Quantised layers keep their weights, and compute with the dequantised ones and the changes over them.
 
         Raises:
-            DeltaError: the delta is applied already, the model has other bits, or lacks a tensor; names it.
+            DeltaError: the delta is applied already, the model has other bits, or lacks a tensor; or a quantised layer
+                is trained or has a delta; names it.
         """
         model = _unwrapped(model)
         if model in self._applied:
@@ -289,16 +320,40 @@ class SparseDelta:
     def exchange(self, model: nn.Module) -> Exchange:
         """Decode the change for a model with the base's bits, without writing to it. Errors as in `apply_`."""
         with torch.no_grad():
-            changed = (found for found in self._pairs(model) if found[0] in self.changes)
-            pairs = ((name, old, new, self.changes[name].run_length) for name, old, new in changed)
+            # All quantised layers compute in the same way as those of the trained model, also those without a change.
+            run_lengths = {name: change.run_length for name, change in self.changes.items()}
+            pairs = (
+                (name, old, new, run_lengths.get(name, 1))
+                for name, old, new in self.pairs(model)
+                if name in self.changes or isinstance(old, QuantisedLinear)
+            )
             return Exchange(_unwrapped(model), pairs)
 
-    def _pairs(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (name, tensor, trained tensor) of each tensor of the model, which must have the base's bits."""
+    def pairs(self, model: nn.Module) -> Iterator[tuple[str, Weight, Tensor]]:
+        """Yield (name, tensor or quantised layer, trained tensor) of a model with the base's bits. Errors as `apply_`.
+
+        For a quantised layer, the trained tensor is in new memory; each of them is freed before the next one is made.
+        """
         found = self._tensors_of(model)
-        require_no_base_weights(found, "apply_")
-        for name, tensor in found.items():
-            yield name, tensor, self.trained(name, tensor)
+        require_no_base_weights({n: t for n, t in found.items() if isinstance(t, Tensor)}, "apply_")
+        for name, weight in found.items():
+            yield name, weight, self._trained_weight(name, weight)
+
+    def _trained_weight(self, name: str, weight: Weight) -> Tensor:
+        old = dense(weight)
+        expected = self.quantised_digests.get(name)
+        if isinstance(weight, QuantisedLinear) and expected is not None:
+            if (found := quantised_digests({name: weight})[name]) != expected:
+                raise DeltaError(
+                    f"{name} has quantised bytes of the digest {found}, expected {expected}: the delta is for "
+                    f"{self._base()}"
+                )
+            if StateDigest.start([old]).result()[0] != self._digests[name][0]:
+                raise DeltaError(
+                    f"{name} has the base's quantised bytes, but dequantises to other bits on {old.device}: apply the "
+                    "delta on a device, and with a version of bitsandbytes, like those that it was made with"
+                )
+        return self.trained(name, old)
 
     def require_bits(self, tensors: Mapping[str, Tensor], call: str, *, applied: bool) -> None:
         """Raise a DeltaError unless the named tensors have the bits of the trained model, or those of the base."""
@@ -306,21 +361,22 @@ class SparseDelta:
             if found != self._digests[name][applied]:
                 raise DeltaError(f"{call}: {name} was changed by other code: undo that change first")
 
-    def _tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return name -> parameter or buffer of a model for each tensor of the layout."""
+    def _tensors_of(self, model: nn.Module) -> dict[str, Weight]:
+        """Return name -> parameter, buffer or quantised layer of a model for each tensor of the layout."""
         layout, state = read_model(model, "the model")
         live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        found = {}
+        found: dict[str, Weight] = {}
         for spec in self.layout.tensors:
             names = [spec.name, *(alias for alias, first in self.layout.aliases.items() if first == spec.name)]
             name = next((name for name in names if name in state or name in layout.aliases), None)
             if name is None:
                 raise DeltaError(f"the model has no tensor {spec.name}: the delta is for {self._base()}")
             tensor = state[layout.aliases.get(name, name)]
-            if (tensor.dtype, tuple(tensor.shape)) != (spec.torch_dtype, spec.shape):
-                is_now = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            whole = tensor.whole if isinstance(tensor, QuantisedLinear) else tensor
+            if (whole.dtype, tuple(whole.shape)) != (spec.torch_dtype, spec.shape):
+                is_now = f"{dtype_name(whole)} {list(whole.shape)}"
                 raise DeltaError(f"{spec.name} of the model is {is_now}, expected {spec}: load it in that dtype")
-            if spec.name in self.changes:
+            if spec.name in self.changes and isinstance(tensor, Tensor):
                 if name not in live or live[name].data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
                     raise DeltaError(f"{spec.name} of the model is not a contiguous parameter or buffer of that name")
                 tensor = live[name]
@@ -343,6 +399,7 @@ class SparseDelta:
             "base_tensor_digests": "".join(self.base_digests),
             "result_tensor_digests": "".join(self.result_digests),
             "metadata": compact_json(self.metadata),
+            "quantised_digests": compact_json(self.quantised_digests),
         }
         payload = {f"{n}.{part}": t for n, change in self.changes.items() for part, t in change.parts().items()}
         header["payload_digest"] = payload_digest(payload)
@@ -353,6 +410,7 @@ class SparseDelta:
             "result_digest": self.result_digest,
             "changed": self.changed,
             "numel": self.layout.numel,
+            "quantised_tensors": len(self.quantised_digests),
             "sparse_opt_version": __version__,
             "metadata": self.metadata,
         }
@@ -427,8 +485,12 @@ class SparseDelta:
                 changes[name] = Change.from_parts(of_name, specs[name])
             except PatchError as error:
                 raise DeltaError(f"the change of {name}: {one_line(error)}") from error
-        metadata = {str(key): str(value) for key, value in json.loads(header["metadata"]).items()}
-        return cls(layout, {name: changes[name] for name in layout.names if name in changes}, base, result, metadata)
+        metadata, quantised = (
+            {str(key): str(value) for key, value in json.loads(header[key]).items()}
+            for key in ("metadata", "quantised_digests")
+        )
+        changes = {name: changes[name] for name in layout.names if name in changes}
+        return cls(layout, changes, base, result, metadata, quantised)
 
     def push_to_hub(
         self,
@@ -455,6 +517,7 @@ class SparseDelta:
     def _card(self, repo: str) -> str:
         name = self.metadata.get("base_model", "")
         is_on_hub = name.count("/") == 1 and not name.startswith((".", "/"))
+        quantised = json.loads(self.metadata.get("quantization_config", "null"))
         facts = {"base_digest": self.base_digest, "result_digest": self.result_digest} | self.metadata
         return _CARD.format(
             base_model=f"base_model: {name}\n" if is_on_hub else "",
@@ -462,6 +525,7 @@ class SparseDelta:
             repo=repo,
             base=self._base(),
             base_name=name,
+            options=f", quantization_config={quantised}" if quantised else "",
             changed=self.changed,
             numel=self.layout.numel,
             facts="\n".join(f"- {key}: `{value}`" for key, value in sorted(facts.items())),
@@ -477,11 +541,13 @@ class SparseDelta:
 
         Raises:
             DeltaError: PEFT cannot express the change: of another tensor than the weight of an `nn.Linear`, of more
-                elements than a rank allows, or not exactly; names the tensor. Or as `apply_`.
+                elements than a rank allows, not exactly, or of a quantised model; names the tensor. Or as `apply_`.
         """
         from .peft_adapters import shira_of
 
-        changed = (found for found in self._pairs(model) if found[0] in self.changes)
+        if (name := next(iter(quantised_layers.find(model)), None)) is not None:
+            raise DeltaError(f"to_peft: {name!r} is quantised: give the dequantised model, as save_merged writes it")
+        changed = ((name, dense(old), new) for name, old, new in self.pairs(model) if name in self.changes)
         return shira_of(changed, model, adapter_name)
 
     def __repr__(self) -> str:
@@ -491,9 +557,12 @@ class SparseDelta:
 def origin(model: object, mask: MaskSet | None) -> dict[str, str]:
     """Return the metadata of a delta of this base, under this mask."""
     config = getattr(model, "config", None)
+    is_quantised = isinstance(model, nn.Module) and bool(quantised_layers.find(model))
+    quantization = getattr(config, "quantization_config", None) if is_quantised else None
     found = {
         "base_model": getattr(config, "name_or_path", None),
         "base_revision": getattr(config, "_commit_hash", None),
+        "quantization_config": None if quantization is None else compact_json(quantization.to_diff_dict()),
         "mask_pattern": None if mask is None else mask.pattern,
         "mask_digest": None if mask is None else mask.digest,
     }
@@ -532,10 +601,45 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return original
 
 
-def read_model(model_or_state: ModelOrState, what: str) -> tuple[StateLayout, dict[str, Tensor]]:
-    """Return the layout and the tensors of a model as `read_state` does; `what` names it in the DeltaError."""
-    if isinstance(model_or_state, nn.Module):
-        model_or_state = _unwrapped(model_or_state)
+def dense(weight: Weight) -> Tensor:
+    """Return the tensor itself, or the dequantised base weight of a quantised layer in new memory."""
+    return weight.dequantised() if isinstance(weight, QuantisedLinear) else weight
+
+
+def quantised_digests(weights: Mapping[str, Weight]) -> dict[str, str]:
+    """Return name -> digest of the bytes of each quantised weight, as a checkpoint of bitsandbytes has them."""
+    digests = {}
+    for name, layer in weights.items():
+        if isinstance(layer, QuantisedLinear):
+            stored = {key: tensor.detach() for key, tensor in layer.stored().items()}
+            found = zip(stored.items(), StateDigest.start(list(stored.values())).result(), strict=True)
+            digests[name] = combined_digest((key, dtype_name(t), tuple(t.shape), digest) for (key, t), digest in found)
+    return digests
+
+
+def read_model(model_or_state: ModelOrState, what: str) -> tuple[StateLayout, dict[str, Weight]]:
+    """Return the layout and the tensors of a model as `read_state` does; `what` names it in the DeltaError.
+
+    A quantised weight has the shape and dtype of the dequantised one; the layer is returned in place of the tensor.
+    """
+    if not isinstance(model_or_state, nn.Module):
+        return _read_state(model_or_state, what)
+    model = _unwrapped(model_or_state)
+    layers = quantised_layers.find(model)
+    if not layers:
+        return _read_state(model, what)
+    saved = dict(saved_tensors(model))
+    layout, tensors = _read_state({name: t for name, t in saved.items() if name not in layers}, what)
+    weights: dict[str, Weight] = tensors | {layer.name: layer for layer in layers.values()}
+    specs = {spec.name: spec for spec in layout.tensors}
+    for layer in layers.values():
+        specs[layer.name] = TensorSpec(layer.name, dtype_name(layer.whole), tuple(layer.whole.shape))
+    aliases = {**layout.aliases, **{name: layer.name for name, layer in layers.items() if name != layer.name}}
+    buffers = weights.keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return StateLayout(tuple(specs[n] for n in saved if n in specs), aliases, frozenset(buffers)), weights
+
+
+def _read_state(model_or_state: ModelOrState, what: str) -> tuple[StateLayout, dict[str, Any]]:
     try:
         return read_state(model_or_state)
     except DeltaLogError as error:

@@ -178,7 +178,6 @@ def of_quantised(args: Any, options: SparseArguments, model: nn.Module) -> None:
         return
     found = {
         "delta_log_dir": options.delta_log_dir is not None,
-        "save_delta": options.save_delta,
         "use_vllm": bool(getattr(args, "use_vllm", False)),
         "load_best_model_at_end": args.load_best_model_at_end,
     }

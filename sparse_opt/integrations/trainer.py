@@ -316,10 +316,10 @@ class SparseTrainer(RunTrainer):
             return
         folder = output_dir or self.args.output_dir
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if merges:
-            save_merged(model, folder)  # with the config of a model that is not quantised
-        else:
+        if options.save_delta:
             optimizer.delta().save_pretrained(folder)
+        if merges := merges and options.save_weights:
+            save_merged(model, folder)  # with the config of a model that is not quantised
         if merges or not options.save_weights:  # what the Trainer's method saves with the weights
             configs = () if merges else (model.config, getattr(model, "generation_config", None))
             for part in (*configs, self.processing_class):
@@ -333,12 +333,20 @@ class SparseTrainer(RunTrainer):
         Over a quantised base, the optimizer's state has the trained weights, and the checkpoint's weights are merged.
         """
         trained = self.model if model is None else model
-        if quantised_layers.find(trained):
+        is_quantised = bool(quantised_layers.find(trained))
+        if not self.sparse_arguments.save_weights:
+            delta = SparseDelta.from_pretrained(resume_from_checkpoint)
+            if not is_quantised:
+                delta.apply_(trained)
+                return
+            with torch.no_grad():
+                for _, weight, new in delta.pairs(trained):
+                    if isinstance(weight, Tensor):
+                        weight.copy_(new)
+        elif is_quantised:
             load_plain_(trained, resume_from_checkpoint)
-        elif self.sparse_arguments.save_weights:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            SparseDelta.from_pretrained(resume_from_checkpoint).apply_(trained)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Call the Trainer's method, and raise if the checkpoint has no optimizer or scheduler state.

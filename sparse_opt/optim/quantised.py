@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Never
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from ..ops import tile_table
 from ..ops.tiles import TILE_SIZES
 from ..quantised_layers import QuantisedLinear
 from ..tensor_file import open_tensors
-from ..tensors import canonical_names, holds_base_weights
+from ..tensors import canonical_names, holds_base_weights, saved_tensors
 from .gradients import tile_backward
 from .gradients.collector import Receiver
 from .gradients.gradient_buffer import write_tiles
@@ -48,6 +49,8 @@ from .segments import ActiveWeight, Segments, compact, fits_uint16, packed, run_
 _ATTRIBUTE = "_sparse_opt_overlay"
 _INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 * 10**9  # of a file that `save_merged` writes
+# Of each model: what its overlays use. They alone keep it alive.
+_SCRATCHES: WeakKeyDictionary[nn.Module, WeakValueDictionary[Any, Scratch]] = WeakKeyDictionary()
 
 
 class Scratch:
@@ -69,8 +72,10 @@ class Overlay:
     """What a quantised layer computes with: its base, and over it the active elements, if there are any.
 
     Args:
-        positions: [nnz] of the active elements in the flattened weight, on the CPU.
+        positions: [nnz] of the active elements in the flattened weight, ascending, on the CPU.
+        run_length: all of them are in aligned runs of this many.
         tile_size: of whole tiles whose gradients are computed without a dense one; None: the dense gradient is.
+        values: [nnz] of the active elements, which are not trained then; None: those of the base.
     """
 
     def __init__(
@@ -78,9 +83,11 @@ class Overlay:
         layer: QuantisedLinear,
         scratch: Scratch,
         positions: Tensor,
-        pattern: str,
-        tile_size: int | None,
-        backend: str | None,
+        run_length: int,
+        *,
+        tile_size: int | None = None,
+        backend: str | None = None,
+        values: Tensor | None = None,
     ) -> None:
         self.layer, self.weight, self._scratch = layer, layer.weight, scratch
         self._view = scratch.view(layer)
@@ -91,14 +98,14 @@ class Overlay:
         self._refusal: RemovableHandle | None = None
         if not positions.numel():
             return
-        run_length = run_length_of(layer.whole.shape, pattern)
         narrow = fits_uint16(layer.whole, positions, run_length)
         indices, index_bases, starts, ends = packed([positions], run_length, narrow)
         device = self.weight.device
         index_bases = None if index_bases is None else index_bases.to(device)
         elements = Segments([self._view], indices.to(device), index_bases, starts, ends, run_length)
         self._bound = bind_ops([self._view], elements.indices, starts, ends, **elements.layout(), backend=backend)
-        self.active = ActiveWeight(self._base_values(elements), elements, layer.whole)
+        self.active = ActiveWeight(self._base_values(elements) if values is None else values, elements, layer.whole)
+        self.active.requires_grad_(values is None)
         if tile_size is not None:
             self._tile_size, self._ops = tile_size, backends.functions(device, backend)
             self._tiles = tile_table(elements.positions(0), tuple(layer.whole.shape), tile_size)
@@ -125,7 +132,7 @@ class Overlay:
 
     def install(self) -> None:
         """Give the layer this overlay and its forward, in place of another optimizer's, which is untrained."""
-        if self._refusal is not None:
+        if self.is_installed:
             return
         module = self.layer.module
         if (previous := overlay_of(module)) is not None:
@@ -135,15 +142,31 @@ class Overlay:
         module.forward = types.MethodType(_eager_forward(), module)
 
     def remove(self) -> None:
-        """Undo `install`, for good."""
+        """Undo `install`."""
         assert self._refusal is not None
         self._refusal.remove()
+        self._refusal = None
         delattr(self.layer.module, _ATTRIBUTE)
         del self.layer.module.forward
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the layer computes with this overlay."""
+        return self._refusal is not None
+
+    @property
+    def was_moved(self) -> bool:
+        """Whether the layer has another weight now, or on another device."""
+        return self.layer.weight is not self.weight or self.weight.device != self._view.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the active elements' values and indices."""
+        return 0 if self.active is None else self.active.nbytes + self.active.elements.index_bytes
+
     def require_intact(self) -> None:
         """Raise a RuntimeError if the layer no longer has the weight and the overlay that the optimizer trains."""
-        if self.layer.weight is not self.weight or self.weight.device != self._view.device:
+        if self.was_moved:
             raise RuntimeError(f"{self.layer.name!r} was moved or replaced after the optimizer was built")
         if overlay_of(self.layer.module) is not self:
             raise RuntimeError(f"{self.layer.name!r} is trained by another optimizer, which was built after this one")
@@ -197,7 +220,7 @@ class GradientProbe(Overlay):
     """Passes the dense gradient of a quantised weight to `receive`, after each backward pass through its layer."""
 
     def __init__(self, layer: QuantisedLinear, scratch: Scratch, receive: Callable[[Tensor], None] | None) -> None:
-        super().__init__(layer, scratch, torch.empty(0, dtype=torch.int32, device="cpu"), "element", None, None)
+        super().__init__(layer, scratch, torch.empty(0, dtype=torch.int32, device="cpu"), run_length=1)
         self.shows_base, self._receive = True, receive
         if receive is not None:  # autograd reaches the layer through a parameter without elements
             none = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -219,11 +242,11 @@ def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) ->
         receive: by the names of quantised weights; the gradients of others are not computed.
     """
     layers = {layer.module: layer for layer in quantised_layers.find(model).values()}
-    scratches = _scratches(layers.values())
+    scratches = scratches_of(model)
     probes = []
     for layer in layers.values():
         if overlay_of(layer.module) is not None:
-            raise ValueError(f"{layer.name!r} is trained by an optimizer: find masks of the model before")
+            raise ValueError(f"{layer.name!r} is trained by an optimizer or has a delta: find masks before")
         probe = GradientProbe(layer, scratches[layer.weight.device, layer.dtype], receive.get(layer.name))
         probes.append(probe)
     try:
@@ -324,14 +347,15 @@ def make_overlays(
     named = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
     mask = mask.resolve(whole(named, model))
     names = {id(p): name for name, p in named.items()}
-    scratches = _scratches(layers.values())
+    scratches = scratches_of(model)
     overlays: dict[int, Overlay] = {}
     for key, layer in layers.items():
         _require_free(layer)
         positions = mask.indices.get(names.get(key, ""), torch.empty(0, dtype=torch.int32, device="cpu"))
         size = _tile_size(mask.pattern, positions.numel() / layer.whole.numel(), grads, tile_backward)
         scratch = scratches[layer.weight.device, layer.dtype]
-        overlays[key] = Overlay(layer, scratch, positions, mask.pattern, size, backend)
+        run_length = run_length_of(layer.whole.shape, mask.pattern)
+        overlays[key] = Overlay(layer, scratch, positions, run_length, tile_size=size, backend=backend)
     for group in groups:
         for i, param in enumerate(group["params"]):
             if id(param) in overlays and (active := overlays[id(param)].active) is not None:
@@ -346,24 +370,33 @@ def whole(named: Mapping[str, Tensor], model: nn.Module | None) -> dict[str, Ten
     return {name: p.whole if isinstance(p, ActiveWeight) else tensors.get(id(p), p) for name, p in named.items()}
 
 
-def _scratches(layers: Any) -> Mapping[tuple[torch.device, torch.dtype], Scratch]:
+def scratches_of(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Scratch]:
+    """Return the memory for the weights of the model's quantised layers, that of its overlays if it has some."""
     largest: dict[tuple[torch.device, torch.dtype], int] = {}
-    for layer in layers:
+    for layer in quantised_layers.find(model).values():
         key = layer.weight.device, layer.dtype
         largest[key] = max(largest.get(key, 0), layer.whole.numel())
-    return {key: Scratch(numel, key[1], key[0]) for key, numel in largest.items()}
+    used = _SCRATCHES.setdefault(model, WeakValueDictionary())
+    found = {key: used.get(key) or Scratch(numel, key[1], key[0]) for key, numel in largest.items()}
+    used.update(found)
+    return found
 
 
 def _require_free(layer: QuantisedLinear) -> None:
-    overlay = overlay_of(layer.module)
-    if overlay is None and "forward" in vars(layer.module):
+    require_own_forward(layer)
+    if (overlay := overlay_of(layer.module)) is not None and overlay.is_trained():
+        raise ValueError(
+            f"{layer.name!r} has been trained by another optimizer over the same quantised base, or a delta is applied "
+            "to it: load the model again, or remove the delta"
+        )
+
+
+def require_own_forward(layer: QuantisedLinear) -> None:
+    """Raise a ValueError if the layer has a forward that is neither its class's nor an overlay's."""
+    if overlay_of(layer.module) is None and "forward" in vars(layer.module):
         raise ValueError(
             f"the layer of {layer.name!r} has a forward that is not its class's, as device_map gives it over several "
             "devices: load the model on one device"
-        )
-    if overlay is not None and overlay.is_trained():
-        raise ValueError(
-            f"{layer.name!r} has been trained by another optimizer over the same quantised base: load the model again"
         )
 
 
@@ -427,7 +460,7 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     shown = [overlay for layer in layers.values() if (overlay := overlay_of(layer.module)) is not None]
     if any(overlay.shows_base for overlay in shown) or holds_base_weights(model.parameters()):
         raise RuntimeError("save_merged: the model holds its base weights; leave base_weights() first")
-    tensors = dict(_tensors(model))
+    tensors = dict(saved_tensors(model))
     firsts = canonical_names(tensors)
     sizes = {
         name: (layers[name].whole if name in layers else tensor).nbytes
@@ -462,21 +495,12 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
 def load_plain_(model: nn.Module, folder: str | Path) -> None:
     """Copy the weights of a folder that `save_merged` wrote into the model, except those that are quantised in it."""
     layers = quantised_layers.find(model)
-    tensors = {name: tensor for name, tensor in _tensors(model) if name not in layers}
+    tensors = {name: tensor for name, tensor in saved_tensors(model) if name not in layers}
     for path in sorted(Path(folder).glob("model*.safetensors")):
         with open_tensors(path) as file:
             for name in file.names:
                 if name in tensors:
                     tensors[name].copy_(file.read(name))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the persistent buffers, under all their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
 
 
 def _files(sizes: dict[str, int]) -> dict[str, list[str]]:
@@ -491,6 +515,17 @@ def _files(sizes: dict[str, int]) -> dict[str, list[str]]:
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+@torch.no_grad()
+def current_weight(layer: QuantisedLinear) -> Tensor:
+    """Return the weight that the layer multiplies with: [out, in], in new memory."""
+    overlay = overlay_of(layer.module)
+    if overlay is None:
+        return layer.dequantised()
+    with overlay.merged() as merged:
+        weight: Tensor = merged.clone()
+        return weight
 
 
 @torch.no_grad()

@@ -683,13 +683,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             RuntimeError: as `base_weights`.
             DeltaError: a parameter is sharded by fully_shard.
         """
-        from ..delta.sparse_delta import SparseDelta, origin, read_model
+        from ..delta.sparse_delta import SparseDelta, dense, origin, quantised_digests, read_model
 
-        self._require_no_quantised("delta")
         bases = self._bases_to_swap("delta")
         root = self._root()
         layout, state = read_model(dict(self._named()) if root is None else root, "the model")
-        names = {p.data_ptr(): name for name, p in state.items()}
+        names = {p.data_ptr(): name for name, p in state.items() if isinstance(p, Tensor)}
         held = {
             names[shard.param.data_ptr()]: (base.positions(i), base.values[base.segment(i)])
             for base in bases
@@ -698,6 +697,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
             weight = state[spec.name]
+            if not isinstance(weight, Tensor):  # a quantised layer, whose base needs no copy
+                return dense(weight), quantised.current_weight(weight)
             if spec.name not in held:
                 return weight, weight
             positions, values = held[spec.name]
@@ -705,7 +706,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             before.view(-1)[positions.long()] = values.to(weight.device)
             return before, weight
 
-        return SparseDelta.of_tensors(layout, read, level=level, metadata=origin(root, self.mask))
+        facts, digests = origin(root, self.mask), quantised_digests(state)
+        return SparseDelta.of_tensors(layout, read, level=level, metadata=facts, quantised=digests)
 
     # State
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sparse_opt import MaskSet, RandomMask
+from sparse_opt import MaskSet, RandomMask, SparseDelta
 from sparse_opt.errors import ConfigError
 from sparse_opt.integrations import SparseArguments
 from sparse_opt.optim.quantised import overlay_of
@@ -54,10 +54,29 @@ def test_dpo_starts_at_ln_2_resumes_and_saves_merged_weights(lab, load, curve):
         assert torch.equal(merged.cpu(), trained[trainer][f"{name}.weight"])
 
 
+@pytest.mark.parametrize("save_weights", [True, False])
+def test_a_delta_is_saved_with_or_in_place_of_merged_weights(lab, load, tmp_path, save_weights):
+    folder = tmp_path / "run"
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "output_dir": str(folder)}
+    options["mask"] = MaskSet.random(load(), density=0.1, seed=7)
+    options["sparse"] = SparseArguments(save_delta=True, save_weights=save_weights)
+    trainer = lab("DPO", model=load(), **options)
+    trainer.train()
+    trainer.save_model()
+    checkpoint = folder / "checkpoint-2"
+    assert bool(list(checkpoint.glob("model*"))) == save_weights
+    ids, model = torch.arange(20, device=lab.device)[None], load().train()
+    with torch.no_grad(), SparseDelta.from_pretrained(folder).active(model):
+        assert torch.equal(model(input_ids=ids).logits, trainer.model.train()(input_ids=ids).logits)
+
+    resumed = lab("DPO", model=load(), **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.sparse_optimizer.delta().result_digest == trainer.sparse_optimizer.delta().result_digest
+
+
 def test_what_reads_the_weights_of_the_model_is_refused(lab, load, tmp_path):
     for sparse, changes, option in (
         (SparseArguments(delta_log_dir=tmp_path / "log"), {}, "delta_log_dir"),
-        (SparseArguments(save_delta=True), {}, "save_delta"),
         (None, {"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"}, "load_best_model"),
     ):
         with pytest.raises(ConfigError, match=rf"{option}.* is set, and 'model.*' is quantised"):

@@ -233,7 +233,6 @@ def test_what_is_refused(load, device, tmp_path):
     optimizer = SparseAdamW(model, mask, lr=1e-2)
     for name, call in {
         "set_mask": lambda: optimizer.set_mask(mask),
-        "delta": optimizer.delta,
         "GraphedStep": lambda: GraphedStep(lambda: None, optimizer),
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name} is not supported for a quantised base, which 'model"):

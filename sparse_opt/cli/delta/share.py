@@ -133,6 +133,7 @@ def run_show(args: Namespace) -> None:
         "base_digest": delta.base_digest,
         "result_digest": delta.result_digest,
         "bytes": delta.nbytes,
+        "quantised_digests": delta.quantised_digests,
         "elements": delta.layout.numel,
         "changed": delta.changed,
         "layers": layers,
@@ -144,6 +145,8 @@ def run_show(args: Namespace) -> None:
     print(f"{args.delta}: {_summary(delta)}")
     for key, value in [*delta.metadata.items(), *((k, found[k]) for k in ("base_digest", "result_digest"))]:
         print(f"{key}: {value}")
+    if delta.quantised_digests:
+        print(f"quantised tensors of the base: {len(delta.quantised_digests)}")
     rows = [_row(layer, entry["elements"], entry["changed"]) for layer, entry in layers.items()]
     print("\n" + table(("layer", "elements", "changed", "share"), rows))
     most = sorted(counts, key=lambda name: (-counts[name] / max(1, numels[name]), name))[: args.largest]
