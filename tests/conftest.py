@@ -120,6 +120,15 @@ def torch_defaults(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_default_device(None)
 
 
+@pytest.fixture(autouse=True)
+def private_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the cache of `datasets` out of the user's home."""
+    folder = tmp_path_factory.getbasetemp() / "datasets"
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder))
+    if "datasets" in sys.modules:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
+
+
 @pytest.fixture(scope="session", autouse=INTERPRETED)
 def quick_triton_interpreter() -> Iterator[None]:
     """See interpreted.py."""

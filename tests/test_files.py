@@ -1,8 +1,9 @@
-"""Files that the package writes, whatever is in them."""
+"""Files that the package writes: their mode, and locks, which end with the process that took them."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.file_lock import FileLock
 
 
 @pytest.fixture(params=[0o022, 0o027], ids=oct)
@@ -30,3 +32,23 @@ def test_files_have_the_mode_of_the_umask(umask: int, tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) >= 5
     assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: 0o666 & ~umask for path in files}
+
+
+def test_a_forked_process_does_not_keep_the_lock_of_a_killed_one(tmp_path):
+    """A data loader's worker notices only seconds later that it is alone."""
+    forked, leave = os.pipe(), os.pipe()
+    owner = os.fork()
+    if not owner:
+        os.close(leave[1])
+        lock = FileLock(tmp_path / "lock")
+        if not os.fork():
+            os.write(forked[1], b"y" if lock.held else b"n")
+        os.read(leave[0], 1)  # until the test ends
+        os._exit(0)
+    try:
+        assert os.read(forked[0], 1) == b"n"
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        FileLock(tmp_path / "lock").release()
+    finally:
+        os.close(leave[1])

@@ -7,13 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_opt.analysis import (
-    CheckpointSeries,
-    count_changes,
-    measure_coverage,
-    measure_ranks,
-    measure_sparsity,
-)
+from sparse_opt.analysis import CheckpointSeries, count_changes, measure_coverage, measure_ranks, measure_sparsity
 from sparse_opt.delta.log import DeltaLog
 from sparse_opt.errors import DataError
 

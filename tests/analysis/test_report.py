@@ -1,9 +1,10 @@
-"""The HTML page: it requests nothing, and its links and plots are there."""
+"""The HTML page: it requests nothing, and its links and plots are there; and pictures that are complete or absent."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 
 import pytest
@@ -11,7 +12,11 @@ import torch
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-opt[plot]'")
 
+from sparse_opt import MaskSet
+from sparse_opt.analysis import compare_masks, plots
+from sparse_opt.analysis.output_files import save_png
 from sparse_opt.analysis.report import build_report
+from sparse_opt.errors import DataError
 
 SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
@@ -48,3 +53,30 @@ def test_names_in_a_log_are_shown_and_not_run(make_log):
     text = build_report(make_log([{name: torch.zeros(2, 2)}, {name: torch.ones(2, 2)}]))
     assert len(SCRIPT.findall(text)) == 1
     assert "&lt;script&gt;alert(1)" in text
+
+
+SHAPES = {"model.layers.0.mlp.up_proj.weight": (64, 32), "model.norm.weight": (32,)}
+
+
+def test_masks_with_nothing_active_are_drawn(tmp_path):
+    masks = {name: MaskSet.random(SHAPES, density=0) for name in ("a", "b")}
+    pairs = compare_masks(masks)
+    figure = plots.comparison_figure(pairs)
+    for i, drawn in enumerate((figure, plots.pair_figure(pairs[0]), plots.mask_figure(masks["a"], "none"))):
+        save_png(drawn, tmp_path / "new" / f"{i}.png")
+    assert len(list((tmp_path / "new").iterdir())) == 3
+
+
+def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
+    figure = plots.mask_figure(MaskSet.random(SHAPES, density=0.1), "")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="d.png: cannot write the picture: "):
+        save_png(figure, tmp_path / "file" / "d.png")
+
+    def disk_full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", disk_full)
+    with pytest.raises(DataError, match="d.png: cannot write the picture: No space left on device"):
+        save_png(figure, tmp_path / "d.png")
+    assert os.listdir(tmp_path) == ["file"]

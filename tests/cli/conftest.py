@@ -18,12 +18,6 @@ from sparse_opt.cli.quickstart import data as quickstart_data
 from sparse_opt.trainers.arithmetic import make_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def private_dataset_cache(tmp_path_factory, monkeypatch):
-    """Keep the cache of `datasets` out of the user's home."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
-
-
 @dataclass(frozen=True)
 class Outcome:
     code: int
@@ -44,12 +38,9 @@ class Outcome:
 
     def failed_in_one_line(self, code: int) -> str:
         """The error line, after a check that there is nothing else: no output, no usage text, no traceback."""
-        assert self.code == code, (self.code, self.out, self.err)
-        assert self.out == ""
-        lines = self.err.splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("sparse-opt: error: ")
-        return lines[0]
+        line = self.error_line(code)
+        assert self.out == "" and self.err.splitlines() == [line], self.err
+        return line
 
 
 @pytest.fixture
@@ -114,3 +105,27 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
             log.append(step)
             states.append({name: t.clone() for name, t in model.state_dict().items()})
     return Files(folder / "model", folder / "wider_model", pairs, folder / "log", tuple(states))
+
+
+@pytest.fixture
+def rows(files, tmp_path_factory):
+    """Rows with the columns of all three trainers."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    pairs = [json.loads(line) for line in files.pairs.read_text().splitlines()]
+    for row in pairs:
+        row |= {"completion": row["chosen"], "answer": row["chosen"]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return file
+
+
+@pytest.fixture
+def train(sparse_opt, files, rows, tmp_path):
+    """`train("dpo", *words)` is a run of two steps on the tiny model into tmp_path/out."""
+
+    def call(algorithm: str, *words: object):
+        where = ("--model_name_or_path", files.model, "--dataset_name", rows, "--output_dir", tmp_path / "out")
+        shape = ("--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none")
+        rollout = ("--num_generations", 2, "--max_completion_length", 4, "--reward_funcs", "exact_match")
+        return sparse_opt("train", algorithm, *where, *shape, *(rollout if algorithm == "grpo" else ()), *words)
+
+    return call

@@ -5,7 +5,6 @@ A wrong call ends with 2, a file that cannot be used with 1.
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 
@@ -13,28 +12,6 @@ import pytest
 import torch
 
 DEEP = b"[" * 100_000
-PAIR = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}
-
-
-@pytest.fixture
-def rows(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(PAIR) + "\n")
-    return file
-
-
-@pytest.fixture
-def train(sparse_opt, files, rows, tmp_path):
-    """`train("sft", *words)`: a run of a step of TRL's trainer on the tiny model into tmp_path/out."""
-
-    def call(algorithm, *words, model=files.model):
-        where = ("--model_name_or_path", model, "--dataset_name", rows, "--output_dir", tmp_path / "out")
-        shape = ("--max_steps", 1, "--per_device_train_batch_size", 2, "--report_to", "none")
-        rollout = ("--num_generations", 2, "--max_completion_length", 4) if algorithm == "grpo" else ()
-        return sparse_opt("train", algorithm, *where, *shape, *rollout, *words)
-
-    return call
-
 
 # Options
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from sparse_opt.cli import doctor
+from sparse_opt.cli.bench import BENCHMARKS
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError, SparseOptError
 
@@ -90,3 +92,20 @@ def test_a_reader_that_leaves_is_no_error():
     result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_is_there_and_has_help(sparse_opt, name):
+    assert callable(importlib.import_module(f"sparse_opt.bench.{BENCHMARKS[name][0]}").main)
+    assert sparse_opt("bench", name, "--help").done().startswith("usage: ")
+
+
+def test_hands_over_arguments_and_exit_code(sparse_opt, monkeypatch):
+    seen = []
+    monkeypatch.setattr("sparse_opt.bench.kernels.table.main", lambda argv: seen.append(argv) or 1)
+    assert sparse_opt("bench", "kernels", "--seed", 1).code == 1
+    assert seen == [["--seed", "1"]]
+
+
+def test_unknown_benchmark(sparse_opt):
+    assert "kernels" in sparse_opt("bench", "kernel").failed_in_one_line(2)

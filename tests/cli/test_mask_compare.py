@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -108,17 +107,6 @@ def test_refusals_name_the_cause_and_write_nothing(sparse_opt, masks, tmp_path):
     ):
         assert said in sparse_opt("mask", "compare", *words, *out).failed_in_one_line(code)
     assert sorted(tmp_path.iterdir()) == there
-
-
-@pytest.mark.parametrize("option", ["png", "layers_png"])
-def test_without_matplotlib_it_says_so_before_the_work(sparse_opt, masks, tmp_path, monkeypatch, option):
-    _, paths = masks
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    call = ("mask", "compare", *paths[:2], f"--{option}", tmp_path / "x.png", "--csv", tmp_path / "x.csv")
-    line = sparse_opt(*call).failed_in_one_line(2)
-    assert f"option '{option}' needs the package matplotlib" in line
-    assert "pip install 'sparse-opt[plot]'" in line
-    assert not (tmp_path / "x.csv").exists()
 
 
 def test_a_warning_where_the_models_have_other_names(sparse_opt, tmp_path):

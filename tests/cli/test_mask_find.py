@@ -63,12 +63,7 @@ def test_a_log_s_mask_is_the_library_s(find, files):
     words = ("--sparsity_percent", 70, "--target_step", 2, "--exclude", "*norm*", "--pool", "tensor", "--json")
     found = json.loads(find("fisher", *words).done())
     expected = find_from_log(
-        DeltaLog.open(files.delta_log),
-        method="fisher",
-        sparsity=70,
-        target_step=2,
-        exclude=["*norm*"],
-        pool="tensor",
+        DeltaLog.open(files.delta_log), method="fisher", sparsity=70, target_step=2, exclude=["*norm*"], pool="tensor"
     ).mask
     mask = MaskSet.load(found["file"])
     assert mask == expected

@@ -18,30 +18,6 @@ from sparse_opt.file_lock import FileLock
 DENSE_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 
 
-@pytest.fixture
-def rows(files, tmp_path_factory):
-    """Rows with the columns of all three trainers."""
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    pairs = [json.loads(line) for line in files.pairs.read_text().splitlines()]
-    for row in pairs:
-        row |= {"completion": row["chosen"], "answer": row["chosen"]}
-    file.write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    return file
-
-
-@pytest.fixture
-def train(sparse_opt, files, rows, tmp_path):
-    """`train("dpo", *words)` is a run of two steps on the tiny model into tmp_path/out."""
-
-    def call(algorithm: str, *words: object):
-        where = ("--model_name_or_path", files.model, "--dataset_name", rows, "--output_dir", tmp_path / "out")
-        shape = ("--max_steps", 2, "--per_device_train_batch_size", 2, "--report_to", "none")
-        rollout = ("--num_generations", 2, "--max_completion_length", 4, "--reward_funcs", "exact_match")
-        return sparse_opt("train", algorithm, *where, *shape, *(rollout if algorithm == "grpo" else ()), *words)
-
-    return call
-
-
 def changed(before, after) -> dict[str, torch.Tensor]:
     """name -> bool tensor of the elements whose bits differ."""
     before, after = (AutoModelForCausalLM.from_pretrained(model).state_dict() for model in (before, after))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,10 @@ from torch import Tensor
 
 from sparse_opt import DeltaLog
 
-State = dict[str, Tensor]
+sys.path.insert(0, str(Path(__file__).parent))
+from logged_dtypes import DTYPES
 
-# Element types of 1, 2, 4 and 8 bytes.
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-]
+State = dict[str, Tensor]
 
 
 class States:

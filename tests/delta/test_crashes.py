@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from crash_driver import state_at
 
 from sparse_opt import DeltaLog
 from sparse_opt.errors import DeltaLogError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from crash_driver import state_at
 
 START = (0, 1, 2, 4, 5, 7)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sparse_opt import DeltaLog
 from sparse_opt import files as atomic_files
@@ -49,10 +49,6 @@ def disk(monkeypatch):
 @pytest.fixture
 def state(device):
     return {"w": torch.zeros(4000, device=device)}
-
-
-def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 FULL = "step {}: cannot be written: No space left on device"
@@ -194,7 +190,7 @@ def test_what_is_logged_is_the_state_at_the_call(tmp_path, disk, state, same_bit
     kept, handed = {}, []
     for step in (1, 2):
         state["w"][step::3] += 1
-        kept[step] = copy_of(state)
+        kept[step] = copy.deepcopy(state)
         handed.append(log.append(step))
     state["w"] -= 5
     assert not any(one.done() for one in handed)

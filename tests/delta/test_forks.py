@@ -68,10 +68,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("call", ["append", "flush"])
 def test_writing_is_refused(log, state, same_bits, call):
     parent, before = os.getpid(), contents(log.directory)
-    calls: dict[str, Callable[[], object]] = {
-        "append": lambda: log.append(2),
-        "flush": log.flush,
-    }
+    calls: dict[str, Callable[[], object]] = {"append": lambda: log.append(2), "flush": log.flush}
 
     def work() -> None:
         message = f"{log.directory}: .*opened for writing in process {parent}, this is process {os.getpid()}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -13,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from delta_reader import packed, parse
 from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet
-
-sys.path.insert(0, str(Path(__file__).parent))
-from delta_reader import packed, parse
 
 
 def numbers(data: bytes, size: int) -> list[int]:

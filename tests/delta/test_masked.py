@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,6 @@ from torch import Tensor, nn
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.errors import DeltaLogError
-
-
-def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def test_a_change_outside_of_the_mask_is_not_lost(tmp_path, state, mask, same_bi
     """In a tensor that the mask lists, in one of the same dtype that it does not, and in one of another dtype."""
     chosen = set(mask[outside].tolist()) if outside in mask.names else set()
     position = next(i for i in range(state[outside].numel()) if i not in chosen)
-    kept = {0: copy_of(state)}
+    kept = {0: copy.deepcopy(state)}
     with DeltaLog.create(tmp_path / "log", state, mask=mask) as log:
         masked = []
         for step in (1, 2, 3):
@@ -56,7 +53,7 @@ def test_a_change_outside_of_the_mask_is_not_lost(tmp_path, state, mask, same_bi
                 flat = state[outside].view(-1)
                 flat.view(torch.uint8)[position * flat.element_size()] ^= 1
             masked.append(log.append(step).wait().masked)
-            kept[step] = copy_of(state)
+            kept[step] = copy.deepcopy(state)
         assert masked == [True, False, True]
         for step, expected in kept.items():
             same_bits(log.load(step), expected)
@@ -80,7 +77,7 @@ def test_a_masked_patch_stores_no_positions(tmp_path, mask):
 
 
 def test_a_lost_or_other_mask(tmp_path, state, mask, same_bits):
-    kept = copy_of(state)
+    kept = copy.deepcopy(state)
     with DeltaLog.create(tmp_path / "log", state, mask=mask) as log:
         step_(state, mask, 1)
         log.append(1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from logged_dtypes import DTYPES
 from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet
@@ -17,19 +18,6 @@ from sparse_opt.backends import why_unavailable
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta.codec import LEVELS, Patch
 
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.complex64,
-]
 # Lengths around those of runs, tiles and lanes.
 NUMELS = st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 8191, 8192, 8193, 20_000]))
 DENSITIES = st.sampled_from([0.0, 0.001, 0.02, 0.2, 0.6, 1.0])

@@ -7,7 +7,7 @@ import json
 import pickle
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +18,10 @@ from torch import Tensor
 from sparse_opt.delta.log import DeltaLog
 from sparse_opt.delta.pt import convert_pt
 from sparse_opt.errors import DeltaLogError
-from sparse_opt.tensors import as_bits
 
 State = dict[str, Tensor]
 
 SHAPES = {"embed.weight": (64, 48), "layer.0.weight": (8, 8), "layer.0.bias": (8,), "norm.scale": ()}
-
-
-def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(as_bits(found[name]), as_bits(tensor.contiguous())), name
 
 
 def walk(n_steps: int, dtype: torch.dtype = torch.bfloat16) -> list[State]:
@@ -89,7 +81,7 @@ def refused(folder: Path, message: str, **options) -> None:
 
 
 @pytest.mark.parametrize("delta_dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_16_bit_base_is_added_in_fp32_and_rounded_to_it(tmp_path, delta_dtype):
+def test_a_16_bit_base_is_added_in_fp32_and_rounded_to_it(tmp_path, delta_dtype, same_bits):
     base, folder = walk(0)[0], tmp_path / "deltas"
     deltas = {name: (0.01 * torch.randn(shape)).to(delta_dtype) for name, shape in SHAPES.items()}
     folder.mkdir()
@@ -97,10 +89,10 @@ def test_a_16_bit_base_is_added_in_fp32_and_rounded_to_it(tmp_path, delta_dtype)
     torch.save(deltas, folder / "deltas_step_1.pt")
     wide = torch.promote_types(delta_dtype, torch.float32)
     expected = {name: (base[name].to(wide) + deltas[name].to(wide)).bfloat16() for name in base}
-    assert_same_bits(converted(folder).load(1), expected)
+    same_bits(converted(folder).load(1), expected)
 
 
-def test_differences_to_the_previous_step_are_summed(tmp_path):
+def test_differences_to_the_previous_step_are_summed(tmp_path, same_bits):
     states, folder = walk(3, torch.float32), tmp_path / "deltas"
     folder.mkdir()
     torch.save(states[0], folder / "base_state.pt")
@@ -111,7 +103,7 @@ def test_differences_to_the_previous_step_are_summed(tmp_path):
         expected[step] = {name: list(expected.values())[-1][name] + moves[name] for name in moves}
     log = converted(folder, against="previous")
     for step, state in expected.items():
-        assert_same_bits(log.load(step), state)
+        same_bits(log.load(step), state)
     refused(folder, "against is 'both', expected base or previous", against="both")
 
 
@@ -152,11 +144,11 @@ def test_names_of_one_storage_are_tied(tmp_path):
         refused(folder, r"deltas_step_1\.pt: step 1: head and embed are tied .* differ here")
 
 
-def test_files_that_are_missing_or_twice_there(run):
+def test_files_that_are_missing_or_twice_there(run, same_bits):
     base = run.folder / "base_state.pt"
     elsewhere = base.rename(run.folder.parent / "start.pt")
     refused(run.folder, r"base_state\.pt: file not found, expected the base state of .*deltas")
-    assert_same_bits(converted(run.folder, base_state=elsewhere, dtype=torch.bfloat16).load(10), run.states[10])
+    same_bits(converted(run.folder, base_state=elsewhere, dtype=torch.bfloat16).load(10), run.states[10])
     refused(run.folder, r"never\.pt: file not found", base_state=run.folder / "never.pt")
     refused(run.folder.parent, r"holds no deltas_step_\*\.pt file, expected at least one", base_state=elsewhere)
     elsewhere.rename(base)
@@ -166,14 +158,14 @@ def test_files_that_are_missing_or_twice_there(run):
     refused(run.folder, r"deltas_step_0\.pt: is of step 0, expected a later step: .*base_state\.pt")
 
 
-def test_a_tensor_that_a_step_lacks_keeps_its_values_and_is_named(run):
+def test_a_tensor_that_a_step_lacks_keeps_its_values_and_is_named(run, same_bits):
     path = run.folder / "deltas_step_100.pt"
     deltas = torch.load(path, weights_only=True)
     del deltas["layer.0.bias"]
     torch.save(deltas, path)
     with pytest.warns(UserWarning, match=r"step 100: holds no difference for 1 of 4 tensors .* layer\.0\.bias"):
         found = converted(run.folder, dtype=torch.bfloat16).load(100)
-    assert_same_bits(found, run.states[100] | {"layer.0.bias": run.states[0]["layer.0.bias"]})
+    same_bits(found, run.states[100] | {"layer.0.bias": run.states[0]["layer.0.bias"]})
 
 
 @pytest.mark.parametrize(

@@ -33,21 +33,7 @@ def test_without_a_known_end():
     assert [step for step in range(8) if schedule.due(step)] == [3, 6]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "0",
-        "every:0",
-        "5-2",
-        "1,,2",
-        "first",
-        "1-9:0",
-        "until:5",
-        "²",
-        "9" * 5000,
-    ],
-)
+@pytest.mark.parametrize("text", ["", "0", "every:0", "5-2", "1,,2", "first", "1-9:0", "until:5", "²", "9" * 5000])
 def test_what_is_no_schedule(text):
     with pytest.raises(ConfigError, match="step schedule"):
         Schedule.parse(text)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import xxhash
+from logged_dtypes import DTYPES
 from torch import Tensor
 
 from sparse_opt.delta import digest as state_digest
@@ -21,17 +22,6 @@ EDGES = [
     for size in (16, 128, 240, 1024, 1088, 2048, 8192, 9216, 64512, 64576, CHUNK, CHUNK + 1024, 2 * CHUNK, 3 * CHUNK)
     for near in (-65, -64, -17, -16, -1, 0, 1, 16, 63, 64, 65)
     if size + near >= 0
-]
-DTYPES = [
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.complex64,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,19 +22,15 @@ def model() -> nn.Sequential:
     return made
 
 
-def copy_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-
-
 def assert_logs_every_step(
     folder: Path, module: nn.Module, same_bits: Compare, change: Callable[[int], object], n_steps: int = 4
 ) -> None:
     """Log steps of `module`, each after `change(step)`, and compare all of them with its state dict at that step."""
-    kept = {0: copy_of(module)}
+    kept = {0: copy.deepcopy(module.state_dict())}
     with DeltaLog.create(folder, module) as log:
         for step in range(1, n_steps + 1):
             change(step)
-            kept[step] = copy_of(module)
+            kept[step] = copy.deepcopy(module.state_dict())
             assert any(not torch.equal(kept[step][name], tensor) for name, tensor in kept[step - 1].items())
             log.append(step)
     for step, state in kept.items():
@@ -45,17 +42,6 @@ def add_one(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1)
-
-
-def test_a_state_dict_of_the_instance(tmp_path, same_bits):
-    module = model()
-    plain = module.state_dict
-
-    def in_bf16(*args: object, **kwargs: object) -> dict[str, Tensor]:
-        return {name: tensor.detach().bfloat16() for name, tensor in plain(*args, **kwargs).items()}
-
-    module.state_dict = in_bf16  # type: ignore[method-assign]
-    assert_logs_every_step(tmp_path / "log", module, same_bits, lambda step: add_one(module))
 
 
 def test_hooks(tmp_path, same_bits):
@@ -73,15 +59,6 @@ def test_hooks(tmp_path, same_bits):
         add_one(module)
 
     assert_logs_every_step(tmp_path / "log", module, same_bits, change)
-
-
-def test_submodules_exchanged_under_their_names(tmp_path, same_bits):
-    module = model()
-
-    def exchange(step: int) -> None:
-        module[0], module[2] = module[2], module[0]
-
-    assert_logs_every_step(tmp_path / "log", module, same_bits, exchange)
 
 
 def test_other_memory(tmp_path, same_bits):
@@ -157,16 +134,6 @@ def test_another_model_is_refused_after_the_first_step(tmp_path, change, message
         log.append(1)
         change(module)
         with pytest.raises(DeltaLogError, match=f"log: step 2: the model is not the logged one: .*({message})"):
-            log.append(2)
-
-
-def test_a_tie_that_is_gone_is_refused(tmp_path):
-    module = model()
-    shared(module)
-    with DeltaLog.create(tmp_path / "log", module) as log:
-        log.append(1)
-        module[2].bias = nn.Parameter(module[1].bias.detach().clone())
-        with pytest.raises(DeltaLogError, match="step 2: the model is not the logged one: 2.bias is not in the log"):
             log.append(2)
 
 

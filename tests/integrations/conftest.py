@@ -18,12 +18,6 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 
 @pytest.fixture(autouse=True)
-def private_dataset_cache(tmp_path_factory, monkeypatch):
-    """Keep the cache of `datasets` out of the user's home."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
-
-
-@pytest.fixture(autouse=True)
 def one_thread():
     """Use one thread, because the models are so small that more threads only wait for each other."""
     before = torch.get_num_threads()

@@ -1,16 +1,18 @@
-"""`SparseArguments(save_delta=True)`: the delta next to the weights that a trainer saves and pushes."""
+"""Deltas next to saved weights (`save_delta=True`), and DeltaLogCallback: a log of any trainer's run in one line."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sparse_opt import SparseDelta
-from sparse_opt.errors import ConfigError, DeltaError
-from sparse_opt.integrations import SparseArguments
+from sparse_opt import DeltaLog, MaskSet, SparseDelta
+from sparse_opt import files as atomic_files
+from sparse_opt.errors import ConfigError, DeltaError, DeltaLogError
+from sparse_opt.integrations import DeltaLogCallback, SparseArguments
 from sparse_opt.integrations.trl.mask_arguments import MaskArguments
 
 
@@ -71,3 +73,90 @@ def test_options_of_the_delta():
     assert options.save_delta and options.keep_base_weights
     with pytest.raises(ConfigError, match="--save_delta has no effect without a mask"):
         MaskArguments(save_delta=True).require_used()
+
+
+def assert_log_holds(log: DeltaLog, kept: dict) -> None:
+    assert log.verify() == []
+    for step, weights in kept.items():
+        state = log.load(step)
+        for name, tensor in weights.items():
+            assert torch.equal(state[name].view(torch.int32), tensor.cpu().view(torch.int32)), (step, name)
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO", "GRPO"])
+def test_a_run_is_logged_by_one_line(lab, watch, weights, tmp_path, kind):
+    trainer, watched = lab(kind, max_steps=5), watch(5)
+    start = weights(trainer.model)
+    trainer.add_callback(watched)
+    trainer.add_callback(DeltaLogCallback(tmp_path / "log", "every:2,last"))
+    trainer.train()
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == (0, 2, 4, 5)
+    assert log.metadata == {"model": str(lab.folder)}
+    assert_log_holds(log, {0: start} | {step: watched.weights[step] for step in (2, 4, 5)})
+    log.append(9, trainer.model).wait()  # it is no longer locked
+
+
+def test_options_are_those_of_the_log(lab, tmp_path):
+    trainer = lab("Trainer", max_steps=3)
+    mask = MaskSet.random(trainer.model, density=1.0)
+    options = {"level": "tight", "keyframe_every": 3, "mask": mask, "metadata": {"seed": "3"}}
+    trainer.add_callback(DeltaLogCallback(tmp_path / "log", **options))
+    trainer.train()
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == (0, 1, 2, 3)
+    assert (log.settings.level, log.settings.keyframe_every) == ("tight", 3)
+    assert log.mask_digest == mask.digest
+    assert log.metadata["seed"] == "3"
+    with pytest.raises(ConfigError, match="step schedule 'often'"):
+        DeltaLogCallback(tmp_path / "log", "often")
+
+
+def test_a_resumed_run_appends(lab, watch, tmp_path):
+    whole, watched = lab("Trainer", max_steps=6, save_strategy="steps", save_steps=1), watch(6)
+    whole.add_callback(watched)
+    whole.add_callback(DeltaLogCallback(tmp_path / "log"))
+    whole.train()
+    # As if the run had ended after step 4, and gone back to the checkpoint of step 2.
+    for step in (5, 6):
+        next((tmp_path / "log").glob(f"step_{step:08d}.*")).unlink()
+    resumed = lab("Trainer", max_steps=6)
+    resumed.add_callback(DeltaLogCallback(tmp_path / "log"))
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == tuple(range(7))
+    assert_log_holds(log, watched.weights)
+    late = lab("Trainer", max_steps=6)
+    late.add_callback(DeltaLogCallback(tmp_path / "late"))
+    with pytest.raises(DeltaLogError, match="late: holds no delta log, but the run resumes after step 2"):
+        late.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    assert not (tmp_path / "late").exists()
+
+
+def full_from(step: int):
+    """A `save_file` for which the disk is full from this step of the log on, whenever its writer comes to it."""
+    save_file = atomic_files.save_file
+
+    def save(tensors, path, metadata):
+        if int(re.search(r"step_(\d+)", path.name)[1]) >= step:
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, metadata=metadata)
+
+    return save
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_full_disk(lab, watch, tmp_path, monkeypatch, on_error):
+    trainer, watched = lab("Trainer", max_steps=6), watch(6)
+    trainer.add_callback(watched)
+    trainer.add_callback(DeltaLogCallback(tmp_path / "log", on_error=on_error))
+    monkeypatch.setattr(atomic_files, "save_file", full_from(3))
+    message = "step 3: cannot be written: No space left on device"
+    with (
+        pytest.raises(DeltaLogError, match=message) if on_error == "raise" else pytest.warns(UserWarning, match=message)
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 6 or on_error == "raise"
+    log = DeltaLog.open(tmp_path / "log")
+    assert log.steps == (0, 1, 2)
+    assert_log_holds(log, {step: watched.weights[step] for step in (1, 2)})

@@ -84,12 +84,7 @@ def test_optimizers_of_the_callers(lab):
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     refused(lab, "sparse_trainer creates it", model=model, given={"optimizers": (optimizer, None)})
-    refused(
-        lab,
-        "is bound to another optimizer",
-        model=model,
-        given={"optimizers": (None, scheduler)},
-    )
+    refused(lab, "is bound to another optimizer", model=model, given={"optimizers": (None, scheduler)})
     refused(lab, "sparse_trainer creates it", given={"optimizer_cls_and_kwargs": (torch.optim.SGD, {})})
     refused(lab, "optim is 'sgd', expected adamw_torch or adamw_torch_fused", optim="sgd")
 

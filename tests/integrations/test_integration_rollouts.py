@@ -7,8 +7,16 @@ import torch
 from transformers.generation import ContinuousBatchingConfig
 
 
-def digest(model) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+def weights_at(trainer, method: str) -> list[list[torch.Tensor]]:
+    """Of each call of the method, the weights when it begins."""
+    seen, called = [], getattr(trainer, method)
+
+    def watched(*args, **kwargs):
+        seen.append([p.detach().clone() for p in trainer.model.parameters()])
+        return called(*args, **kwargs)
+
+    setattr(trainer, method, watched)
+    return seen
 
 
 def same(a, b) -> bool:
@@ -34,14 +42,7 @@ def test_continuous_batching_generates_from_the_weights_of_each_step(lab, weight
             "max_requests_per_batch": 8,
         },
     )
-    seen = []
-    generate = trainer._generate_single_turn
-
-    def watched(*args, **kwargs):
-        seen.append(digest(trainer.model))
-        return generate(*args, **kwargs)
-
-    trainer._generate_single_turn = watched
+    seen = weights_at(trainer, "_generate_single_turn")
     trainer.train()
     assert len(seen) == 3
     assert same(seen[0], lab.model(dtype).parameters())
@@ -52,21 +53,9 @@ def test_continuous_batching_generates_from_the_weights_of_each_step(lab, weight
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_generate_runs_with_the_weights_of_each_step(lab, beta):
     trainer = lab("GRPO", mask=lab.random_mask(0.1), beta=beta, max_steps=3, warmup_steps=0)
-    seen, after = [], []
-    generate, step = trainer._generate_single_turn, trainer.training_step
-
-    def watched(*args, **kwargs):
-        seen.append(digest(trainer.model))
-        return generate(*args, **kwargs)
-
-    def stepped(*args, **kwargs):
-        loss = step(*args, **kwargs)
-        after.append(digest(trainer.model))
-        return loss
-
-    trainer._generate_single_turn, trainer.training_step = watched, stepped
+    seen, before = weights_at(trainer, "_generate_single_turn"), weights_at(trainer, "training_step")
     trainer.train()
-    # Two micro-batches a step: what the second one saw is what the step before it began with.
+    # Two micro-batches a step, and the first of each begins with the weights of the step before it.
     assert same(seen[0], lab.model().parameters())
-    assert same(seen[1], after[2]) and same(seen[2], after[4])
+    assert same(seen[1], before[2]) and same(seen[2], before[4])
     assert not same(seen[1], seen[2])

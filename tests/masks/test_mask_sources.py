@@ -18,7 +18,6 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_peft.md"
-UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -102,18 +101,6 @@ def test_a_shira_adapters_positions_and_names(page: dict[str, Any]) -> None:
     assert mask.resolve(llama()) == mask
 
 
-def test_one_of_several_shira_adapters(page: dict[str, Any]) -> None:
-    adapted = adapted_llama(peft.ShiraConfig(r=1, target_modules=["k_proj"], random_seed=0))
-    adapted.add_adapter("second", peft.ShiraConfig(r=2, target_modules=["up_proj"], random_seed=0))
-    assert page["mask_of_shira"](adapted).nnz == 2 * (16 + 32)
-    assert page["mask_of_shira"](adapted, "second").nnz == 2 * 2 * (72 + 32)
-    assert refusal(lambda: page["mask_of_shira"](adapted, "third"), ValueError) == (
-        "no layer has a SHiRA adapter named 'third'"
-    )
-    lora = adapted_llama(peft.LoraConfig(r=1, target_modules=["k_proj"]))
-    assert "no layer has a SHiRA adapter" in refusal(lambda: page["mask_of_shira"](lora), ValueError)
-
-
 def test_sparse_adamw_trains_as_shira_does(page: dict[str, Any]) -> None:
     adapted = adapted_llama(peft.ShiraConfig(r=3, target_modules="all-linear", random_seed=1))
     twin = adapted_llama(peft.ShiraConfig(r=3, target_modules="all-linear", random_seed=1))
@@ -166,64 +153,4 @@ def test_the_elements_that_lora_changed_most(page: dict[str, Any]) -> None:
     )
 
 
-def gpt2() -> Any:
-    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=1, n_head=2)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def test_lora_on_conv1d(page: dict[str, Any]) -> None:
-    model = gpt2()
-    config = peft.LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
-    name = "transformer.h.0.attn.c_attn.weight"
-    before = state(model)[name]
-    adapted = peft.get_peft_model(model, config)
-    mask = page["mask_of_lora"](adapted, density=0.25)
-    assert mask.shapes == {name: (8, 24)}
-    change = (state(adapted.merge_and_unload())[name] - before).abs()
-    assert change.max() > 0.01
-    chosen = mask.bool(name)
-    assert int(chosen.sum()) == 48
-    assert change[chosen].min() >= change[~chosen].max() - 4 * 2**-24  # sums rounded, of weights below 4
-
-
 # Files and memory
-
-
-def sources(masks: dict[str, Tensor], folder: Path) -> dict[str, Callable[[], MaskSet]]:
-    """The ways in which bool tensors arrive."""
-    torch.save(masks, folder / "plain.pt")
-    torch.save({"masks": masks}, folder / "masks.pth")
-    return {
-        "memory": lambda: MaskSet.from_bool(masks),
-        "plain": lambda: MaskSet.load(folder / "plain.pt"),
-        "under masks": lambda: MaskSet.load(folder / "masks.pth"),
-    }
-
-
-def random_bools(shapes: dict[str, tuple[int, ...]], density: float = 0.3) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return {name: torch.rand(shape, generator=generator) < density for name, shape in shapes.items()}
-
-
-def test_all_sources_agree(tmp_path: Path) -> None:
-    masks = random_bools({"w": (5, 7), "b": (7,), "scalar": (), "none": (0, 3)})
-    transposed = {**masks, "w": masks["w"].t().contiguous().t()}
-    assert not transposed["w"].is_contiguous()
-    expected = {name: values.flatten().nonzero().flatten().tolist() for name, values in masks.items()}
-    for given in (masks, transposed):
-        for source, load in sources(given, tmp_path).items():
-            mask = load()
-            assert {name: mask[name].tolist() for name in mask.names} == expected, source
-            assert mask.shapes == {name: tuple(values.shape) for name, values in masks.items()}
-
-
-def test_what_is_no_mask_in_memory() -> None:
-    values = torch.ones(2, 3, dtype=torch.bool)
-    for given, message in [
-        ({3: values}, "a mask has the name 3, expected a parameter's name"),
-        ({"w": values.to_sparse()}, "mask of w is torch.sparse_coo, expected a dense tensor with values"),
-        ({"w": values.to("meta")}, "mask of w is on the meta device, expected a dense tensor with values"),
-    ]:
-        assert refusal(lambda given=given: MaskSet.from_bool(given)) == message
-    text = refusal(lambda: MaskSet.from_bool({"w": values}, metadata={"step": 50}))
-    assert text == "mask metadata 'step' is 50, expected a string"

@@ -34,10 +34,7 @@ BAD = {
         lambda c: {"params": [torch.empty(33, 7).t(), *c.params[1:]]},
         r"params\[0\] of shape \[7, 33\] has strides \[1, 7\], expected contiguous",
     ),
-    "device": (
-        lambda c: {"params": [c.params[0].to("meta"), *c.params[1:]]},
-        r"params\[0\] is on meta, expected cpu",
-    ),
+    "device": (lambda c: {"params": [c.params[0].to("meta"), *c.params[1:]]}, r"params\[0\] is on meta, expected cpu"),
     "index dtype": (lambda c: {"indices": c.indices.short()}, r"indices is torch.int16, expected int32 or int64"),
     "segment out of range": (
         lambda c: {"ends": [*c.ends[:-1], c.indices.numel() + 1]},
@@ -71,10 +68,7 @@ BAD = {
     ),
     "steps": (lambda c: {"steps": c.steps[:2]}, "steps has 2 elements, expected 6"),
     "seed": (lambda c: {"seed": -1}, "seed is -1, expected 0 <= seed"),
-    "run length": (
-        lambda c: {"run_length": 12},
-        "run_length is 12, expected a power of two from 1 to 1073741824",
-    ),
+    "run length": (lambda c: {"run_length": 12}, "run_length is 12, expected a power of two from 1 to 1073741824"),
 }
 
 

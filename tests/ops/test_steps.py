@@ -7,18 +7,9 @@ import math
 
 import pytest
 import torch
-from cases import (
-    LAYOUTS,
-    MASKS,
-    VARIANTS,
-    assert_same_bits,
-    behind_its_beginning,
-    bits_of,
-    make,
-    run_step,
-    step_call,
-)
+from cases import LAYOUTS, MASKS, VARIANTS, assert_same_bits, behind_its_beginning, bits_of, make, run_step, step_call
 
+from sparse_opt import ops
 from sparse_opt.ops import STEP_OPS, narrow_indices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -444,3 +435,35 @@ def test_versions_are_bumped(op, any_place):
     before = [t._version for t in written]
     run_step(op, case, backend, master=True)
     assert all(t._version > version for t, version in zip(written, before, strict=True))
+
+
+ULP = 2.0**-24  # the largest relative error of one fp32 operation
+BETAS = (0.0, 0.1, 0.3, 0.4999, 0.5, 0.5001, 0.9)
+LR = 1e-3
+
+
+@pytest.mark.parametrize("beta1", BETAS)
+def test_adamw_averages_gradients_of_any_magnitude_as_torch_does(beta1, any_place):
+    """exp_avg after two steps, for each pair of a first and a second gradient of one sign from 1e-8 to 1e4.
+
+    No terms cancel: both libraries are within three roundings of the exact average, for the larger of the products is
+    no larger than the result.
+    """
+    device, backend = any_place
+    magnitudes = torch.logspace(-8, 4, 25)
+    first, second = torch.cartesian_prod(magnitudes, magnitudes).to(device).unbind(1)
+    first, second = torch.cat([first, -first]), torch.cat([second, -second])
+    n = first.numel()
+    indices, lr = torch.arange(n, dtype=torch.int32, device=device), torch.tensor([LR], device=device)
+    p, exp_avg, exp_avg_sq = torch.zeros(3, n, device=device)
+    theirs = torch.nn.Parameter(p.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=LR, betas=(beta1, 0.999), foreach=False, fused=False)
+    for step, g in enumerate((first, second), start=1):
+        steps = torch.tensor([float(step)], device=device)
+        state = exp_avg, exp_avg_sq, lr, steps
+        ops.indexed_adamw_([p], indices, [0], [n], *state, grad=g, beta1=beta1, backend=backend)
+        theirs.grad = g
+        optimizer.step()
+    torch.testing.assert_close(exp_avg, optimizer.state[theirs]["exp_avg"], rtol=6 * ULP, atol=0)
+    if beta1 == 0.0:
+        assert torch.equal(exp_avg, second)

@@ -447,10 +447,7 @@ BAD: dict[str, tuple[Callable[[Call], dict[str, object]], str]] = {
         lambda c: {"inputs": [x.half() for x in c.inputs]},
         r"inputs\[0\] is torch.float16, but grad_outputs\[0\] is torch.float32",
     ),
-    "device": (
-        lambda c: {"inputs": [c.inputs[0], c.inputs[1].to("meta")]},
-        r"inputs\[1\] is on meta, expected cpu",
-    ),
+    "device": (lambda c: {"inputs": [c.inputs[0], c.inputs[1].to("meta")]}, r"inputs\[1\] is on meta, expected cpu"),
     "dtype of out": (lambda c: {"out": c.out.double()}, "out is torch.float64, expected"),
     "dtype of offsets": (
         lambda c: {"token_offsets": torch.tensor([5])},

@@ -50,12 +50,7 @@ def tiles(size: int) -> list[Tensor]:
     return [call.run("triton", sum_sq=sum_sq)[PADDING:-PADDING], sum_sq]
 
 
-CALLS = {
-    "swap": swap,
-    "delta": encode_and_apply,
-    "tile64": lambda: tiles(64),
-    "tile128": lambda: tiles(128),
-}
+CALLS = {"swap": swap, "delta": encode_and_apply, "tile64": lambda: tiles(64), "tile128": lambda: tiles(128)}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

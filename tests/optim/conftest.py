@@ -1,22 +1,17 @@
-"""Fixtures of the optimizers' tests; puts tiled_models.py on the import path."""
+"""Fixtures of the optimizers' tests."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-import sys
-from pathlib import Path
 
 import pytest
+from tiled_models import FIRST_LAYERS
 
 from sparse_opt import backends
 from sparse_opt.ops import STEP_OPS
 from sparse_opt.optim import OPTIMIZERS
-
-sys.path.append(str(Path(__file__).parent))
-
-from tiled_models import FIRST_LAYERS
 
 
 @pytest.fixture(autouse=True)

@@ -75,10 +75,7 @@ DAMAGES = {
     "lr-gone": (option("lr", KeyError), "group 1 has no option 'lr'"),
     "size": (data(lambda t: t[:2].clone()), "'c' has 8 elements, but had 24 when its mask was bound"),
     "strides": (data(lambda t: t.t().contiguous().t()), r"'c' has strides \(1, 6\), expected a contiguous"),
-    "dtype": (
-        data(torch.Tensor.double),
-        "'c' is torch.float64, but was torch.(bfloat16|float32) when its mask",
-    ),
+    "dtype": (data(torch.Tensor.double), "'c' is torch.float64, but was torch.(bfloat16|float32) when its mask"),
 }
 # (option, value, the end of the error)
 BAD_OPTIONS = [

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_opt import MaskSet
 from sparse_opt.optim import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
@@ -56,13 +55,6 @@ def test_the_tables_have_every_argument_and_its_default(optimizer):
     for parameter in parameters:
         default = "required" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
         assert (parameter.name, default) in rows
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_unknown_argument(optimizer):
-    model = torch.nn.Linear(4, 4)
-    with pytest.raises(TypeError, match=rf"{optimizer.__name__}\(\) got an unexpected keyword argument 'clip'"):
-        optimizer(model, MaskSet.random(model, density=0.5), clip=1.0)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -46,7 +46,7 @@ def train(
     mask = MaskSet.random({f"layers.{i}.weight": (128, 128) for i in range(3)}, density=0.5, pattern=pattern)
     lr = torch.tensor(1e-2, device="cuda")
     options = {"stochastic_rounding": True, "grad_dtype": torch.bfloat16, "backend": backend}
-    if pattern != "element":
+    if pattern == "tile64":
         options["tile_backward"] = True  # at this density a tiled backward pass is not the default
     optimizer = optimizer_class(model, mask, lr=lr, **options)
     if compiled:
@@ -100,6 +100,7 @@ REPLAYED = [
         for n_micro in (1, 2)
         for optimizer_class in (SparseAdamW, SparseLion)
     ),
+    *({"pattern": "run32", "backend": backend} for backend in ("cuda", "triton")),
     # Tiles of a backend without native layers.
     *({"pattern": "tile64", "checkpointing": checkpointing, "backend": "triton"} for checkpointing in (False, True)),
     *(pytest.param({"pattern": p, "compiled": True}, marks=pytest.mark.slow) for p in ("element", "tile64")),
@@ -308,28 +309,6 @@ def test_gradients_without_a_step_are_refused():
     with pytest.raises(RuntimeError, match="no step has used, before a call"):
         step(x)
     optimizer.zero_grad()
-
-
-@pytest.mark.gpu
-def test_a_failed_capture_leaves_an_optimizer_that_trains():
-    model, optimizer = small_on_gpu()
-
-    def function(x):
-        loss = model(x).sum()
-        loss.backward()
-        if torch.cuda.is_current_stream_capturing():
-            raise KeyError("in the capture")
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step, x = GraphedStep(function, optimizer, n_warmup=1), torch.ones(2, 8, device="cuda")
-    step(x)
-    with pytest.raises(KeyError, match="in the capture"):
-        step(x)
-    before = model.weight.detach().clone()
-    model(x).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.gpu

@@ -170,6 +170,12 @@ MESSAGES = {
     "twice": (lambda s: replaced(s, ("param_groups", 1, "params"), [0]), "names parameter 0 twice"),
     "foreign": (lambda s: replaced(s, ("state",), {**s["state"], 9: {}}), "a state for 9, which is in no"),
     "value": (lambda s: replaced(s, ("state", 0, "exp_avg"), 1.0), "'a': 'exp_avg' was saved as a float, expected"),
+    "groups": (lambda s: replaced(s, ("param_groups", 0, "params"), [0]), r"of \[1, 1\] .* optimizer of \[2, 1\]"),
+    "mask": (lambda s: replaced(s, ("state", 0, "indices"), s["state"][0]["indices"] ^ 1), "'a' was .* another mask"),
+    "dtype": (
+        lambda s: replaced(s, ("state", 0, "exp_avg"), s["state"][0]["exp_avg"].bfloat16()),
+        r"exp_avg was saved as torch.bfloat16 .* expected torch.float32",
+    ),
     "base": (lambda s: replaced(s, ("state", 0, "base"), DELETE), "'a' was saved without base"),
 }
 

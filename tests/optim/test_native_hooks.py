@@ -302,31 +302,6 @@ def test_few_gradients_are_held_however_many_groups_there_are(deep):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pattern", ["element", "run16"])
-def test_queues_of_different_lengths(deep, pattern, autograd_library):
-    """All gradients are queued, some, or none: the same bits after two passes, but a higher peak of memory."""
-    peaks, found = [], []
-    for most in (10**12, 3 * 2048 * 2048 * 2, 0, None):
-        model = deep()
-        for k in (1, 5, 6):
-            model[k].bias = torch.nn.Parameter(torch.zeros(2048, device="cuda", dtype=torch.bfloat16))
-        masked = {name: p for name, p in model.named_parameters() if name != "7.weight"}
-        optimizer = SparseAdamW(model, MaskSet.random(masked, density=0.025, pattern=pattern, seed=1))
-        if most is not None:
-            queue_gradients(optimizer, most)
-        peaks.append(peak_of_a_pass(model, optimizer))
-        optimizer.zero_grad()
-        for seed in range(2):
-            run_deep(model, seed)
-        found.append(gradients_of(model, optimizer))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    weight = model[0].weight.nbytes
-    assert peaks[0] > 10 * weight
-    assert max(peaks[2:]) < ACTIVATIONS + 4 * weight, "by default a sixteenth is queued"
-
-
-@pytest.mark.gpu
 def test_a_gradient_in_shared_memory_is_gathered_at_once(deep):
     workspace = torch.empty(2048, 2048, device="cuda", dtype=torch.bfloat16)
 

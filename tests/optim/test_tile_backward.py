@@ -211,7 +211,7 @@ def test_tiles_of_a_backward_pass_that_failed_are_dropped(device, native):
 
 FREES_AN_OPERAND = """
 import gc, sys, torch
-sys.path.insert(0, ".")
+sys.path.insert(0, "..")
 from tiled_models import batch, pair
 
 class Calls(torch.autograd.Function):

@@ -7,6 +7,8 @@ import functools
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from tiled_models import EPS32, pair
+from tiled_models import assert_same_gradients as assert_same_compact_gradients
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -14,7 +16,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
 from transformers.pytorch_utils import Conv1D
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet, SparseAdamW, SparseSGD
 from sparse_opt.optim.gradients import tile_compiler
 
 ATOL = 1e-4  # of sums of 16 products of normal values in fp32
@@ -99,6 +101,7 @@ def once(model, x):
 @pytest.mark.usefixtures("few_under_the_interpreter")
 def test_one_call_for_the_layers_of_a_block(device, calls):
     assert_same_gradients(device, once, n_blocks=2)
+    assert len(calls) == 1  # equal blocks share a graph, although their parameters differ
     assert calls[0].count("tile_products") == 1 and calls[0].count("mm") == 3
     assert not any("auto_functionalized" in name for name in calls[0])  # `tile_linear_backward`
 
@@ -260,3 +263,86 @@ def test_recomputing_refuses_random_numbers(calls):
         block(torch.randn(2, 64)).sum().backward()
     block.eval()
     block(torch.randn(2, 64)).sum().backward()
+
+
+# Whole models, by any compiler, without `tile_compiler`.
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(128, 192), nn.Linear(192, 128, bias=False)
+
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(x)))
+
+
+def residuals(device):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Residual() for _ in range(2)]).to(device)
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    yield lambda: (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("few_under_the_interpreter")
+def test_tiles_under_compile(graphs):
+    """Whole, without a graph break; an input that needs no gradient; layers that a compiler would merge."""
+    model, tiles, twin, dense = pair("cpu", residuals, density=0.4)
+    x = torch.randn(3, 20, 128)
+
+    def twice(m, x):
+        return (m[1](x) + m[1](x)).square().mean()
+
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    doubled = torch.compile(lambda x: twice(model, x), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for y in (whole(x), twin(x)):
+            y.square().mean().backward()
+        assert_same_compact_gradients(tiles, dense, rtol=2 * 60 * EPS32)
+    for loss in (doubled(x), twice(twin, x)):
+        loss.backward()
+    assert_same_compact_gradients(tiles, dense, rtol=4 * 60 * EPS32)
+    assert graphs() == (2, 0)
+    before = whole(x[:, :2]).sum()
+    with tiles.base_weights():
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            whole(x).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation|arrived inside base_weights"):
+            before.backward()
+    tiles.zero_grad()
+    for o, y in ((tiles, whole(x)), (dense, twin(x))):
+        y.square().mean().backward()
+        o.step()
+    y = whole(x)
+    tiles.close()
+    with pytest.raises(RuntimeError, match="between its forward and backward pass"):
+        y.sum().backward()
+    whole(x).sum().backward()
+    assert model[0].a.weight.grad is not None
+
+
+@pytest.mark.usefixtures("few_under_the_interpreter")
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+def test_the_ops_of_tile_layers_under_opcheck(transposed):
+    layer = nn.Linear(64, 64)
+    optimizer = SparseSGD(
+        layer, MaskSet.from_bool({"weight": torch.ones(64, 64, dtype=torch.bool)}), tile_backward=True
+    )
+    number = layer._tile_route.number
+    x = torch.randn(2, 5, 64, requires_grad=True)
+    bias = torch.randn(64, requires_grad=True)
+    for b in (bias, bias if transposed else None):
+        torch.library.opcheck(
+            torch.ops.sparse_opt.tile_linear.default, (x, layer.weight.detach(), b, number, transposed)
+        )
+    for weight in (layer.weight.detach(), None):
+        args = (torch.randn(2, 5, 64), x.detach(), weight, number, transposed)
+        torch.library.opcheck(torch.ops.sparse_opt.tile_linear_backward.default, args)
+    assert optimizer.compact_grad(layer.weight) is not None

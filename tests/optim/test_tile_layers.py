@@ -231,17 +231,6 @@ def test_which_layers_compute_tiles(device):
         m(tokens).square().mean().backward()
     assert_same_gradients(tiles, dense)
 
-    def tied(device):
-        model = mixed(device)
-        model.head.weight = model.embedding.weight
-        return model
-
-    model, tiles, twin, dense = pair(device, tied, density=0.6)
-    assert tiles.tiled_parameters == ("embedding.weight", "plain.weight")
-    for m in (model, twin):
-        m(tokens).square().mean().backward()
-    assert_same_gradients(tiles, dense)
-
 
 def test_a_weight_tied_to_an_embedding_with_sparse_gradients_stays_dense(device):
     def tied(device):

@@ -33,16 +33,6 @@ def storage(request):
     return request.param
 
 
-@pytest.fixture(params=COMPACT)
-def compact(request):
-    return request.param
-
-
-@pytest.fixture(params=OFFLOADED)
-def offloaded(request):
-    return request.param
-
-
 def make_model(device, dtype=torch.bfloat16):
     torch.manual_seed(0)
     layers = nn.Linear(64, 130), nn.Tanh(), nn.Linear(130, 64, bias=False), nn.Linear(64, 7)
@@ -175,6 +165,7 @@ def test_an_error_inside_base_weights_restores_the_weights(storage, device):
     assert same(model, plain)
 
 
+@pytest.mark.parametrize("compact", COMPACT)
 def test_a_step_that_fails_may_be_repeated(compact, device, monkeypatch):
     model, ours, plain, theirs = pair(device, compact)
     x = torch.ones(2, 64, device=device, dtype=torch.bfloat16)
@@ -193,6 +184,7 @@ def test_a_step_that_fails_may_be_repeated(compact, device, monkeypatch):
     assert same(model, plain)
 
 
+@pytest.mark.parametrize("compact", COMPACT)
 def test_skipped_updates(compact, device):
     """found_inf leaves the weights, their copy and the masters as they are."""
     model, ours, plain, theirs = pair(device, compact, amp_scaling=True)
@@ -218,6 +210,7 @@ def test_base_weights_must_be_kept():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("offloaded", OFFLOADED)
 def test_the_gpu_holds_offloaded_base_weights_only_inside(offloaded):
     def make(offload):
         model = nn.Sequential(nn.Linear(64, 2048), nn.Linear(2048, 64)).to("cuda", torch.bfloat16)

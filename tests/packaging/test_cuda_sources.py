@@ -1,14 +1,16 @@
-"""The CUDA sources compile for the supported GPUs, on a machine without one."""
+"""The CUDA sources, and the C++ of builds with CUDA, compile for the supported GPUs on a machine without one."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, include_paths
 
 from .conftest import BUILD, CHECKOUT, GENERATED, RULES, generate
 
@@ -95,3 +97,51 @@ def test_products_overlap(tmp_path: Path):
     copy.write_text(text)
     notes = compile_for([WITH_WGMMA], copy, tmp_path, "-fatbin", f"-I{source.parent}")
     assert "wgmma" not in notes  # ptxas makes a note, no warning, where it serializes them
+
+
+CPP_SOURCES = sorted(
+    path for path in CSRC.rglob("*.cpp") if path.stem.endswith("_cuda") or "SPARSE_OPT_WITH_CUDA" in path.read_text()
+)
+
+
+@pytest.fixture(scope="module")
+def cuda_headers() -> list[Path]:
+    """The include folders of a build with CUDA beyond csrc, torch's and Python's."""
+    toolkit = BUILD["toolkit_on_path"]()
+    if not toolkit:
+        pytest.skip("needs the headers of a CUDA toolkit: nvcc on PATH")
+    generate(RULES, GENERATED)
+    return [GENERATED.parent, Path(toolkit, "include")]
+
+
+def check(source: Path, headers: list[Path]) -> subprocess.CompletedProcess[str]:
+    information = ("TORCH_VERSION", "CUDA_MISSING", "CUDA_ARCH_LIST", "CUDA_ARCH_NOTES")
+    macros = [
+        "SPARSE_OPT_WITH_CUDA",
+        "TORCH_EXTENSION_NAME=_kernels",
+        *(f'SPARSE_OPT_{name}=""' for name in information),
+    ]
+    folders = [*include_paths(), sysconfig.get_path("include"), *headers]
+    flags = [*(f"-D{macro}" for macro in macros), f"-I{CSRC}", *(f"-isystem{folder}" for folder in folders)]
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-fsyntax-only",
+        *BUILD["CXX_FLAGS"],
+        *BUILD["STABLE_ABI"],
+        "-Wall",
+        "-Werror",
+        *flags,
+        str(source),
+    ]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_cpp_sources_are_found():
+    assert {"ops_cuda.cpp", "patch_ops_cuda.cpp", "module.cpp"} <= {path.name for path in CPP_SOURCES}
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("source", CPP_SOURCES, ids=lambda path: path.name)
+def test_cpp_of_a_build_with_cuda_compiles(source: Path, cuda_headers):
+    checked = check(source, cuda_headers)
+    assert checked.returncode == 0, checked.stderr

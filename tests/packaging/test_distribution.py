@@ -1,13 +1,19 @@
-"""What is built from a checkout: wheel, source distribution, editable install."""
+"""What is built from a checkout: wheel, source distribution, editable install; and the symbols of its library."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from sparse_opt import backends
 
 MAPPED = ("triton_kernels", "trainers", "bench")
 NO_NATIVE = {"SPARSE_OPT_NO_NATIVE": "1", "SPARSE_OPT_REQUIRE_NATIVE": None}
@@ -124,3 +130,47 @@ def test_no_compiler_stops_the_build_only_where_the_extension_is_required(clean_
 
     refused = forked_python(*command, cwd=clean_copy, SPARSE_OPT_REQUIRE_NATIVE="1", **variables)
     assert refused.returncode != 0
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    if not sys.platform.startswith("linux") or not shutil.which("nm"):
+        pytest.skip("needs nm")
+    module, cause = backends.native_module()
+    if module is None:
+        pytest.skip("needs the extension: " + cause)
+    assert module.__file__ is not None
+    return module.__file__
+
+
+def symbols(library: str, which: str) -> list[str]:
+    listed = subprocess.run(["nm", "--dynamic", which, library], capture_output=True, text=True, check=True).stdout
+    return [line.split()[-1].split("@")[0] for line in listed.splitlines()]
+
+
+def test_the_file_name_is_that_of_the_limited_api(library):
+    assert library.endswith("/_kernels.abi3.so")
+
+
+def test_abi_of_torch_is_its_c_interface(library):
+    needed = symbols(library, "--undefined-only")
+    assert [name for name in needed if re.match(r"_Z\w*(2at|3c10|5torch)", name)] == []
+    assert {"torch_library_impl", "aoti_torch_get_numel"} <= set(needed)
+
+
+def test_abi_of_python_is_the_limited_api(library):
+    """Names that Python's documentation lists as part of the stable ABI; any other has to be looked up there."""
+    stable = {
+        *(
+            "PyArg_ParseTuple",
+            "PyBool_FromLong",
+            "PyCapsule_New",
+            "PyDict_New",
+            "PyDict_SetItemString",
+            "PyErr_SetString",
+        ),
+        *("PyEval_RestoreThread", "PyEval_SaveThread", "PyExc_RuntimeError", "PyList_Append", "PyList_New"),
+        *("PyLong_FromSize_t", "PyModule_Create2", "PyUnicode_FromString", "_Py_Dealloc", "_Py_NoneStruct"),
+        *("Py_DecRef", "Py_IncRef"),
+    }
+    assert {name for name in symbols(library, "--undefined-only") if name.startswith(("Py", "_Py"))} <= stable

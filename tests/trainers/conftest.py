@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
-
-
-@pytest.fixture(autouse=True)
-def private_dataset_cache(tmp_path_factory, monkeypatch):
-    """Keep the cache of `datasets` out of the user's home."""
-    if importlib.util.find_spec("datasets") is not None:
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
 def make_pairs(n: int, seed: int = 0) -> list[dict[str, str]]:
@@ -122,3 +115,21 @@ def mask_file(tmp_path_factory, model_folder) -> Path:
 
     mask = MaskSet.random(LlamaForCausalLM.from_pretrained(model_folder), density=0.2, seed=3)
     return mask.save(tmp_path_factory.mktemp("masks") / "random.safetensors")
+
+
+@pytest.fixture
+def command(capfd, monkeypatch, tmp_path) -> Callable[..., str]:
+    """`command("train", "rft", "test")`: `sparse-opt` in the test's folder -> stdout; with `code=` the error line."""
+    from sparse_opt.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SPARSE_OPT_DEBUG", raising=False)
+
+    def call(*words: object, code: int = 0) -> str:
+        capfd.readouterr()
+        found = main([str(word) for word in words])
+        out, err = capfd.readouterr()
+        assert found == code, err
+        return out if code == 0 else err.splitlines()[-1]
+
+    return call

@@ -8,13 +8,19 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_model
+from small_models import small
+from transformers import LlamaConfig
 
+from sparse_opt import MaskSet
 from sparse_opt.bench.training import profiles
 from sparse_opt.bench.training.baseline import main as baseline
 from sparse_opt.cli import analyze, delta, doctor, mask, train
-from sparse_opt.cli.main import main
 from sparse_opt.integrations.trl import command_line
+from sparse_opt.trainers.batches import TokenSequence, collate_examples
+from sparse_opt.trainers.models import make_masks_skippable
+from sparse_opt.trainers.modes import sparse_training
 from sparse_opt.trainers.recipes import minimal_dpo, ppo, rft, rlt
 
 CHECKOUT = Path(__file__).parents[2]
@@ -88,17 +94,12 @@ def test_the_page_names_each_config():
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path, capfd):
+def run(command):
     """`run("train", "sft", config="rlt/teacher_sft", max_steps=2)` in the test's folder; returns its output."""
-    monkeypatch.chdir(tmp_path)
 
     def call(*words: str, config: str, **options: object) -> str:
-        capfd.readouterr()
         given = [f"{key}={value}" for key, value in options.items()]
-        code = main([*words, "--config", str(CONFIGS / f"{config}.yaml"), *given])
-        out, err = capfd.readouterr()
-        assert code == 0, err
-        return out
+        return command(*words, "--config", CONFIGS / f"{config}.yaml", *given)
 
     return call
 
@@ -166,3 +167,25 @@ def test_reinforcement_casino(run, chat_folder, data, tmp_path):
     log = {"delta_log_dir": "grpo_log", "delta_log_steps": "1-2"}
     run("train", "grpo", config="reinforcement_casino/grpo_train", output_dir="grpo", **log, **tiny)
     run("train", "grpo", config="reinforcement_casino/sparse_grpo", output_dir="sparse_grpo", mask=file, **tiny)
+
+
+ADDING = Path(__file__).parents[2] / "docs" / "adding_a_loop.md"
+
+
+def test_adding_a_loop():
+    names: dict = {"__name__": "docs_adding_a_loop"}
+    for block in re.findall(r"^```python\n(.*?)^```$", ADDING.read_text(), flags=re.M | re.S):
+        exec(compile(block, ADDING.name, "exec"), names)
+    tests = [function for name, function in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
+    model = small(LlamaConfig)
+    make_masks_skippable(model)
+    trained = sparse_training(model, MaskSet.random(model, density=0.2, seed=0), 1e-3)
+    pairs = [[TokenSequence([i, 7, own], 2) for own in (20 + i, 40 + i)] for i in range(3, 9)]
+    batch, mismatched = collate_examples(pairs, 0), collate_examples(names["mismatch"](pairs), 0)
+    assert mismatched.input_ids[:, 2].tolist() == [24, 25, 26, 27, 28, 23]
+    losses = [names["kto_step"](trained, batch, mismatched, beta=0.5)["loss"].item() for _ in range(20)]
+    assert losses[0] == 0.5 and losses[-1] < 0.4
+    assert torch.is_grad_enabled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any, ClassVar
 
@@ -16,9 +15,8 @@ from transformers import GPT2Config
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import ConfigError
 from sparse_opt.trainers import dpo, graphs, sft
-from sparse_opt.trainers.batches import TokenSequence, collate_examples
 from sparse_opt.trainers.graphs import require_graphs
-from sparse_opt.trainers.shared_prompts import SeparateRows, collate_shared_prompts
+from sparse_opt.trainers.shared_prompts import collate_shared_prompts
 
 
 def collate_as_for_graphs(*args, separate_rows, **options):
@@ -108,22 +106,6 @@ def test_replays_are_the_steps(steps_of, algorithm, changes, more, deterministic
     monkeypatch.setattr(dpo, "collate_shared_prompts", collate_as_for_graphs)
     options = {"n_steps": 16, "device": "cuda", "dtype": "bf16", "pad_to_multiple_of": 16, **changes, **more}
     assert_same_run(*(steps_of(algorithm, cuda_graphs=on, **options) for on in (True, False)))
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_a_batch_is_taken_apart_and_put_together(share):
-    pairs = [[TokenSequence([5, 6, 7, 8, *own], 4) for own in ([9, 10], [11])], [TokenSequence([5, 12], 1)] * 2]
-    batch = collate_shared_prompts(pairs, 0, 4, separate_rows=True) if share else collate_examples(pairs, 0, 4)
-    found = graphs._batch(*graphs._tensors(batch))
-    for field in dataclasses.fields(batch):
-        one, other = (getattr(each, field.name) for each in (found, batch))
-        if field.name in ("n_tokens", "n_trained"):
-            assert one == 0 < other
-        elif field.name == "branch_layout" and share:
-            assert type(one) is type(other) is SeparateRows
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-        else:
-            assert torch.equal(one, other) if isinstance(other, Tensor) else one == other, field.name
 
 
 def test_what_cannot_be_replayed_is_refused(steps_of):

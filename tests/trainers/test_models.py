@@ -8,23 +8,11 @@ import pytest
 import torch
 from small_models import small
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from sparse_opt.trainers.batches import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
-from sparse_opt.trainers.models import (
-    add_lora,
-    load_model,
-    make_masks_skippable,
-    skip_padding_masks,
-)
+from sparse_opt.trainers.models import add_lora, load_model, make_masks_skippable, skip_padding_masks
 
 FP32_EPS = 2**-23
 BATCH = collate([TokenSequence(list(range(3, 40)), 2), TokenSequence(list(range(50, 60)), 4)], pad_id=0)

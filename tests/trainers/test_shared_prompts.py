@@ -279,11 +279,8 @@ def test_a_model_that_may_not_attend_to_all_tokens_is_refused(config_class, chan
 
 
 def group(n_prompt, lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 200, (n_prompt + sum(lengths),), generator=generator).tolist()
-    prompt, rest = ids[:n_prompt], ids[n_prompt:]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return [TokenSequence(prompt + rest[a : a + n], n_prompt) for a, n in zip(starts, lengths, strict=True)]
+    prompt = tokens(n_prompt, 100 * seed)
+    return [TokenSequence(prompt + tokens(n, 100 * seed + i), n_prompt) for i, n in enumerate(lengths, start=1)]
 
 
 GROUPS = [group(9, [4, 1, 7, 3], 0), group(1, [2, 5, 1, 2], 1), group(14, [6, 6, 2, 9], 2)]

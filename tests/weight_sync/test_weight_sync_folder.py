@@ -105,10 +105,7 @@ def test_steps_are_written_to_destinations(tmp_path):
     weights = {"q": torch.randn(6, 8), "k": torch.randn(4, 8)}
     mask = MaskSet.random(weights, density=0.5)
     fused = torch.cat([weights["q"][:, :4], weights["k"][:, :4]])
-    places = {
-        "q": [Destination(fused[:6], columns=(0, 4))],
-        "k": [Destination(fused[6:], columns=(0, 4))],
-    }
+    places = {"q": [Destination(fused[:6], columns=(0, 4))], "k": [Destination(fused[6:], columns=(0, 4))]}
     receiver = FolderReceiver(WeightReceiver(None, destinations=places), tmp_path)
     with DeltaLog.create(tmp_path, weights, mask=mask) as log:
         receiver.receive(0)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, patch
@@ -20,7 +22,16 @@ from samples import bits, change, clones, make_weights, same_bits
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.weight_sync import Destination, PendingMessage, WeightReceiver, WeightSender
-from sparse_opt.weight_sync.transports import CudaIpcReceiver, ProcessGroupReceiver, ProcessGroupSender, process_group
+from sparse_opt.weight_sync.transports import (
+    CudaIpcReceiver,
+    CudaIpcSender,
+    FolderReceiver,
+    ProcessGroupReceiver,
+    ProcessGroupSender,
+    open_receiver,
+    process_group,
+)
+from sparse_opt.weight_sync.transports.channel import SenderChannel
 from sparse_opt.weight_sync.transports.control import ControlClient
 
 
@@ -419,6 +430,32 @@ def test_nobody_waits_forever():
         ProcessGroupReceiver(WeightReceiver(weights), address, timeout=0.5)
     with pytest.raises(ValueError, match="address is 'host', expected host:port"):
         ProcessGroupReceiver(WeightReceiver(weights), "host")
+
+
+# Neither sender uses its GPU before the first message.
+SENDERS: dict[str, Callable[[WeightSender], SenderChannel]] = {
+    "gloo": lambda sender: ProcessGroupSender(sender, "127.0.0.1:0"),
+    "nccl": lambda sender: ProcessGroupSender(sender, "127.0.0.1:0", backend="nccl", device="cuda:0"),
+    "cuda_ipc": lambda sender: CudaIpcSender(sender, "127.0.0.1:0", device="cuda:0"),
+}
+
+
+@pytest.mark.parametrize("name", SENDERS)
+def test_a_senders_name_opens_its_receiver(name):
+    weights = make_weights()
+    sender = WeightSender(weights, MaskSet.random(weights, density=0.1))
+    with closing(SENDERS[name](sender)) as channel:
+        assert channel.transport == name
+        receiver = open_receiver(channel.transport, WeightReceiver(clones(weights)), channel.address, device="cuda:0")
+        assert isinstance(receiver, CudaIpcReceiver if name == "cuda_ipc" else ProcessGroupReceiver)
+        assert receiver.transport == name
+        receiver.close()
+
+
+def test_other_names(tmp_path) -> None:
+    assert isinstance(open_receiver("folder", WeightReceiver({}), str(tmp_path)), FolderReceiver)
+    with pytest.raises(ValueError, match="transport is 'pigeons', expected one of gloo, nccl, cuda_ipc, folder"):
+        open_receiver("pigeons", WeightReceiver({}), "127.0.0.1:1")
 
 
 if __name__ == "__main__":

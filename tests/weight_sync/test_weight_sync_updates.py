@@ -1,4 +1,4 @@
-"""Receivers have the sender's bits after every update: patterns, dtypes, encodings, sources."""
+"""Receivers have the sender's bits after every update: patterns, dtypes, encodings, sources, and tensors past 2**31."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from samples import DTYPES, bits, change, clones, make_weights, same_bits
 
 from sparse_opt import MaskSet, SparseAdamW, backends
 from sparse_opt.errors import BackendUnavailable, DamagedMessage, WeightSyncError
-from sparse_opt.masks.patterns import PATTERNS
-from sparse_opt.weight_sync import WeightReceiver, WeightSender
-from sparse_opt.weight_sync.encoding import changed_tensors, checked_mask
+from sparse_opt.masks.patterns import PATTERNS, expand_units, matrix_shape, unit_grid
+from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
+from sparse_opt.weight_sync.encoding import Layout, LayoutTensor, changed_tensors, checked_mask
+from sparse_opt.weight_sync.index import choose
+from sparse_opt.weight_sync.sender import ActiveValues
 
 SHARES = (0.01, 0.9, 0.0, 0.3, 1.0)
 
@@ -25,17 +27,21 @@ def connected(weights, mask, **options):
     return sender, receiver, copy
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_updates_equal_a_full_copy(place, pattern):
+@pytest.mark.parametrize(
+    ("pattern", "density"), [*((pattern, 0.3) for pattern in PATTERNS), ("element", 0.0), ("element", 1.0)]
+)
+def test_updates_equal_a_full_copy(place, pattern, density):
     device, backend = place
     weights = make_weights("mixed", device)
-    mask = MaskSet.random(weights, density=0.3, pattern=pattern)
+    mask = MaskSet.random(weights, density=density, pattern=pattern)
     sender, receiver, copy = connected(weights, mask, backend=backend)
     for version, share in enumerate(SHARES, start=1):
         change(weights, mask, share, seed=version)
         assert receiver.receive(sender.update().to_bytes()) == version
         assert same_bits(weights, copy)
         assert sender.version == receiver.version == version
+    assert receiver.receive(sender.state_message().to_bytes()) == version
+    assert same_bits(weights, copy)
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -91,18 +97,6 @@ def test_dtypes_and_encodings(dtypes):
         assert {name.rpartition(".")[2] for name in messages["values"].tensors} == {"values"}
         assert {name.rpartition(".")[2] for name in messages["bitmap"].tensors} <= {"bitmap", "changed"}
         assert auto == {dtype: min(values[dtype], size) for dtype, size in bitmap.items()}
-
-
-@pytest.mark.parametrize("density", [0.0, 1.0])
-def test_empty_and_full_masks(place, density):
-    device, backend = place
-    weights = make_weights("mixed", device)
-    mask = MaskSet.random(weights, density=density)
-    sender, receiver, copy = connected(weights, mask, backend=backend)
-    change(weights, mask, 0.5, seed=1)
-    assert receiver.receive(sender.update().to_bytes()) == 1
-    assert receiver.receive(sender.state_message().to_bytes()) == 1
-    assert same_bits(weights, copy)
 
 
 def test_scattered_elements_of_large_tensors(place):
@@ -315,6 +309,7 @@ def test_weights_of_an_engine_that_infers_or_trains(loaded_in):
 @pytest.mark.parametrize("compact", [False, True])
 def test_weights_are_sent_in_another_dtype(compact):
     """Of two dtypes, which are one group in the messages; a change that bf16 cannot hold is not sent."""
+    torch.manual_seed(0)  # of a weight in some thousands the change crosses a midpoint
     layers = [torch.nn.Linear(20, 30), torch.nn.Linear(20, 30).bfloat16(), torch.nn.Linear(20, 30)]
     model = torch.nn.ModuleList(layers)
     mask = MaskSet.random(model, density=0.3)
@@ -337,3 +332,78 @@ def test_weights_are_sent_in_another_dtype(compact):
     for name, p in model.named_parameters():
         active = mask.bool(name)
         assert torch.equal(bits(copy[name][active]), bits(p.detach().bfloat16()[active]))
+
+
+class NumberedValues(ActiveValues):
+    """The active values of a weight that no process holds: 0, 1, 2, ... plus `base`, in fp32."""
+
+    def __init__(self, mask: MaskSet, device: str) -> None:
+        self.mask, self.base = mask, 0
+        tensors = tuple(LayoutTensor(n, mask.shapes[n], "float32", t.numel()) for n, t in mask.indices.items())
+        self.layout = Layout(mask.pattern, tensors)
+        self.device = torch.device(device)
+        self.backend = choose(self.device, "reference")
+
+    def take(self) -> dict[str, torch.Tensor]:
+        return {"float32": torch.arange(self.mask.nnz, dtype=torch.float32, device=self.device) + self.base}
+
+
+@pytest.mark.parametrize("shape", [(2**20 + 70, 2**16 + 48), (2**32 + 50,), (3, 2**31 + 70_000)], ids=str)
+@pytest.mark.parametrize("pattern", ["element", "run32", "tile64"])
+def test_slices_of_a_large_tensor(place, pattern, shape):
+    """The receiver has a transposed slice at the end of the last rows, and one at the beginning."""
+    device, backend = place
+    rows, columns = matrix_shape(shape)
+    down, across = unit_grid(shape, pattern)
+    corner = [r * across + c for r in (0, down - 2, down - 1) for c in (0, 1, across - 2, across - 1)]
+    units = torch.tensor(sorted({u for u in corner if u >= 0}))
+    positions = expand_units(units, shape, pattern)
+    mask = MaskSet({"w": positions}, {"w": shape}, pattern=pattern)
+    values = NumberedValues(mask, device)
+    sender = WeightSender(values)
+    last, right = (max(rows - 200, 0), rows), (columns - 130, columns)
+    end = torch.zeros(130, last[1] - last[0], device=device).t()
+    top, left = (0, min(rows, 3)), (0, 100)
+    begin = torch.zeros(top[1], 100, device=device)
+    receiver = WeightReceiver(
+        None, destinations={"w": [Destination(end, last, right), Destination(begin, top, left)]}, backend=backend
+    )
+    receiver.receive(sender.mask_message())
+    receiver.receive(sender.state_message())
+    check(positions, columns, 0, (end, last, right), (begin, top, left))
+    values.base = 1000
+    receiver.receive(sender.update().wait())
+    check(positions, columns, 1000, (end, last, right), (begin, top, left))
+
+
+def check(positions, columns, base, *slices):
+    row, column = positions // columns, positions % columns
+    found = 0
+    for tensor, (r0, r1), (c0, c1) in slices:
+        inside = (row >= r0) & (row < r1) & (column >= c0) & (column < c1)
+        expected = torch.zeros(tensor.shape)
+        expected[row[inside] - r0, column[inside] - c0] = inside.nonzero().view(-1).float() + base
+        assert torch.equal(tensor.cpu(), expected)
+        found += int(inside.sum())
+    assert found
+
+
+def test_a_whole_tensor(place):
+    """Elements on both sides of 2**31 are read and written where torch's indexing finds them."""
+    device, backend = place
+    numel = 2**31 + 70_000
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 6 GB free on the CUDA device")
+    weight = torch.empty(numel, dtype=torch.bfloat16, device=device)  # on the CPU its pages are not touched
+    positions = torch.tensor([0, 2**16, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, numel - 65_600, numel - 1])
+    at = positions.to(device)
+    weight[at] = torch.arange(8, dtype=torch.bfloat16, device=device)
+    sender = WeightSender({"w": weight}, MaskSet({"w": positions}, {"w": (numel,)}), backend=backend)
+    assert sender.state_message().tensors["bfloat16.values"].tolist() == list(range(8))
+    receiver = WeightReceiver({"w": weight}, backend=backend)
+    assert receiver.receive(sender.mask_message()) == 0
+    weight[at[::3]] += 100
+    update = sender.update().wait()
+    weight[at[::3]] -= 100
+    assert receiver.receive(update) == 1
+    assert weight[at].tolist() == [100, 1, 2, 103, 4, 5, 106, 7]

@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from patch_damage import as_op_arguments, damaged, with_record
-from patch_words import any_words, bits, changed_words, name_of
+from patch_words import any_words, as_op_arguments, bits, changed_words, damaged, name_of, with_record
 from torch import Tensor
 
 from sparse_opt import backends

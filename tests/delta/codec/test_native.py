@@ -1,4 +1,4 @@
-"""The native codec writes the bytes of the reference, and reads them back to the bits of the new tensors."""
+"""The native codec writes the bytes of the reference, and reads them back to the bits; the lengths of its patches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from patch_words import DTYPES, any_words, bits, changed_words, name_of
+from logged_dtypes import DTYPES
+from patch_words import any_words, bits, changed_words, name_of, trained_words
 from torch import Tensor
 
 from sparse_opt.delta.codec import LEVELS, Patch, apply_, count_changes, encode, torch_reference
@@ -78,19 +79,8 @@ def test_the_largest_differences(place, level, dtype):
     """Between all pairs of words at the ends of the order: signs, zeros, infinities, NaNs."""
     size = dtype.itemsize
     top = 1 << (8 * size - 1)
-    special = [
-        0,
-        1,
-        2,
-        top - 1,
-        top,
-        top + 1,
-        2 * top - 1,
-        top // 2,
-        top // 2 - 1,
-        top + top // 2,
-        0x7F80 << 8 * size - 16,
-    ]
+    special = [0, 1, 2, top // 2 - 1, top // 2, top - 1, top, top + 1, top + top // 2, 2 * top - 1]
+    special.append(0x7F80 << 8 * size - 16)
     words = np.array(special, f"u{size}")
     old = torch.from_numpy(np.repeat(words, len(words)).view(f"i{size}")).view(dtype)
     new = torch.from_numpy(np.tile(words, len(words)).view(f"i{size}")).view(dtype)
@@ -181,3 +171,37 @@ def test_counts_of_changes(place, dtype, backend):
     new = [changed_words(source, tensor, 0.3, None) for tensor in old]
     found = count_changes([t.to(place) for t in old], [t.to(place) for t in new], backend=backend)
     assert found.tolist() == [int((bits(a) != bits(b)).sum()) for a, b in zip(old, new, strict=True)]
+
+
+def test_bytes_for_each_changed_weight(place):
+    old, new = (tensor.to(place) for tensor in trained_words(np.random.default_rng(13), 2**24, scale=3.0e-7))
+    bytes_each = {}
+    for level in LEVELS:
+        patch = encode([old], [new], level, backend="native")
+        dense = old.clone()
+        apply_([dense], patch, backend="native")
+        assert torch.equal(bits(dense), bits(new))
+        changed = int(patch.counts.sum())
+        assert changed == int((bits(old) != bits(new)).sum())
+        assert changed / old.numel() == pytest.approx(0.012, rel=0.1)
+        bytes_each[level] = patch.nbytes / changed
+    assert bytes_each["packed"] <= 1.6
+    assert bytes_each["tight"] <= 1.05 * entropy(old, new) / 8 / changed
+
+
+def entropy(old: torch.Tensor, new: torch.Tensor) -> float:
+    """Bits of (changed, difference) given the exponent of the old word, with the frequencies of these very words."""
+    a, b = (bits(tensor).numpy().view(np.uint16).astype(np.int64) for tensor in (old, new))
+    exponent = a >> 7 & 0xFF
+    # By how much the bits of a bfloat16 moved, with those of negative numbers mirrored: 0 where nothing changed.
+    ordered_a, ordered_b = (np.where(x >= 1 << 15, 0xFFFF - x, x | 1 << 15) for x in (a, b))
+    moved = a != b
+    _, changes = np.unique(exponent[moved] << 32 | (ordered_b - ordered_a)[moved] + (1 << 20), return_counts=True)
+    joint = np.concatenate([changes, np.bincount(exponent[~moved])])
+    given = np.bincount(exponent)
+    return total_log(given) - total_log(joint)
+
+
+def total_log(counts: np.ndarray) -> float:
+    counts = counts[counts > 0]
+    return float((counts * np.log2(counts)).sum())

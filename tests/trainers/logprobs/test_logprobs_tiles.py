@@ -8,6 +8,7 @@ import pytest
 import torch
 from computed import Computed
 from small_models import random_sequences, small
+from tiled_models import EPS32, assert_same_gradients
 from transformers import LlamaConfig
 
 from sparse_opt import MaskSet, SparseAdamW
@@ -18,7 +19,8 @@ from sparse_opt.trainers.logprobs import chunked as logprobs_module
 from sparse_opt.trainers.logprobs import fused, token_logprobs
 from sparse_opt.trainers.logprobs.fused import weight_operand
 
-EPS32 = torch.finfo(torch.float32).eps
+# Sums of about 100 products in two orders, twice, as errors of a layer reach the one below.
+RTOL = 200 * EPS32
 N_WORDS = 331  # ragged at the end
 SIZES = {"vocab_size": N_WORDS, "hidden_size": 80}
 
@@ -38,19 +40,6 @@ def make(tied, device="cpu", **options):
 def loss_of(model, n=5, of=token_logprobs):
     found = of(model, collate(random_sequences(n, N_WORDS), pad_id=0).to(model.device))
     return (found * torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)).sum()
-
-
-def assert_same(tiles, dense):
-    params, twins = (
-        [p for buffer in optimizer.gradient_buffers for p in buffer.params] for optimizer in (tiles, dense)
-    )
-    names = [name for buffer in tiles.gradient_buffers for name in buffer.names]
-    for name, p, q in zip(names, params, twins, strict=True):
-        ours, theirs = tiles.compact_grad(p), dense.compact_grad(q)
-        assert p.grad is None and (ours is None) == (theirs is None), name
-        if ours is not None:
-            # Sums of about 100 products in two orders, twice, as errors of a layer reach the one below.
-            assert (ours - theirs).abs().max() <= 200 * EPS32 * theirs.abs().max() and theirs.any(), name
 
 
 @pytest.fixture(autouse=True, params=[128, 10**9], ids=["slices of 128", "one slice"])
@@ -76,11 +65,11 @@ def test_tiles_of_the_output_layer_over_micro_batches(tied, grad_dtype, device, 
         for m in (model, twin):
             loss_of(m, n).backward()
         if grad_dtype == torch.float32:
-            assert_same(tiles, dense)
+            assert_same_gradients(tiles, dense, RTOL)
     for optimizer in (tiles, dense):
         optimizer.step()
     # A bf16 buffer rounds each sum, to 2^-9 of it; the norm averages that out.
-    rtol = 200 * EPS32 if grad_dtype == torch.float32 else 2**-9
+    rtol = RTOL if grad_dtype == torch.float32 else 2**-9
     torch.testing.assert_close(tiles.grad_norm, dense.grad_norm, rtol=rtol, atol=0)
     for m in (model, twin):  # overwrites
         loss_of(m, 4).backward()
@@ -100,7 +89,7 @@ def test_tiles_of_all_logits_at_once(tied, monkeypatch, without_parts):
     for n in (5, 3):
         for m in (model, twin):
             loss_of(m, n).backward()
-        assert_same(tiles, dense)
+        assert_same_gradients(tiles, dense, RTOL)
     assert len(used) == 4
 
 

@@ -14,7 +14,6 @@ import yaml
 from launch import run_command
 from transformers import AutoModelForCausalLM
 
-from sparse_opt.cli.main import main
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.recipes import minimal_dpo
 
@@ -37,20 +36,14 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture
-def run(capfd, monkeypatch, tmp_path, world) -> Callable[..., str]:
+def run(command, monkeypatch, world) -> Callable[..., str]:
     """`run("epochs=2")`: the example config on the tiny model -> stdout; with `code=` the error line."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    monkeypatch.delenv("SPARSE_OPT_DEBUG", raising=False)
+    model = world / "policy" / "model"
+    tiny = ("--policy_name", model, "--ref_name", model, "--dataset_name", world / "orca.jsonl")
 
     def call(*words: object, config: Path = CONFIG, code: int = 0) -> str:
-        capfd.readouterr()
-        model = world / "policy" / "model"
-        tiny = ("--policy_name", model, "--ref_name", model, "--dataset_name", world / "orca.jsonl")
-        found = main(["train", "minimal_dpo", "--config", str(config), *map(str, (*tiny, *words))])
-        out, err = capfd.readouterr()
-        assert found == code, err
-        return out if code == 0 else err.splitlines()[-1]
+        return command("train", "minimal_dpo", "--config", config, *tiny, *words, code=code)
 
     return call
 

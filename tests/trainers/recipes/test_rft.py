@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -20,19 +21,9 @@ CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
 @pytest.fixture
-def run(capfd, monkeypatch, tmp_path) -> Callable[..., str]:
+def run(command) -> Callable[..., str]:
     """`run("test", "--seed", 1)` in the test's folder -> stdout; with `code=` the error line."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SPARSE_OPT_DEBUG", raising=False)
-
-    def call(*words: object, code: int = 0) -> str:
-        capfd.readouterr()
-        found = main(["train", "rft", *map(str, words)])
-        out, err = capfd.readouterr()
-        assert found == code, err
-        return out if code == 0 else err.splitlines()[-1]
-
-    return call
+    return functools.partial(command, "train", "rft")
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +97,7 @@ def test_the_example_configs_run_on_the_originals_files(tiny, run, monkeypatch):
     small = ("--model_name_or_path", tiny / "model", "--max_completion_length", 3)
     run("datagen", "--config", folder / "datagen.yaml", *small, "--oversample=2", "--dataset_split=train[:50%]")
     row = rows_of(data / "samples.jsonl")[5]
-    assert [message["role"] for message in row["prompt"]] == [
-        "system",
-        "user",
-        "assistant",
-        "user",
-        "assistant",
-        "user",
-    ]
+    assert [message["role"] for message in row["prompt"]] == ["system", "user", *["assistant", "user"] * 2]
     assert row["prompt"][-1]["content"] == "What is 5 plus 5?"
     assert (row["answer"], len(row["completions"])) == (10.0, 2)
     assert rows_of(data / "rft.json") == []  # of an untrained model

@@ -1,7 +1,8 @@
-"""GRPO's advantages compared with values by hand, and its steps with TRL's trainer."""
+"""The losses of DPO as the papers print them, and all of a step as in TRL's DPOTrainer."""
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import nullcontext
 
@@ -10,14 +11,131 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sparse_opt.trainers.batches import TokenSequence, collate
+from sparse_opt.trainers.batches import TokenSequence, collate, load_examples
+from sparse_opt.trainers.dpo import dpo_loss
 from sparse_opt.trainers.grpo import group_advantages, grpo_loss, grpo_step
-from sparse_opt.trainers.logprobs import token_logprobs
+from sparse_opt.trainers.logprobs import completion_logprobs, token_logprobs
 from sparse_opt.trainers.models import disable_dropout
 from sparse_opt.trainers.modes import Trained
 from sparse_opt.trainers.sampling import Rollout
 
+LOGPROBS = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 10 - 40
+
+
+def papers_loss(loss_type, h, beta, e=0.0):
+    """The formulas as the papers print them, in fp64."""
+    right, wrong = np.log1p(np.exp(-beta * h)), np.log1p(np.exp(beta * h))
+    if loss_type == "sigmoid":
+        return (1 - e) * right + e * wrong
+    if loss_type == "robust":
+        return ((1 - e) * right - e * wrong) / (1 - 2 * e)
+    if loss_type == "hinge":
+        return np.maximum(0.0, 1 - beta * h)
+    return (h - 1 / (2 * beta)) ** 2
+
+
+CASES = [("sigmoid", 0.0), ("sigmoid", 0.1), ("sigmoid", 0.4), ("robust", 0.0), ("robust", 0.4), ("hinge", 0.0),
+         ("ipo", 0.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize(("loss_type", "e"), CASES)
+def test_losses_and_gradients_are_the_papers(loss_type, e, beta):
+    policy_chosen, policy_rejected = LOGPROBS[0].clone().requires_grad_(), LOGPROBS[1].clone().requires_grad_()
+    losses, *rewards = dpo_loss(policy_chosen, policy_rejected, LOGPROBS[2], LOGPROBS[3], beta, loss_type, e)
+    losses.sum().backward()
+    for reward, policy, reference in zip(rewards, LOGPROBS[:2], LOGPROBS[2:], strict=True):
+        torch.testing.assert_close(reward, beta * (policy - reference), rtol=1e-12, atol=0)
+    h = (LOGPROBS[0] - LOGPROBS[2] - LOGPROBS[1] + LOGPROBS[3]).numpy()
+    np.testing.assert_allclose(losses.detach().numpy(), papers_loss(loss_type, h, beta, e), rtol=1e-12, atol=1e-12)
+    step = 1e-5
+    slope = (papers_loss(loss_type, h + step, beta, e) - papers_loss(loss_type, h - step, beta, e)) / (2 * step)
+    # A central difference errs by step^2 times a third derivative of 1 at most, and by the losses' rounding over step.
+    rounding = 4 * 2**-53 * losses.detach().abs().max().item() / step
+    np.testing.assert_allclose(policy_chosen.grad.numpy(), slope, rtol=0, atol=1e-10 + rounding)
+    np.testing.assert_allclose(policy_rejected.grad.numpy(), -slope, rtol=0, atol=1e-10 + rounding)
+
+
+@pytest.mark.parametrize(("loss_type", "e"), CASES)
+def test_finite_far_from_the_reference(loss_type, e):
+    far = torch.tensor([1e4, -1e4])
+    losses, *_ = dpo_loss(far, -far, -far, far, 0.1, loss_type, e)
+    assert torch.isfinite(losses).all()
+
+
 FP32_EPS = 2**-23
+# Sums of at most 25 log-probabilities of up to 8 in fp32, each from a log-softmax over 320 logits that the two sides
+# chunk and reduce in different orders: a few roundings each.
+LOGPROB_TOLERANCE = 25 * 8 * 4 * FP32_EPS
+BETA = 0.3
+
+
+@pytest.fixture(params=["text", "chat"])
+def setting(request, tmp_path, model, tokenizer, chat_tokenizer, pairs):
+    """(TRL's trainer with a reference unlike the policy, our examples) for text or for messages."""
+    trl = pytest.importorskip("trl", reason="needs trl")
+    from datasets import Dataset
+
+    tokenizer, max_length = (chat_tokenizer, 20) if request.param == "chat" else (tokenizer, 14)
+    if request.param == "chat":
+        roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+        pairs = [{key: [{"role": roles[key], "content": row[key]}] for key in row} for row in pairs]
+    rows = Dataset.from_list(pairs)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    trainer = trl.DPOTrainer(
+        model,
+        reference,
+        args=trl.DPOConfig(
+            output_dir=str(tmp_path / "trl"), beta=BETA, max_length=max_length, use_cpu=True, bf16=False, report_to=[]
+        ),
+        processing_class=tokenizer,
+        train_dataset=rows,
+    )  # fmt: skip
+    examples = load_examples("preference", str(tmp_path / "rows.parquet"), "train", tokenizer, max_length=max_length)
+    lengths = [len(sequence.ids) for example in examples for sequence in example]
+    assert min(lengths) < max_length == max(lengths)  # some are cut, and some padded
+    return trainer, examples
+
+
+def ours(batch_rows, pad_id):
+    return collate([sequence for column in zip(*batch_rows, strict=True) for sequence in column], pad_id)
+
+
+def test_agrees_with_trl(setting):
+    trainer, examples = setting
+    assert len(trainer.train_dataset) == len(examples)
+    theirs = trainer.data_collator([trainer.train_dataset[i] for i in range(6)])
+    batch = ours(examples[:6], trainer.processing_class.pad_token_id)
+    assert torch.equal(batch.input_ids, theirs["input_ids"])
+    assert torch.equal(batch.attention_mask, theirs["attention_mask"])
+    assert torch.equal(batch.completion_mask.long(), theirs["completion_mask"])
+
+    policy = trainer.model.eval()
+    with torch.no_grad():
+        ref_logprobs = completion_logprobs(trainer.ref_model, batch)
+        their_ref_logprobs = torch.cat(trainer.compute_ref_log_probs(trainer.ref_model, theirs))
+    torch.testing.assert_close(ref_logprobs, their_ref_logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+
+    their_loss = trainer.compute_loss(policy, theirs)
+    their_loss.backward()
+    their_grads = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    policy.zero_grad()
+    losses, *_ = dpo_loss(*completion_logprobs(policy, batch).chunk(2), *ref_logprobs.chunk(2), BETA)
+    losses.mean().backward()
+    assert abs(their_loss.item() - 0.6931) > 0.01  # the reference is unlike the policy, or the check would be empty
+    # The loss moves by beta * (four log-probabilities' errors) at most.
+    assert losses.mean().item() == pytest.approx(their_loss.item(), abs=4 * BETA * LOGPROB_TOLERANCE)
+    for name, parameter in policy.named_parameters():
+        # Gradients are sums over some 200 tokens of products that the two sides accumulate in different orders.
+        scale = their_grads[name].abs().max().item()
+        torch.testing.assert_close(parameter.grad, their_grads[name], rtol=0, atol=200 * FP32_EPS * scale, msg=name)
+
+
 NAN = math.nan
 LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo")
 
