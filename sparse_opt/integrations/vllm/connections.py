@@ -69,31 +69,48 @@ class Connection(ABC):
 
     def begin(self) -> None:
         """Pause the engine and start an update of vLLM, which `complete` ends."""
+        paused = False
         try:
             self._pause()
+            paused = True
             self._start()
         except WeightSyncError as error:
-            raise self._abandoned(error, sent=False) from error
+            # It does not start while workers are in the session of an update that was interrupted.
+            raise self._abandoned(error, sent=False, in_session=paused) from error
 
     def complete(self, updates: Sequence[Update], version: str | None) -> None:
         """Apply updates in the update of vLLM that `begin` has started, and end it; see `send`."""
+        finished = False
         try:
             for update in updates:
                 self._update(update)
             self._finish(version)
+            finished = True
             self._reset_prefix_cache()
         except WeightSyncError as error:
-            raise self._abandoned(error, sent=True) from error
+            in_session = not finished and self._are_in_session(error)
+            raise self._abandoned(error, sent=True, in_session=in_session) from error
         self._resume()
         self.has_failed = self._may_differ = False
 
-    def _abandoned(self, error: WeightSyncError, sent: bool) -> WeightSyncError:
+    def _are_in_session(self, error: WeightSyncError) -> bool:
+        """Whether workers may be in vLLM's session of an update that has failed with this error.
+
+        A worker that refuses an update leaves the session. Of several workers the others are still in it. A single one
+        must not be told to finish: vLLM would log the traceback of "finish_weight_update called without a matching
+        start_weight_update".
+        """
+        if not isinstance(error, ServerLost):
+            with suppress(WeightSyncError):
+                return self.world_size() > 1
+        return True
+
+    def _abandoned(self, error: WeightSyncError, *, sent: bool, in_session: bool) -> WeightSyncError:
         """End an update that has failed, and return its error with the state in which the engine is left."""
         self.has_failed = True
-        # A worker that refuses an update leaves vLLM's session. Of several workers the others are still in it; a single
-        # one answers that there is none.
-        with suppress(WeightSyncError):
-            self._finish(None)
+        if in_session:
+            with suppress(WeightSyncError):
+                self._finish(None)
         text = str(error)
         actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, lambda: self._resume_or_hold(str(error))]
         for action in actions if sent else [] if self._may_differ else [self._resume]:
@@ -216,11 +233,11 @@ class Server(Connection):
         self._timeout = timeout
         self._is_held = False  # paused after an error, also with pause=None
 
-    def _abandoned(self, error: WeightSyncError, sent: bool) -> WeightSyncError:
+    def _abandoned(self, error: WeightSyncError, *, sent: bool, in_session: bool) -> WeightSyncError:
         timeout = self._timeout
         self._timeout = min(timeout, _PATIENCE) if isinstance(error, ServerLost) else timeout
         try:
-            return super()._abandoned(error, sent)
+            return super()._abandoned(error, sent=sent, in_session=in_session)
         finally:
             self._timeout = timeout
 
