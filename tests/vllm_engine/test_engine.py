@@ -37,6 +37,7 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.log = ""  # of the server
         self.tokens: dict[int, list[list[int]]] = {}
 
 
@@ -53,6 +54,7 @@ def history(tmp_path_factory) -> History:
         update_server(server, trainer, found)
     finally:
         server.stop()
+    found.log = server.log.read_text()
     save(found.folder, trainer.model)
     return found
 
@@ -93,6 +95,11 @@ def test_updates_change_tokens(history):
     # The same prompts with new weights have new tokens: the blocks of the prefix cache were dropped.
     versions = [history.tokens[v] for v in sorted(history.tokens)]
     assert all(a != b for i, a in enumerate(versions) for b in versions[:i])
+
+
+def test_the_log_has_the_refusal_and_no_error_that_follows_from_it(history):
+    assert history.log.count("Invocation of collective_rpc method failed") == 1
+    assert "values sent have digest" in history.log and "without a matching" not in history.log
 
 
 def test_an_updated_server_equals_a_fresh_engine(history, llm):
