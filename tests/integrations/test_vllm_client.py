@@ -333,6 +333,9 @@ class ChannelLLM(LLM):
         if self.is_dead:
             raise RuntimeError("the engine core is dead")
         info = content["init_info"]
+        if info["transport"] == "bytes":
+            self.channel.close()
+            return
         self.channel = open_receiver(info["transport"], self.receiver, info["address"], timeout=info["timeout"])
 
     def start_weight_update(self) -> None:
@@ -356,7 +359,15 @@ def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
         expected = "has not replied within 1 s; start_weight_update of the vLLM engine failed: the engine core died"
         with pytest.raises(WeightSyncError, match=expected):
             sync.update()
-        llm.channel.close()
+
+
+def test_the_workers_of_an_idle_engine_leave_a_channel_that_is_closed(weights, sender):
+    channel = ProcessGroupSender(sender, "127.0.0.1:0", timeout=60.0)
+    sync = VLLMChannelSync(channel, ChannelLLM(weights))
+    sync.connect()
+    begin = time.monotonic()
+    channel.close()
+    assert time.monotonic() - begin < 5
 
 
 def test_a_dead_engine_does_not_keep_the_others_from_the_update(weights, sender):
@@ -381,7 +392,6 @@ def test_a_dead_engine_does_not_keep_the_others_from_the_update(weights, sender)
         assert sync.update() == 3
         for llm in (dead, alive):
             assert llm.version == "3" and torch.equal(llm.weights["w"], weights["w"])
-            llm.channel.close()
 
 
 def test_updates_are_sent_while_training_goes_on(weights, sender, servers):
@@ -406,7 +416,6 @@ def test_updates_are_sent_while_training_goes_on(weights, sender, servers):
         for sync in clients:
             with pytest.raises(WeightSyncError, match="start_weight_update"):
                 sync.finish_update()
-        llm.channel.close()
 
 
 def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, sender):

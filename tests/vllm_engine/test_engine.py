@@ -6,6 +6,7 @@ Greedy tokens after updates are compared with those of an engine that has loaded
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,8 @@ def test_updates_by_a_process_group(history, llm):
             if version in history.tokens:
                 assert tokens_of(llm) == history.tokens[version]
         assert llm.get_weight_version() == "7"
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 20, "close waits for an idle engine"  # and not for the channel's timeout of 60 s
     with pytest.raises(Exception, match="transport is 'pigeons', expected one of bytes, gloo"):
         llm.init_weight_transfer_engine({"init_info": {"transport": "pigeons"}})
 

@@ -8,8 +8,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from http.client import HTTPException
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from ...errors import WeightSyncError
 
 Pause = Literal["keep", "wait", "abort"]
 Update = Mapping[str, Any]  # the fields of `engine.SparseUpdateInfo`
-# The timeout of requests to a server that has not answered another one, in seconds.
+# The timeout of requests to a server that has not answered another one, and of those that end a connection, in seconds.
 _PATIENCE = 10.0
 
 
@@ -48,6 +48,10 @@ class Connection(ABC):
     @abstractmethod
     def initialize(self, transport: str, address: str, timeout: float) -> None:
         """Let the workers connect to a sender; see `engine.SparseInitInfo`."""
+
+    def disconnect(self) -> None:
+        """Let the workers leave the sender that they are connected to."""
+        self.initialize("bytes", "", 0.0)
 
     @abstractmethod
     def world_size(self) -> int:
@@ -234,10 +238,20 @@ class Server(Connection):
         self._is_held = False  # paused after an error, also with pause=None
 
     def _abandoned(self, error: WeightSyncError, *, sent: bool, in_session: bool) -> WeightSyncError:
-        timeout = self._timeout
-        self._timeout = min(timeout, _PATIENCE) if isinstance(error, ServerLost) else timeout
-        try:
+        with self._impatient() if isinstance(error, ServerLost) else nullcontext():
             return super()._abandoned(error, sent=sent, in_session=in_session)
+
+    def disconnect(self) -> None:
+        with self._impatient():
+            super().disconnect()
+
+    @contextmanager
+    def _impatient(self) -> Iterator[None]:
+        """Let requests wait for `_PATIENCE` seconds at most."""
+        timeout = self._timeout
+        self._timeout = min(timeout, _PATIENCE)
+        try:
+            yield
         finally:
             self._timeout = timeout
 
