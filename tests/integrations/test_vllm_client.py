@@ -163,7 +163,7 @@ def test_the_calls_of_a_server(weights, sender, servers):
     sync = VLLMWeightSync(sender, server.address + "/")
     assert sync.connect() == 0 and server.version == "0"
     session = ["start_weight_update", "update_weights", "finish_weight_update"]
-    around = ["pause?mode=keep", *session, RESET, "resume"]
+    around = ["pause?mode=keep&clear_cache=false", *session, RESET, "resume"]
     assert server.calls == [*around[:2], "update_weights", *around[2:]]  # mask and state
     server.calls.clear()
     step(weights, sender)
@@ -212,7 +212,9 @@ def test_a_refused_update_is_an_error_and_the_next_one_repairs_it(weights, sende
 
 
 def test_a_server_that_does_not_answer_is_one_line(sender):
-    with pytest.raises(WeightSyncError, match=r"http://127.0.0.1:9/pause\?mode=keep cannot be reached: ") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"http://127.0.0.1:9/pause\?mode=keep&clear_cache=false cannot be reached: "
+    ) as caught:
         VLLMWeightSync(sender, "http://127.0.0.1:9", timeout=5).connect()
     assert "\n" not in str(caught.value)
     with pytest.raises(WeightSyncError, match="'localhost:8000', expected http://host:port"):
@@ -265,7 +267,7 @@ def test_a_server_without_pauses_is_paused_if_its_workers_may_differ(weights, se
     server.receiver = WeightReceiver(server.weights)
     with pytest.raises(WeightSyncError, match="it is paused until an update has succeeded"):
         sync.update()
-    assert server.calls[-1] == "pause?mode=keep"
+    assert server.calls[-1] == "pause?mode=keep&clear_cache=false"
     sync.update()
     assert server.calls[-1] == "resume"
 
@@ -290,7 +292,9 @@ def test_a_server_that_hangs_is_not_waited_for_again_as_long(weights, sender, se
     server.hangs = True
     step(weights, sender)
     begin = time.monotonic()
-    with pytest.raises(WeightSyncError, match=rf"^{server.address}/pause\?mode=keep has not answered within 0.5 s$"):
+    with pytest.raises(
+        WeightSyncError, match=rf"^{server.address}/pause\?mode=keep&clear_cache=false has not answered within 0.5 s$"
+    ):
         sync.update()
     assert time.monotonic() - begin < 0.9
     server.hangs = False
@@ -363,8 +367,8 @@ def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
 
 def test_the_workers_of_an_idle_engine_leave_a_channel_that_is_closed(weights, sender):
     channel = ProcessGroupSender(sender, "127.0.0.1:0", timeout=60.0)
-    sync = VLLMChannelSync(channel, ChannelLLM(weights))
-    sync.connect()
+    llm = ChannelLLM(weights)
+    VLLMChannelSync(channel, llm).connect()
     begin = time.monotonic()
     channel.close()
     assert time.monotonic() - begin < 5

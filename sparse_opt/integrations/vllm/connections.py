@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -171,13 +172,14 @@ class LocalEngine(Connection):
     """A `vllm.LLM` of this process.
 
     Args:
-        llm: it runs no requests during an update, because `LLM.generate` returns after its requests have ended.
+        llm: it runs no requests during an update, because `LLM.generate` returns after its requests have ended. The
+            caller holds it: its memory is free when the caller drops it.
     """
 
     _held = "it must not generate before an update has succeeded"
 
     def __init__(self, llm: Any) -> None:
-        self._llm = llm
+        self._llm = weakref.ref(llm)
 
     def weight_version(self) -> str:
         return self._call("get_weight_version")
@@ -187,7 +189,7 @@ class LocalEngine(Connection):
         self._call("init_weight_transfer_engine", {"init_info": info})
 
     def world_size(self) -> int:
-        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+        return int(self._engine().llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     def _pause(self) -> None:
         """Do nothing: no requests run."""
@@ -211,9 +213,15 @@ class LocalEngine(Connection):
         if not self._call("reset_prefix_cache", True, True):
             raise WeightSyncError("reset_prefix_cache of the vLLM engine failed: blocks are still in use")
 
+    def _engine(self) -> Any:
+        if (llm := self._llm()) is None:
+            raise WeightSyncError("the vLLM engine was deleted: keep the LLM as long as it is updated")
+        return llm
+
     def _call(self, method: str, *args: Any) -> Any:
+        llm = self._engine()
         try:
-            return getattr(self._llm, method)(*args)
+            return getattr(llm, method)(*args)
         except Exception as error:  # vLLM raises a plain Exception with the message of the worker's error
             raise WeightSyncError(f"{method} of the vLLM engine failed: {error}") from error
 
@@ -270,7 +278,8 @@ class Server(Connection):
 
     def _pause(self) -> None:
         if self._mode is not None:
-            self._call(f"pause?mode={self._mode}")
+            # The caches are reset after the update. Each reset takes as long as vLLM has blocks, about 50 ns for one.
+            self._call(f"pause?mode={self._mode}&clear_cache=false")
 
     def _resume(self) -> None:
         if self._mode is not None or self._is_held:
@@ -279,7 +288,7 @@ class Server(Connection):
 
     def _hold(self) -> None:
         if self._mode is None and not self._is_held:
-            self._call("pause?mode=keep")
+            self._call("pause?mode=keep&clear_cache=false")
         self._is_held = True
 
     def _start(self) -> None:
