@@ -5,9 +5,11 @@ Greedy tokens after updates are compared with those of an engine that has loaded
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -169,6 +171,30 @@ def test_vllm_has_loaded_the_plugin_once(llm):
     register()
     register()
     assert "sparse_opt" in WeightTransferEngineFactory._registry
+
+
+def test_an_engine_that_has_ended_leaves_no_weights(tmp_path, monkeypatch):
+    """In sleep mode vLLM refuses a second engine of a process while weights of the first are in its allocator."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    trainer = Trainer()
+    with engine(save(tmp_path, trainer.model)) as llm:
+        sender = WeightSender(trainer.model, trainer.mask)
+        sync = VLLMWeightSync(sender, llm)
+        sync.connect()
+        trainer.step()
+        assert sync.update() == 1
+        trainer.step()
+        with pytest.raises(WeightSyncError, match="digest"):
+            VLLMWeightSync(DamagedSender(sender), llm).update()
+        model = weakref.ref(llm.llm_engine.model_executor.driver_worker.get_model())
+    gc.collect()
+    assert model() is None, "after the shutdown"
+    ended = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert ended() is None
+    with pytest.raises(WeightSyncError, match="the vLLM engine was deleted: keep the LLM"):
+        sync.update()
 
 
 def test_a_mask_of_other_weights_is_refused(history, llm):
