@@ -99,6 +99,13 @@ class ReferenceIndex:
         """Return the bytes that the index holds, by purpose."""
         return {"positions": sum(block.units.nbytes for block in self._blocks)}
 
+    def warm_up(self, *, read_old: bool) -> None:
+        """Compile the kernels of the other methods and of `changes`, without a read or write of a weight.
+
+        Args:
+            read_old: of the calls of `ReferenceChanges.sums` that will follow.
+        """
+
     def take(self) -> Tensor:
         """Return the active values [nnz]. Elements without a destination are 0."""
         out = torch.zeros(self._group.nnz, dtype=self._group.torch_dtype, device=self._device)

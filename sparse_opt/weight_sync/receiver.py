@@ -224,6 +224,8 @@ class WeightReceiver:
             for name, tensor in placed.items()
             if not tensor.is_whole
         }
+        for index in indices:  # now, and not in the first update, for which requests wait
+            index.warm_up(read_old=not parts)
         return _Mask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
 
     def _receive_values(self, message: Message) -> None:

@@ -69,6 +69,11 @@ class WeightSender:
         self._backend = values.backend
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         sent, gathered = self._take()
+        with torch.no_grad():
+            for group in self._layout.groups:  # Triton compiles its kernels now, and not in the first update
+                first = sent[group.dtype][:1]
+                bitmap, _, _ = self._backend.compare(first, first, group.first, 1)
+                self._backend.select(first, bitmap, 1)
         self._sent = _Sent(0, sent, _Totals(self._digests_of(sent, gathered), sent))
 
     @property

@@ -17,7 +17,7 @@ from .. import backends
 from ..errors import ForeignMessage
 from ..masks.patterns import PATTERNS, expand_units, unit_grid, unit_rows
 from .destinations import Placed, PlacedTensor
-from .encoding import Group, Layout
+from .encoding import Group, Layout, bitmap_bytes
 
 Table = Any  # triton_kernels.weight_sync.IndexTable
 _REACH = 2**16  # units of a program are less than this apart
@@ -58,6 +58,30 @@ class TritonIndex:
             others = (table.programs, table.tensors, table.parts, table.bands)
             found["tables"] += sum(t.nbytes for t in others if t is not None)
         return found
+
+    def warm_up(self, *, read_old: bool) -> None:
+        # Launches without a program, of tables and tensors that begin at 16 bytes or do not as in a message: no other
+        # property of an argument makes Triton compile a kernel again.
+        kernels, first = _kernels(), self._group.first
+        values = torch.empty(0, dtype=self._group.torch_dtype, device=self._device)
+        bitmap = torch.zeros(bitmap_bytes(self._group.nnz), dtype=torch.uint8, device=self._device)
+        valid = torch.zeros(1, dtype=torch.bool, device=self._device)
+        ranks = kernels.ranks_of(bitmap, self._tables[0].block)
+        listed = torch.zeros(2, 2, dtype=torch.int64, device=self._device)
+        single = all(table.single for table in self._tables)
+        kernels.digest_sum(values, first)
+        for table in self._tables:
+            nothing = table._replace(programs=table.programs[:0])
+            kernels.take(nothing, values)
+            kernels.put(nothing, values)
+            kernels.put(nothing, values, valid)
+            kernels.check(nothing, bitmap, values, ranks, first, read_old=read_old)
+            kernels.write(nothing, bitmap, values, ranks)
+            if single:
+                kernels.list_changes(nothing, bitmap, ranks, *listed)
+        if single:
+            kernels.listed_sums(values, *listed, ranks[-1:], first, read_old=read_old)
+            kernels.listed_write(values, listed[1])
 
     def take(self) -> Tensor:
         out = torch.empty(self._group.nnz, dtype=self._group.torch_dtype, device=self._device)

@@ -163,7 +163,7 @@ def test_the_calls_of_a_server(weights, sender, servers):
     sync = VLLMWeightSync(sender, server.address + "/")
     assert sync.connect() == 0 and server.version == "0"
     session = ["start_weight_update", "update_weights", "finish_weight_update"]
-    around = ["pause?mode=keep", *session, RESET, "resume"]
+    around = ["pause?mode=keep&clear_cache=false", *session, RESET, "resume"]
     assert server.calls == [*around[:2], "update_weights", *around[2:]]  # mask and state
     server.calls.clear()
     step(weights, sender)
@@ -201,7 +201,8 @@ def test_a_refused_update_is_an_error_and_the_next_one_repairs_it(weights, sende
     second.receiver = WeightReceiver(second.weights)  # has lost its mask, and its engine reports the version before
     with pytest.raises(WeightSyncError, match=rf"{second.address}/update_weights answered 500: .* failed: version 1"):
         sync.update()
-    assert second.calls[-1] == "resume" and not second.active and second.version == "0"
+    assert second.calls[-3:] == ["update_weights", RESET, "resume"]  # the worker has left the session: no "finish"
+    assert not second.active and second.version == "0"
     assert torch.equal(second.weights["w"], before)
     assert first.version == "1" and torch.equal(first.weights["w"], weights["w"])
     step(weights, sender)
@@ -211,7 +212,9 @@ def test_a_refused_update_is_an_error_and_the_next_one_repairs_it(weights, sende
 
 
 def test_a_server_that_does_not_answer_is_one_line(sender):
-    with pytest.raises(WeightSyncError, match=r"http://127.0.0.1:9/pause\?mode=keep cannot be reached: ") as caught:
+    with pytest.raises(
+        WeightSyncError, match=r"http://127.0.0.1:9/pause\?mode=keep&clear_cache=false cannot be reached: "
+    ) as caught:
         VLLMWeightSync(sender, "http://127.0.0.1:9", timeout=5).connect()
     assert "\n" not in str(caught.value)
     with pytest.raises(WeightSyncError, match="'localhost:8000', expected http://host:port"):
@@ -228,7 +231,7 @@ def test_a_server_whose_workers_may_differ_stays_paused(weights, sender, servers
     server.calls.clear()
     with pytest.raises(WeightSyncError, match="the weights of its 2 workers may differ, and it is paused until"):
         sync.update()
-    assert server.calls[-1] == RESET and "resume" not in server.calls
+    assert server.calls[-2:] == ["finish_weight_update", RESET] and "resume" not in server.calls
     server.fails = "/start_weight_update"
     with pytest.raises(WeightSyncError, match="start_weight_update answered 500"):
         sync.update()
@@ -264,7 +267,7 @@ def test_a_server_without_pauses_is_paused_if_its_workers_may_differ(weights, se
     server.receiver = WeightReceiver(server.weights)
     with pytest.raises(WeightSyncError, match="it is paused until an update has succeeded"):
         sync.update()
-    assert server.calls[-1] == "pause?mode=keep"
+    assert server.calls[-1] == "pause?mode=keep&clear_cache=false"
     sync.update()
     assert server.calls[-1] == "resume"
 
@@ -289,7 +292,9 @@ def test_a_server_that_hangs_is_not_waited_for_again_as_long(weights, sender, se
     server.hangs = True
     step(weights, sender)
     begin = time.monotonic()
-    with pytest.raises(WeightSyncError, match=rf"^{server.address}/pause\?mode=keep has not answered within 0.5 s$"):
+    with pytest.raises(
+        WeightSyncError, match=rf"^{server.address}/pause\?mode=keep&clear_cache=false has not answered within 0.5 s$"
+    ):
         sync.update()
     assert time.monotonic() - begin < 0.9
     server.hangs = False
@@ -332,6 +337,9 @@ class ChannelLLM(LLM):
         if self.is_dead:
             raise RuntimeError("the engine core is dead")
         info = content["init_info"]
+        if info["transport"] == "bytes":
+            self.channel.close()
+            return
         self.channel = open_receiver(info["transport"], self.receiver, info["address"], timeout=info["timeout"])
 
     def start_weight_update(self) -> None:
@@ -355,7 +363,15 @@ def test_the_engines_error_is_in_that_of_the_channel(weights, sender):
         expected = "has not replied within 1 s; start_weight_update of the vLLM engine failed: the engine core died"
         with pytest.raises(WeightSyncError, match=expected):
             sync.update()
-        llm.channel.close()
+
+
+def test_the_workers_of_an_idle_engine_leave_a_channel_that_is_closed(weights, sender):
+    channel = ProcessGroupSender(sender, "127.0.0.1:0", timeout=60.0)
+    llm = ChannelLLM(weights)
+    VLLMChannelSync(channel, llm).connect()
+    begin = time.monotonic()
+    channel.close()
+    assert time.monotonic() - begin < 5
 
 
 def test_a_dead_engine_does_not_keep_the_others_from_the_update(weights, sender):
@@ -380,7 +396,6 @@ def test_a_dead_engine_does_not_keep_the_others_from_the_update(weights, sender)
         assert sync.update() == 3
         for llm in (dead, alive):
             assert llm.version == "3" and torch.equal(llm.weights["w"], weights["w"])
-            llm.channel.close()
 
 
 def test_updates_are_sent_while_training_goes_on(weights, sender, servers):
@@ -405,7 +420,6 @@ def test_updates_are_sent_while_training_goes_on(weights, sender, servers):
         for sync in clients:
             with pytest.raises(WeightSyncError, match="start_weight_update"):
                 sync.finish_update()
-        llm.channel.close()
 
 
 def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, sender):

@@ -5,8 +5,11 @@ Greedy tokens after updates are compared with those of an engine that has loaded
 
 from __future__ import annotations
 
+import gc
 import json
+import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -37,6 +40,7 @@ class History:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.log = ""  # of the server
         self.tokens: dict[int, list[list[int]]] = {}
 
 
@@ -53,6 +57,7 @@ def history(tmp_path_factory) -> History:
         update_server(server, trainer, found)
     finally:
         server.stop()
+    found.log = server.log.read_text()
     save(found.folder, trainer.model)
     return found
 
@@ -95,6 +100,11 @@ def test_updates_change_tokens(history):
     assert all(a != b for i, a in enumerate(versions) for b in versions[:i])
 
 
+def test_the_log_has_the_refusal_and_no_error_that_follows_from_it(history):
+    assert history.log.count("Invocation of collective_rpc method failed") == 1
+    assert "values sent have digest" in history.log and "without a matching" not in history.log
+
+
 def test_an_updated_server_equals_a_fresh_engine(history, llm):
     assert llm.get_weight_version() == "default"
     assert tokens_of(llm) == history.tokens[UPDATES]
@@ -134,6 +144,8 @@ def test_updates_by_a_process_group(history, llm):
             if version in history.tokens:
                 assert tokens_of(llm) == history.tokens[version]
         assert llm.get_weight_version() == "7"
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 20, "close waits for an idle engine"  # and not for the channel's timeout of 60 s
     with pytest.raises(Exception, match="transport is 'pigeons', expected one of bytes, gloo"):
         llm.init_weight_transfer_engine({"init_info": {"transport": "pigeons"}})
 
@@ -159,6 +171,30 @@ def test_vllm_has_loaded_the_plugin_once(llm):
     register()
     register()
     assert "sparse_opt" in WeightTransferEngineFactory._registry
+
+
+def test_an_engine_that_has_ended_leaves_no_weights(tmp_path, monkeypatch):
+    """In sleep mode vLLM refuses a second engine of a process while weights of the first are in its allocator."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    trainer = Trainer()
+    with engine(save(tmp_path, trainer.model)) as llm:
+        sender = WeightSender(trainer.model, trainer.mask)
+        sync = VLLMWeightSync(sender, llm)
+        sync.connect()
+        trainer.step()
+        assert sync.update() == 1
+        trainer.step()
+        with pytest.raises(WeightSyncError, match="digest"):
+            VLLMWeightSync(DamagedSender(sender), llm).update()
+        model = weakref.ref(llm.llm_engine.model_executor.driver_worker.get_model())
+    gc.collect()
+    assert model() is None, "after the shutdown"
+    ended = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert ended() is None
+    with pytest.raises(WeightSyncError, match="the vLLM engine was deleted: keep the LLM"):
+        sync.update()
 
 
 def test_a_mask_of_other_weights_is_refused(history, llm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class VLLMChannelSync(VLLMClient):
         sync.update()
 
     Args:
-        channel: let only this object call its methods; `close` it after `finish_update`.
+        channel: let only this object call its methods; `close` it after `finish_update`: the engines then leave it.
         engines, pause, timeout: see `VLLMWeightSync`.
     """
 
@@ -140,6 +141,7 @@ class VLLMChannelSync(VLLMClient):
         super().__init__(channel.weights, channel.devices, engines, pause, timeout)
         self._channel = channel
         self._workers: dict[Connection, int] = {}  # of the engines that have joined the channel
+        channel.before_close(self._disconnect)  # a worker receives in updates only, and would not notice it
 
     def update(self, *, verify: bool = False) -> int:
         """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
@@ -186,6 +188,13 @@ class VLLMChannelSync(VLLMClient):
         self._workers.pop(engine, None)
         engine.initialize(self._channel.transport, self._channel.address, self._channel.timeout)
         self._workers[engine] = engine.world_size()
+
+    def _disconnect(self) -> None:
+        """Let the workers leave the channel. Those of an engine that does not answer are lost."""
+        for engine in self._workers:
+            with suppress(WeightSyncError):
+                engine.disconnect()
+        self._workers.clear()
 
 
 def _raise_errors(futures: Sequence[Future[None]], *others: WeightSyncError) -> None:

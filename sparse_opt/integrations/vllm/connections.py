@@ -7,9 +7,10 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from http.client import HTTPException
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from ...errors import WeightSyncError
 
 Pause = Literal["keep", "wait", "abort"]
 Update = Mapping[str, Any]  # the fields of `engine.SparseUpdateInfo`
-# The timeout of requests to a server that has not answered another one, in seconds.
+# The timeout of requests to a server that has not answered another one, and of those that end a connection, in seconds.
 _PATIENCE = 10.0
 
 
@@ -49,6 +50,10 @@ class Connection(ABC):
     def initialize(self, transport: str, address: str, timeout: float) -> None:
         """Let the workers connect to a sender; see `engine.SparseInitInfo`."""
 
+    def disconnect(self) -> None:
+        """Let the workers leave the sender that they are connected to."""
+        self.initialize("bytes", "", 0.0)
+
     @abstractmethod
     def world_size(self) -> int:
         """Return the number of workers."""
@@ -69,31 +74,48 @@ class Connection(ABC):
 
     def begin(self) -> None:
         """Pause the engine and start an update of vLLM, which `complete` ends."""
+        paused = False
         try:
             self._pause()
+            paused = True
             self._start()
         except WeightSyncError as error:
-            raise self._abandoned(error, sent=False) from error
+            # It does not start while workers are in the session of an update that was interrupted.
+            raise self._abandoned(error, sent=False, in_session=paused) from error
 
     def complete(self, updates: Sequence[Update], version: str | None) -> None:
         """Apply updates in the update of vLLM that `begin` has started, and end it; see `send`."""
+        finished = False
         try:
             for update in updates:
                 self._update(update)
             self._finish(version)
+            finished = True
             self._reset_prefix_cache()
         except WeightSyncError as error:
-            raise self._abandoned(error, sent=True) from error
+            in_session = not finished and self._are_in_session(error)
+            raise self._abandoned(error, sent=True, in_session=in_session) from error
         self._resume()
         self.has_failed = self._may_differ = False
 
-    def _abandoned(self, error: WeightSyncError, sent: bool) -> WeightSyncError:
+    def _are_in_session(self, error: WeightSyncError) -> bool:
+        """Whether workers may be in vLLM's session of an update that has failed with this error.
+
+        A worker that refuses an update leaves the session. Of several workers the others are still in it. A single one
+        must not be told to finish: vLLM would log the traceback of "finish_weight_update called without a matching
+        start_weight_update".
+        """
+        if not isinstance(error, ServerLost):
+            with suppress(WeightSyncError):
+                return self.world_size() > 1
+        return True
+
+    def _abandoned(self, error: WeightSyncError, *, sent: bool, in_session: bool) -> WeightSyncError:
         """End an update that has failed, and return its error with the state in which the engine is left."""
         self.has_failed = True
-        # A worker that refuses an update leaves vLLM's session. Of several workers the others are still in it; a single
-        # one answers that there is none.
-        with suppress(WeightSyncError):
-            self._finish(None)
+        if in_session:
+            with suppress(WeightSyncError):
+                self._finish(None)
         text = str(error)
         actions: list[Callable[[], str | None]] = [self._reset_prefix_cache, lambda: self._resume_or_hold(str(error))]
         for action in actions if sent else [] if self._may_differ else [self._resume]:
@@ -150,13 +172,14 @@ class LocalEngine(Connection):
     """A `vllm.LLM` of this process.
 
     Args:
-        llm: it runs no requests during an update, because `LLM.generate` returns after its requests have ended.
+        llm: it runs no requests during an update, because `LLM.generate` returns after its requests have ended. The
+            caller holds it: its memory is free when the caller drops it.
     """
 
     _held = "it must not generate before an update has succeeded"
 
     def __init__(self, llm: Any) -> None:
-        self._llm = llm
+        self._llm = weakref.ref(llm)
 
     def weight_version(self) -> str:
         return self._call("get_weight_version")
@@ -166,7 +189,7 @@ class LocalEngine(Connection):
         self._call("init_weight_transfer_engine", {"init_info": info})
 
     def world_size(self) -> int:
-        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+        return int(self._engine().llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
     def _pause(self) -> None:
         """Do nothing: no requests run."""
@@ -190,9 +213,15 @@ class LocalEngine(Connection):
         if not self._call("reset_prefix_cache", True, True):
             raise WeightSyncError("reset_prefix_cache of the vLLM engine failed: blocks are still in use")
 
+    def _engine(self) -> Any:
+        if (llm := self._llm()) is None:
+            raise WeightSyncError("the vLLM engine was deleted: keep the LLM as long as it is updated")
+        return llm
+
     def _call(self, method: str, *args: Any) -> Any:
+        llm = self._engine()
         try:
-            return getattr(self._llm, method)(*args)
+            return getattr(llm, method)(*args)
         except Exception as error:  # vLLM raises a plain Exception with the message of the worker's error
             raise WeightSyncError(f"{method} of the vLLM engine failed: {error}") from error
 
@@ -216,11 +245,21 @@ class Server(Connection):
         self._timeout = timeout
         self._is_held = False  # paused after an error, also with pause=None
 
-    def _abandoned(self, error: WeightSyncError, sent: bool) -> WeightSyncError:
+    def _abandoned(self, error: WeightSyncError, *, sent: bool, in_session: bool) -> WeightSyncError:
+        with self._impatient() if isinstance(error, ServerLost) else nullcontext():
+            return super()._abandoned(error, sent=sent, in_session=in_session)
+
+    def disconnect(self) -> None:
+        with self._impatient():
+            super().disconnect()
+
+    @contextmanager
+    def _impatient(self) -> Iterator[None]:
+        """Let requests wait for `_PATIENCE` seconds at most."""
         timeout = self._timeout
-        self._timeout = min(timeout, _PATIENCE) if isinstance(error, ServerLost) else timeout
+        self._timeout = min(timeout, _PATIENCE)
         try:
-            return super()._abandoned(error, sent)
+            yield
         finally:
             self._timeout = timeout
 
@@ -239,7 +278,8 @@ class Server(Connection):
 
     def _pause(self) -> None:
         if self._mode is not None:
-            self._call(f"pause?mode={self._mode}")
+            # The caches are reset after the update. Each reset takes as long as vLLM has blocks, about 50 ns for one.
+            self._call(f"pause?mode={self._mode}&clear_cache=false")
 
     def _resume(self) -> None:
         if self._mode is not None or self._is_held:
@@ -248,7 +288,7 @@ class Server(Connection):
 
     def _hold(self) -> None:
         if self._mode is None and not self._is_held:
-            self._call("pause?mode=keep")
+            self._call("pause?mode=keep&clear_cache=false")
         self._is_held = True
 
     def _start(self) -> None:

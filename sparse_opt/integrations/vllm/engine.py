@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import socket
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,15 @@ class SparseUpdateInfo(WeightTransferUpdateInfo):
     delta: dict[str, str | None] | None = None
 
 
+@dataclass(eq=False)
+class _OfModel:
+    """What an engine knows of the weights of a model; an attribute of the model."""
+
+    weights: ModelWeights
+    receiver: VLLMReceiver
+    deltas: DeltaSwitch
+
+
 class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpdateInfo]):
     """Backend `sparse_opt` of `WeightTransferConfig`."""
 
@@ -83,11 +93,22 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._model_weights = ModelWeights(model, vllm_config)
-        self._weights = VLLMReceiver(self._model_weights)
-        self._deltas = DeltaSwitch(self._model_weights.tensors)
+        # A worker that ends drops its model, whose memory must then be free: in sleep mode vLLM refuses a second engine
+        # of a process otherwise. So this engine has no reference to it, and what it knows of the weights ends with it.
+        self.model = self._default_model = weakref.proxy(model)
+        weights = ModelWeights(model, vllm_config)
+        model.sparse_opt = _OfModel(weights, VLLMReceiver(weights), DeltaSwitch(weights.tensors))
         self._channel: ReceiverChannel | FolderReceiver | None = None
         self._timeout = 0.0
+
+    @property
+    def _of_model(self) -> _OfModel:
+        found: _OfModel = self.model.sparse_opt
+        return found
+
+    @property
+    def _deltas(self) -> DeltaSwitch:
+        return self._of_model.deltas
 
     def init_transfer_engine(self, init_info: SparseInitInfo) -> None:
         """Connect to the sender; for the transport "bytes" there is nothing to do.
@@ -114,7 +135,7 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
                 "different numbers of steps: use another transport, or one worker"
             )
         self._channel = open_receiver(
-            transport, self._weights, address, device=self.device, timeout=self._timeout, name=name
+            transport, self._of_model.receiver, address, device=self.device, timeout=self._timeout, name=name
         )
 
     def start_weight_update(self) -> None:
@@ -141,7 +162,7 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         if (active := self._deltas.active) is not None:
             raise WeightSyncError(f"delta {active!r} is active: switch to the base before the updates of a trainer")
         if update_info.message is not None:
-            self._weights.receive(_decoded(update_info.message))
+            self._of_model.receiver.receive(_decoded(update_info.message))
         elif self._channel is None:
             raise WeightSyncError("an update came without a message, and the engine is connected to no sender")
         elif self._channel.receive(self._timeout) is None:
@@ -163,16 +184,16 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
     def _register(self, name: str, source: str) -> None:
         self._require_awake()
         delta = SparseDelta.from_pretrained(source)
-        self._deltas.register(name, delta, checkpoint_of(self.model, self.vllm_config), self._model_weights.find)
+        self._deltas.register(name, delta, checkpoint_of(self.model, self.vllm_config), self._of_model.weights.find)
 
     def _switch(self, name: str | None) -> None:
         self._require_awake()
         before = self._deltas.active
         changed = self._deltas.switch(name)
         try:
-            self._model_weights.repack(changed)
+            self._of_model.weights.repack(changed)
         except BaseException:
-            self._model_weights.repack(self._deltas.switch(before))
+            self._of_model.weights.repack(self._deltas.switch(before))
             raise
 
     def _require_awake(self) -> None:

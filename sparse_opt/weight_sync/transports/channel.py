@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class SenderChannel(UpdateSender):
         self._device = device
         self._sender = weights.sender
         self._differing: set[int] = set()  # receivers with other weights than the sender's
+        self._before_close: list[Callable[[], object]] = []
         self._control = weights.on_rank_0(lambda: ControlServer(address, timeout))
 
     @property
@@ -130,12 +131,17 @@ class SenderChannel(UpdateSender):
         self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
 
+    def before_close(self, function: Callable[[], object]) -> None:
+        """Let `close` call a function first, on rank 0: one that lets receivers leave which receive only when asked."""
+        self._before_close.append(function)
+
     def close(self, timeout: float | None = None) -> None:
         """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
 
         Args:
             timeout: seconds to wait for receivers that are busy elsewhere, such as generating; their `receive` raises
-                WeightSyncError if they come later. Default: the channel's timeout.
+                WeightSyncError if they come later. Default: the channel's timeout. Receivers that have left, as the
+                workers of `VLLMChannelSync` do then, are not waited for.
 
         Raises:
             WeightSyncError: as `finish_update`, if an update had begun; after the connections have ended.
@@ -173,9 +179,11 @@ class SenderChannel(UpdateSender):
     def _close(self, timeout: float) -> None:
         control, self._control = self._control, None
         if control is not None:
-            control.discover()
-            control.post(control.names, {"do": "close"})
             try:
+                for function in self._before_close:
+                    function()
+                control.discover()
+                control.post(control.names, {"do": "close"})
                 # The store, and with it the command, ends with this object.
                 control.collect(control.names, timeout)
             finally:
