@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import time
 import urllib.request
 import weakref
@@ -173,9 +174,11 @@ def test_vllm_has_loaded_the_plugin_once(llm):
     assert "sparse_opt" in WeightTransferEngineFactory._registry
 
 
-def test_an_engine_that_has_ended_leaves_no_weights(tmp_path, monkeypatch):
+def test_an_engine_that_has_ended_leaves_no_weights(tmp_path, monkeypatch, request):
     """In sleep mode vLLM refuses a second engine of a process while weights of the first are in its allocator."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    logging.disable()  # pytest keeps what vLLM logs: exceptions, with the frames of the engine's start
+    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     trainer = Trainer()
     with engine(save(tmp_path, trainer.model)) as llm:
         sender = WeightSender(trainer.model, trainer.mask)

@@ -95,15 +95,16 @@ class SparseWeightTransferEngine(WeightTransferEngine[SparseInitInfo, SparseUpda
         super().__init__(config, vllm_config, device, model)
         # A worker that ends drops its model, whose memory must then be free: in sleep mode vLLM refuses a second engine
         # of a process otherwise. So this engine has no reference to it, and what it knows of the weights ends with it.
-        self.model = self._default_model = weakref.proxy(model)
+        self.model: Any = weakref.proxy(model)
+        self._default_model = self.model
         weights = ModelWeights(model, vllm_config)
-        model.sparse_opt = _OfModel(weights, VLLMReceiver(weights), DeltaSwitch(weights.tensors))
+        vars(model)["sparse_opt"] = _OfModel(weights, VLLMReceiver(weights), DeltaSwitch(weights.tensors))
         self._channel: ReceiverChannel | FolderReceiver | None = None
         self._timeout = 0.0
 
     @property
     def _of_model(self) -> _OfModel:
-        found: _OfModel = self.model.sparse_opt
+        found: _OfModel = vars(self.model)["sparse_opt"]
         return found
 
     @property
