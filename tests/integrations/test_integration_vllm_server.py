@@ -50,7 +50,7 @@ class Server(ThreadingHTTPServer):
             }
         if route == "/weight_info":
             return {"weight_version": self.version}
-        if route == "/pause?mode=keep":
+        if route == "/pause?mode=keep&clear_cache=false":
             self.paused = True
         elif route == "/resume":
             self.paused = False

@@ -61,8 +61,8 @@ def test_an_engine_has_the_weights_of_one_of_several_deltas(tmp_path, monkeypatc
         served.switch(name)
         assert torch.equal(server.qk, torch.cat([BASE["q"], trained(row)["k"]]))
         # Requests end first, and no later one finds keys and values of the other delta.
-        steps = ["pause?mode=wait", "start_weight_update", "update_weights", name, "reset_prefix_cache", "resume"]
-        assert server.calls == steps
+        session = ["start_weight_update", "update_weights", name]
+        assert server.calls == ["pause?mode=wait&clear_cache=false", *session, "reset_prefix_cache", "resume"]
     with pytest.raises(WeightSyncError, match="there is no delta 'three'"):
         served.switch("three")
     assert server.calls[-1] == "resume" and torch.equal(server.qk[8:], trained(1)["k"])
