@@ -1,7 +1,5 @@
 """A small model of linear layers with tiles in its mask, and its twin with dense gradients under the same mask."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

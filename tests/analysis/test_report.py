@@ -1,7 +1,5 @@
 """The HTML page: it requests nothing, and its links and plots are there; and pictures that are complete or absent."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The weight shapes that the benchmarks use."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

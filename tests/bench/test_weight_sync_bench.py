@@ -1,7 +1,5 @@
 """The benchmark of weight updates: a small run with two processes, its report, and wrong options."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")

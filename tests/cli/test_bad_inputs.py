@@ -3,8 +3,6 @@
 A wrong call ends with 2, a file that cannot be used with 1.
 """
 
-from __future__ import annotations
-
 import struct
 import sys
 

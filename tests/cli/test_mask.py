@@ -1,7 +1,5 @@
 """`sparse-opt mask random | info | union | intersect | invert | convert`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`sparse-opt mask find`: every method, its output, and refused calls."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Options come from YAML files, flags and key=value words, the later ones winning; `--help` and its examples."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The dtypes that tests of deltas use."""
 
-from __future__ import annotations
-
 import torch
 
 # Element types of 1, 2, 4 and 8 bytes.

@@ -1,7 +1,5 @@
 """Appending: refused calls, continuing after a stop, the writer's lock; and the removal of the last steps."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Deltas over bases that bitsandbytes has quantised: made by training, applied, removed, switched, and refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

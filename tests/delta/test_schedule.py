@@ -1,7 +1,5 @@
 """Schedules of steps: the meaning of a text, and invalid texts."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparse_opt.delta.schedule import Schedule

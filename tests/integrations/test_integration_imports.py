@@ -1,7 +1,5 @@
 """Nothing is imported, changed or active without a request; and the code in docs/integrations.md and README.md runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Masks in other people's trainers: drawn by the trainer, of tiles, and with clipping that finds no gradients."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Trainers of a model that bitsandbytes has quantised."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

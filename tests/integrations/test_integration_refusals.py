@@ -1,7 +1,5 @@
 """Unsupported settings are refused in one line that gives the reason and an alternative."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """GRPO sends a colocated vLLM the changed values only. vLLM itself: tests/vllm_engine/test_vllm_trl.py."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect

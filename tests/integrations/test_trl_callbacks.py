@@ -1,7 +1,5 @@
 """The callbacks of `sparse-opt train` in other trainers, and the reward `exact_match`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Invalid arguments raise an error that names the tensor, the value found and the value expected."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Bound ops: the same bits as the functions of `sparse_opt.ops`, on every backend, and the same errors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

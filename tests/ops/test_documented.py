@@ -1,7 +1,5 @@
 """docs/ops.md: every block runs, needs nothing but torch and sparse_opt, and no op or argument is left out."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """masked_grad_gather_, indexed_swap_, delta_encode and delta_apply_ on every backend against the reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

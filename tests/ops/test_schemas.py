@@ -1,7 +1,5 @@
 """The kernels read the arguments of step ops by their position: it must be that of the schema."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every step op on every backend against the reference: the same bits, everywhere."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

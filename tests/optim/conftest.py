@@ -1,7 +1,5 @@
 """Fixtures of the optimizers' tests."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Graphs built inside and outside `base_weights()`, also if autograd saves no weight whose version it could compare."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A step that raises has written nothing: every bucket is checked before the first one changes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

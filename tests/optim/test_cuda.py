@@ -1,7 +1,5 @@
 """Tests that need a GPU: a step does not wait for the device, and launches few kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The sparse optimizers against torch's dense ones with masked gradients, over many steps."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -1,7 +1,5 @@
 """Compact gradients: accumulation, clipping, freeing, GradScaler."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What trainers do around an optimizer: clear gradients, autocast, checkpoint, compile, swap data, save at any time."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Other threads can run Python during native calls, which release the interpreter's lock."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Signals while `base_weights()` is entered, used and left: the weights are the trained ones again afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import signal

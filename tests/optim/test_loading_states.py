@@ -1,7 +1,5 @@
 """load_state_dict checks a state before it changes anything, and runs torch's hooks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Two-byte indices in the optimizers: the same bits as with int32 indices, and half their memory."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

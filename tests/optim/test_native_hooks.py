@@ -1,7 +1,5 @@
 """Native hooks: when they gather a gradient themselves, and when they call the Python hooks."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Active weights over a base that bitsandbytes has quantised, compared with a model of the dequantised weights."""
 
-from __future__ import annotations
-
 import copy
 import math
 

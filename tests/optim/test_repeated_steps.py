@@ -1,7 +1,5 @@
 """A step consumes the compact gradients: a second one without a backward pass between them does nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A parameter that is replaced after the optimizer was built is named, and `rebind` trains the new one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

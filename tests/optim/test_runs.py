@@ -1,7 +1,5 @@
 """Masks that take runs: one index for each run, and the bits that one index for each element gives."""
 
-from __future__ import annotations
-
 import copy
 import os
 

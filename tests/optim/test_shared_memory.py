@@ -1,7 +1,5 @@
 """Different parameters that share memory are refused, but for views that are disjoint."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

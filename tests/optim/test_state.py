@@ -1,7 +1,5 @@
 """Base weights, saving and resuming, changing the mask, freezing, and refused arguments."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

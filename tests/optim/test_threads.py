@@ -1,7 +1,5 @@
 """Gradients that several autograd threads deliver at the same time."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor

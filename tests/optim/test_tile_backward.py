@@ -1,7 +1,5 @@
 """Weight gradients computed tile by tile: the forward pass has the same bits, and the gradients are equal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

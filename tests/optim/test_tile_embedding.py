@@ -1,7 +1,5 @@
 """Embeddings whose weight gradient is computed tile by tile, with and without an output layer that has the weight."""
 
-from __future__ import annotations
-
 import copy
 import math
 

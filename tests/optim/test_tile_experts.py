@@ -1,7 +1,5 @@
 """Experts of transformers' mixtures of experts, whose weight gradients are computed by tiles."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

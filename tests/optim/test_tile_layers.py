@@ -1,7 +1,5 @@
 """Which layers compute tiles; what masks, close(), copies, saved states and deletion do to layers and optimizer."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Mistakes that no error stops: clipping that finds no gradients, and updates that rounding discards, warn once."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """compact_weights and offload_base_weights: the same training to the bit as without them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Programs of .ci: the check of a release, and the Makefile's steps with their logs and stamps."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

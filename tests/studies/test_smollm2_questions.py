@@ -1,7 +1,5 @@
 """SmolLM2 and its questions; stand-ins for packages that need not be installed."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Model folders that are damaged, or of another model than their configuration: refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

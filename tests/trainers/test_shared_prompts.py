@@ -1,7 +1,5 @@
 """Rows that hold a prompt once and both completions of a pair: what is in them, and that they train like two rows."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A reward that a small model can learn in a few steps, as users write them."""
 
-from __future__ import annotations
-
 
 def even_tokens(completion_ids, **kwargs):
     """The share of a completion's tokens with an even id."""

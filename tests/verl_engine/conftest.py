@@ -3,8 +3,6 @@
 The folder is not named verl: the folder of all tests is on the import path, and `import verl` would find it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

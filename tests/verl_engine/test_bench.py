@@ -1,7 +1,5 @@
 """A small run of `sparse-opt bench verl`: two gloo processes, both engines."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

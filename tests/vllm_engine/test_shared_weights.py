@@ -1,7 +1,5 @@
 """A trainer and a vLLM in its process that have one copy of the weights."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

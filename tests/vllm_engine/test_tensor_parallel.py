@@ -1,7 +1,5 @@
 """Sparse updates of an engine with two tensor-parallel workers, in processes of their own over gloo."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")

@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer with a vLLM that gets the changed values of the mask, or shares the weights, on a CPU."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

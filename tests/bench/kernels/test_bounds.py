@@ -1,7 +1,5 @@
 """The minimum byte counts that measurements are compared with."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

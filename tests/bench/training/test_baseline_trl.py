@@ -1,7 +1,5 @@
 """`sparse-opt bench baseline trl`: DPO in TRL's trainer, on a tiny model on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("trl", reason="needs TRL: pip install 'sparse-opt[test]'")

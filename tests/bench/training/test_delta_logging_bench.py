@@ -1,7 +1,5 @@
 """The benchmark of a logging loop, on a tiny model."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

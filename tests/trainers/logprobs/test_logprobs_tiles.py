@@ -1,7 +1,5 @@
 """The output layer's weight gradient by tiles: what `linear_logprobs` leaves in an optimizer's compact buffer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

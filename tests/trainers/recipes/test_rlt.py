@@ -1,7 +1,5 @@
 """`sparse-opt train rlt`: its reward against numbers computed once more, its runs on a tiny model, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
