@@ -399,8 +399,9 @@ class SparseDelta:
             "base_tensor_digests": "".join(self.base_digests),
             "result_tensor_digests": "".join(self.result_digests),
             "metadata": compact_json(self.metadata),
-            "quantised_digests": compact_json(self.quantised_digests),
         }
+        if self.quantised_digests:
+            header["quantised_digests"] = compact_json(self.quantised_digests)
         payload = {f"{n}.{part}": t for n, change in self.changes.items() for part, t in change.parts().items()}
         header["payload_digest"] = payload_digest(payload)
         header["header_digest"] = metadata_digest(header)
@@ -486,8 +487,8 @@ class SparseDelta:
             except PatchError as error:
                 raise DeltaError(f"the change of {name}: {one_line(error)}") from error
         metadata, quantised = (
-            {str(key): str(value) for key, value in json.loads(header[key]).items()}
-            for key in ("metadata", "quantised_digests")
+            {str(key): str(value) for key, value in json.loads(text).items()}
+            for text in (header["metadata"], header.get("quantised_digests", "{}"))
         )
         changes = {name: changes[name] for name in layout.names if name in changes}
         return cls(layout, changes, base, result, metadata, quantised)
