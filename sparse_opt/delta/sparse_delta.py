@@ -120,10 +120,12 @@ class SparseDelta:
 
         Raises:
             DeltaError: names, shapes, dtypes or ties differ, or a tensor cannot be stored (sharded, on meta); or a
-                quantised layer of the base has trained weights.
+                quantised layer of the base has trained weights; or the trained model is inside of `base_weights()`.
         """
-        from ..optim.quantised import current_weight, overlay_of
+        from ..optim.quantised import current_weight, overlay_of, shows_base
 
+        if isinstance(trained, nn.Module) and shows_base(_unwrapped(trained)):
+            raise DeltaError("the trained model holds its base weights: leave base_weights() first")
         (layout, before), (other, after) = read_model(base, "the base"), read_model(trained, "the trained model")
         if differences := layout.mismatches(other, "the base"):
             raise DeltaError(f"the trained model is not of the base's architecture: {listed(differences, '; ')}")

@@ -457,8 +457,7 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     model = getattr(model, "_orig_mod", model)
     layers = quantised_layers.find(model)
-    shown = [overlay for layer in layers.values() if (overlay := overlay_of(layer.module)) is not None]
-    if any(overlay.shows_base for overlay in shown) or holds_base_weights(model.parameters()):
+    if shows_base(model):
         raise RuntimeError("save_merged: the model holds its base weights; leave base_weights() first")
     tensors = dict(saved_tensors(model))
     firsts = canonical_names(tensors)
@@ -515,6 +514,13 @@ def _files(sizes: dict[str, int]) -> dict[str, list[str]]:
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def shows_base(model: nn.Module) -> bool:
+    """Whether the model, quantised or not, is inside of `base_weights()`."""
+    overlays = (overlay_of(layer.module) for layer in quantised_layers.find(model).values())
+    shown = any(overlay is not None and overlay.shows_base for overlay in overlays)
+    return shown or holds_base_weights(model.parameters())
 
 
 @torch.no_grad()

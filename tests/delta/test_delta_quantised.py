@@ -84,8 +84,11 @@ def test_a_delta_gives_a_quantised_base_the_outputs_of_the_trained_model(load, d
     assert len(delta.quantised_digests) == 14 and any(delta.counts[name] for name in delta.quantised_digests)
     entries = {key: t for key, t in load(base).state_dict().items() if key.startswith(PROJECTION[:-6])}
     assert delta.quantised_digests[PROJECTION] == documented_digest(entries)
-    with optimizer.base_weights(), pytest.raises(RuntimeError, match="delta: the model holds its base weights"):
-        optimizer.delta()
+    with optimizer.base_weights():
+        with pytest.raises(RuntimeError, match="delta: the model holds its base weights"):
+            optimizer.delta()
+        with pytest.raises(DeltaError, match="the trained model holds its base weights"):
+            SparseDelta.from_models(load(base), tuned)
 
     model = load(base, config=json.loads(delta.metadata["quantization_config"]))
     before = logits(model, device)
