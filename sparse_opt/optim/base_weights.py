@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import InitVar, dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -48,6 +49,8 @@ class BaseWeights(LocalSegments):
     backend: InitVar[str | None]
     current: CompactWeights | None = None  # of the same active elements
     offload: InitVar[bool] = False
+    # Memory on the device that offloaded values may overwrite while the model holds them
+    spare: Callable[[], Tensor] | None = None
 
     def __post_init__(self, backend: str | None, offload: bool) -> None:
         super().__post_init__()
@@ -59,12 +62,19 @@ class BaseWeights(LocalSegments):
 
     def enter_(self) -> None:
         """Put the base into the model, bit for bit."""
-        values = self.values.to(self.device, non_blocking=True)
+        values = self._on_device()
         if self.current is None:
             self._ops.indexed_swap_(values)
         else:
             self._ops.indexed_replace_(self.current.values, values)
         self._exchanged = values
+
+    def _on_device(self) -> Tensor:
+        if self.spare is not None and self.values.device != self.device:
+            spare = self.spare().view(torch.uint8)
+            if spare.numel() >= self.values.nbytes:
+                return spare[: self.values.nbytes].view(self.values.dtype).copy_(self.values, non_blocking=True)
+        return self.values.to(self.device, non_blocking=True)
 
     def leave_(self) -> None:
         """Undo `enter_`, bit for bit."""
@@ -83,15 +93,26 @@ class BaseWeights(LocalSegments):
             yield shard, (self.positions(i), self.values[self.segment(i)])
 
 
-def of_buckets(buckets: list[Bucket], backend: str | None, *, offload: bool) -> list[BaseWeights]:
+def of_buckets(
+    buckets: list[Bucket], backend: str | None, collector: GradientCollector, *, offload: bool
+) -> list[BaseWeights]:
     """Return the current active weights as base weights.
+
+    Offloaded ones are swapped in by way of the compact gradient's memory, if no gradient waits there for a step.
 
     Raises:
         ValueError: `offload`, and parameters are sharded by fully_shard.
     """
     _require_offloadable(buckets, offload)
     return [
-        BaseWeights(**b.shared(), values=compact(b), backend=backend, current=b.weights, offload=offload)
+        BaseWeights(
+            **b.shared(),
+            values=compact(b),
+            backend=backend,
+            current=b.weights,
+            offload=offload,
+            spare=partial(collector.unused_memory, b.gradient),
+        )
         for b in buckets
         if not b.is_over_quantised
     ]
@@ -103,7 +124,12 @@ def _require_offloadable(buckets: list[Bucket], offload: bool) -> None:
 
 
 def rebuild(
-    buckets: list[Bucket], held: dict[Shard, tuple[Tensor, Tensor]], backend: str | None, *, offload: bool
+    buckets: list[Bucket],
+    held: dict[Shard, tuple[Tensor, Tensor]],
+    backend: str | None,
+    collector: GradientCollector,
+    *,
+    offload: bool,
 ) -> list[BaseWeights]:
     """Build the base weights of the active elements and of those in `held`, shard -> (positions, values).
 
@@ -134,8 +160,17 @@ def rebuild(
         current = None
         if bucket is not None and found.same_elements(bucket):
             found, current = bucket, bucket.weights  # one copy of the indices
-        base = torch.cat(values)
-        bases.append(BaseWeights(**found.shared(), values=base, backend=backend, current=current, offload=offload))
+        spare = None if bucket is None else partial(collector.unused_memory, bucket.gradient)
+        bases.append(
+            BaseWeights(
+                **found.shared(),
+                values=torch.cat(values),
+                backend=backend,
+                current=current,
+                offload=offload,
+                spare=spare,
+            )
+        )
     return bases
 
 

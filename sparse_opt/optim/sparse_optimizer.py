@@ -188,7 +188,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         buckets = self._build(active, mask.pattern)
         bases = []
         if self.keep_base_weights:
-            bases = base_weights.of_buckets(buckets, self.backend, offload=self.offload_base_weights)
+            bases = base_weights.of_buckets(buckets, self.backend, self.collector, offload=self.offload_base_weights)
         self._adopt(mask, buckets, bases)
 
     @torch.no_grad()
@@ -296,7 +296,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         bases = []
         if self.keep_base_weights:
             held = dict(part for base in self._bases for part in base.parts())
-            bases = base_weights.rebuild(buckets, held, self.backend, offload=self.offload_base_weights)
+            bases = base_weights.rebuild(buckets, held, self.backend, self.collector, offload=self.offload_base_weights)
         self._adopt(mask, buckets, bases)
 
     def _publish_state(self) -> None:
@@ -772,7 +772,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             bases = self._bases
             if bases:
                 held = saved.base_weights(self._buckets, self._shards)
-                bases = base_weights.rebuild(self._buckets, held, self.backend, offload=self.offload_base_weights)
+                bases = base_weights.rebuild(
+                    self._buckets, held, self.backend, self.collector, offload=self.offload_base_weights
+                )
         if self.process_group is not None:
             agreement.require_same_saved_state(
                 saved.states, saved.names, self._shards, self.process_group, self._buckets[0].device

@@ -236,6 +236,11 @@ class GradientCollector:
         """Return, for each parameter of the buffer, whether it has a compact gradient that no step has used."""
         return [False] * len(buffer.params) if self.compact and self.stepped else buffer.received
 
+    def unused_memory(self, buffer: GradientBuffer) -> Tensor:
+        """Return the buffer's values, to be overwritten until the next gradient; [0] if a gradient waits for a step."""
+        with self.lock:
+            return buffer.values[:0] if any(self.received(buffer)) else buffer.values
+
     def has_unused(self) -> bool:
         """Whether there is a gradient that no step has used."""
         return not self.stepped and any(any(receiver.buffer.received) for receiver in self.receivers)

@@ -94,9 +94,9 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     token_offsets = torch.searchsorted(expert, upper, out_int32=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
+    place = place.view_as(top_k_index)
 
-    x = _Dispatch.apply(hidden_states, order // top_k, place, top_k)
-    x = _linear(module, up, x, token_offsets, expert)
+    x = _linear(module, up, hidden_states, token_offsets, expert, order // top_k, place)
     x = module._apply_gate(x) if getattr(module, "has_gate", True) else module.act_fn(x)
     x = _linear(module, down, x, token_offsets, expert)
     if getattr(module, "has_post_expert_norm", False):
@@ -105,7 +105,15 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     return combined.to(hidden_states.dtype)
 
 
-def _linear(module: Any, name: str, x: Tensor, token_offsets: Tensor, expert: Tensor) -> Tensor:
+def _linear(
+    module: Any,
+    name: str,
+    x: Tensor,
+    token_offsets: Tensor,
+    expert: Tensor,
+    token: Tensor | None = None,
+    place: Tensor | None = None,
+) -> Tensor:
     weight = getattr(module, name)
     route: ExpertsRoute | None = getattr(module, _attribute(name), None)
     if route is not None and (weight is not route.weight or not weight.requires_grad or not torch.is_grad_enabled()):
@@ -114,49 +122,47 @@ def _linear(module: Any, name: str, x: Tensor, token_offsets: Tensor, expert: Te
         if has_others_hooks(weight) or route.receiver() is None:
             route = None
     number = None if route is None else route.number
-    x = torch.ops.sparse_opt.tile_grouped_mm(x.to(weight.dtype), weight, token_offsets, number, module.is_transposed)
+    x = x.to(weight.dtype)
+    x = torch.ops.sparse_opt.tile_grouped_mm(x, weight, token_offsets, number, module.is_transposed, token, place)
     return x.add_(getattr(module, f"{name}_bias")[expert.long()]) if module.has_bias else x
 
 
-class _Dispatch(torch.autograd.Function):
-    """The rows of the tokens, sorted by expert: [T, hidden] to [T * k, hidden]."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, token: Tensor, place: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.top_k = top_k
-        return hidden_states[token]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad[place].view(-1, ctx.top_k, grad.shape[1]).sum(1), None, None, None
-
-
 class _Combine(torch.autograd.Function):
-    """The weighted sum over the experts of each token: [T * k, hidden] and [T, k] to [T, hidden]."""
+    """The weighted sum over the experts of each token: [T * k, hidden] and [T, k] to [T, hidden].
+
+    Products are written in place of their operands: each is as large as the outputs of all experts.
+    """
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(outputs, weights, order, place)
-        return (outputs[place].view(*weights.shape, outputs.shape[1]) * weights[..., None]).sum(1)
+        return _times(outputs[place], weights[..., None]).sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         outputs, weights, order, place = ctx.saved_tensors
         grad_rows = grad[order // weights.shape[1]]
         grad_outputs = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_outputs = (grad_rows * weights.reshape(-1)[order][:, None]).to(outputs.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weights = (grad_rows * outputs).sum(1)[place].view(weights.shape).to(weights.dtype)
+            products = torch.bmm(grad_rows[:, None], outputs[:, :, None].to(grad_rows.dtype))
+            grad_weights = products.view(-1)[place].to(weights.dtype)
+        if ctx.needs_input_grad[0]:
+            grad_outputs = _times(grad_rows, weights.reshape(-1)[order][:, None]).to(outputs.dtype)
         return grad_outputs, grad_weights, None, None
+
+
+def _times(rows: Tensor, factors: Tensor) -> Tensor:
+    """rows * factors, in the memory of the rows if the two have one dtype."""
+    return rows.mul_(factors) if rows.dtype == factors.dtype else rows * factors
 
 
 # The ops. Compiled code calls `grouped_mm` in place of torch's, which only takes bf16 there.
 
+# With `token` it multiplies these rows of the input, and keeps the input, which has 1/k of their size; `place`, [T, k],
+# says where each token's rows are among them.
 library.define(
-    "tile_grouped_mm(Tensor input, Tensor weight, Tensor token_offsets, Tensor? route, bool transposed) -> Tensor",
+    "tile_grouped_mm(Tensor input, Tensor weight, Tensor token_offsets, Tensor? route, bool transposed, "
+    "Tensor? token=None, Tensor? place=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -169,13 +175,19 @@ library.define(
 )
 
 
+def _rows(input: Tensor, token: Tensor | None) -> Tensor:
+    return input if token is None else input[token]
+
+
 def _product(input: Tensor, weight: Tensor, token_offsets: Tensor, transposed: bool) -> Tensor:
     """Multiply each expert's rows of [T, in] by its matrix, [in, out] if transposed, else [out, in]."""
     return F.grouped_mm(input, weight if transposed else weight.transpose(1, 2), offs=token_offsets)
 
 
-def _fake_product(input: Tensor, weight: Tensor, token_offsets: Tensor, transposed: bool) -> Tensor:
-    return input.new_empty(input.shape[0], weight.shape[2 if transposed else 1])
+def _fake_product(
+    input: Tensor, weight: Tensor, token_offsets: Tensor, transposed: bool, token: Tensor | None = None
+) -> Tensor:
+    return input.new_empty((input if token is None else token).shape[0], weight.shape[2 if transposed else 1])
 
 
 def _add_grouped_product(left: Tensor, right: Tensor, token_offsets: Tensor, number: Tensor) -> None:
@@ -191,36 +203,48 @@ class _TileGroupedMM(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, token_offsets: Tensor, route: Tensor | None, transposed: bool
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        token_offsets: Tensor,
+        route: Tensor | None,
+        transposed: bool,
+        token: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> Tensor:
         ctx.route, ctx.transposed = route, transposed
         ctx.traced = type(input) is not Tensor  # by torch.compile
         needed = ctx.needs_input_grad
-        ctx.save_for_backward(input if needed[1] else None, weight if needed[0] else None, token_offsets)
+        operands = input if needed[1] else None, weight if needed[0] else None
+        ctx.save_for_backward(*operands, token_offsets, token, place)
         product = torch.ops.sparse_opt.grouped_mm if ctx.traced else _product
-        output: Tensor = product(input, weight, token_offsets, transposed)
+        output: Tensor = product(_rows(input, token), weight, token_offsets, transposed)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "experts whose weight gradients are computed by tiles can't be differentiated twice (create_graph); "
                 "build the optimizer with tile_backward=False"
             )
-        input, weight, token_offsets = ctx.saved_tensors
+        input, weight, token_offsets, token, place = ctx.saved_tensors
         grad_output = grad_output.contiguous()
         grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            product = torch.ops.sparse_opt.grouped_mm if ctx.traced else _product
-            grad_input = product(grad_output, weight, token_offsets, not ctx.transposed)
         if ctx.needs_input_grad[1]:
-            left, right = (input, grad_output) if ctx.transposed else (grad_output, input)
+            rows = _rows(input, token)
+            left, right = (rows, grad_output) if ctx.transposed else (grad_output, rows)
             if ctx.traced and ctx.route is not None:
                 torch.ops.sparse_opt.tile_grouped_product(left, right, token_offsets, ctx.route)
             else:
                 grad_weight = _dense_gradient(ctx.route, left, right, token_offsets)
-        return grad_input, grad_weight, None, None, None
+            del rows, left, right  # before the other product, which is as large
+        if ctx.needs_input_grad[0]:
+            product = torch.ops.sparse_opt.grouped_mm if ctx.traced else _product
+            grad_input = product(grad_output, weight, token_offsets, not ctx.transposed)
+            if place is not None:
+                grad_input = grad_input[place].sum(1)
+        return grad_input, grad_weight, None, None, None, None, None
 
 
 def _dense_gradient(number: Tensor | None, left: Tensor, right: Tensor, token_offsets: Tensor) -> Tensor | None:
@@ -236,14 +260,18 @@ def _dense_gradient(number: Tensor | None, left: Tensor, right: Tensor, token_of
 library.impl("tile_grouped_mm", lambda *operands: _TileGroupedMM.apply(*operands), "Autograd")
 library.impl(
     "tile_grouped_mm",
-    lambda input, weight, token_offsets, route, transposed: _product(input, weight, token_offsets, transposed),
+    lambda input, weight, token_offsets, route, transposed, token=None, place=None: _product(
+        _rows(input, token), weight, token_offsets, transposed
+    ),
     "CompositeExplicitAutograd",
 )
 library.impl("grouped_mm", _product, "CompositeExplicitAutograd")
 library.impl("tile_grouped_product", _add_grouped_product, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "sparse_opt::tile_grouped_mm",
-    lambda input, weight, token_offsets, route, transposed: _fake_product(input, weight, token_offsets, transposed),
+    lambda input, weight, token_offsets, route, transposed, token=None, place=None: _fake_product(
+        input, weight, token_offsets, transposed, token
+    ),
     lib=library,
 )
 torch.library.register_fake("sparse_opt::grouped_mm", _fake_product, lib=library)
