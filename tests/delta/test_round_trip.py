@@ -120,12 +120,6 @@ def test_a_patch_larger_than_a_keyframe_is_a_keyframe(tmp_path, device, states, 
         same_bits(log.load(9), state)
 
 
-def test_metadata_and_names(tmp_path):
-    log = DeltaLog.create(tmp_path / "log", {"w": torch.zeros(2)}, metadata={"model": "ü/x", "lr": "1e-6"})
-    assert DeltaLog.open(tmp_path / "log").metadata == {"model": "ü/x", "lr": "1e-6"}
-    assert repr(log).endswith("1 steps, last 0)")
-
-
 def test_a_keyframe_is_a_plain_safetensors_file(logged):
     with safe_open(logged.file(5), framework="pt") as file:
         assert torch.equal(file.get_tensor("n"), logged.states[5]["n"])

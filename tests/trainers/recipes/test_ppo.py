@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -368,13 +369,10 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run, words, tmp_path, monkeypatc
     assert main([*words("parts", **changes), "--resume", "--lam=0.9"]) == 2
     assert "--lam is 0.9, expected 0.95" in capfd.readouterr().err
     checkpoint = tmp_path / "parts" / "checkpoint-4" / "state.pt"
-    content = bytearray(checkpoint.read_bytes())
-    content[len(content) // 2] ^= 1
-    checkpoint.write_bytes(content)
+    flip(checkpoint, 1000)
     assert main([*words("parts", **changes), "--resume"]) == 1
     assert "checkpoint-4: damaged: state.pt" in capfd.readouterr().err
-    content[len(content) // 2] ^= 1
-    checkpoint.write_bytes(content)
+    flip(checkpoint, 1000)
     resumed = run("parts", resume="true", **changes)
     for row in (*whole, *resumed):
         del row["time/ppo/total"]
