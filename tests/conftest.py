@@ -1,7 +1,5 @@
 """Fixtures used by several test folders; puts their helper modules on the import path."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts of the families that transformers fuses, made from configurations with a seed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

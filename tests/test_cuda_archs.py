@@ -1,7 +1,5 @@
 """Which GPUs a build is for, and which GPUs a binary runs on: lists alone, no GPU and no compiler."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

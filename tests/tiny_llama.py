@@ -1,7 +1,5 @@
 """A Llama of two layers with random weights; nothing is downloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

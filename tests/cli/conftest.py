@@ -1,7 +1,5 @@
 """Fixtures that run the command line in the test's process, and files of a tiny run as its inputs."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`sparse-opt delta`: logs, and deltas of checkpoints in one file and in shards."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

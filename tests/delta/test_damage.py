@@ -1,7 +1,5 @@
 """Damaged, renamed, reordered and foreign files: the right bits or a refusal that names file and step, never others."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A reader of logs at the level `packed`, written from docs/formats.md alone, compared with DeltaLog.load."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from math import prod

@@ -1,7 +1,5 @@
 """Drawn states and runs: patches are the identity on every backend, and a log gives back what it was given."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from typing import Any

@@ -1,7 +1,5 @@
 """Logged states are read with the same bits: any dtype, any change, tied tensors, models and plain states."""
 
-from __future__ import annotations
-
 import copy
 import json
 

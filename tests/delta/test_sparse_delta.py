@@ -1,7 +1,5 @@
 """SparseDelta and DeltaSet: made, saved, applied, removed, merged and switched, bit for bit, and refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

@@ -1,7 +1,5 @@
 """Damaged checkpoints and shared folders are refused by name, and the run goes on from the last intact checkpoint."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

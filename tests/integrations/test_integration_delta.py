@@ -1,7 +1,5 @@
 """Deltas next to saved weights (`save_delta=True`), and DeltaLogCallback: a log of any trainer's run in one line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

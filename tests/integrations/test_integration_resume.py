@@ -1,7 +1,5 @@
 """Checkpoints continue the identical run, and delta logs rebuild every logged step of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """The experts that calibration data use, against the routers' own outputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

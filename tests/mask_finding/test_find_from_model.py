@@ -1,7 +1,5 @@
 """Scores of initial models against the formulas, worked out sequence by sequence with plain autograd."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Masks of other tools: `.pt` dictionaries, tensors in memory, PEFT's adapters; and the page that says so, run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

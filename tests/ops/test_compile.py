@@ -1,7 +1,5 @@
 """Ops inside torch.compile and CUDA graphs: no graph break, no copy, few recompiles, the bits of an eager call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

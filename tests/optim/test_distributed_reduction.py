@@ -1,7 +1,5 @@
 """The mean of the ranks' compact gradients equals that of one process, with the same bits on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Fixtures: a tiny Llama with its tokenizer on disk, and preference files in common formats."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

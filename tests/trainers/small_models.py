@@ -1,7 +1,5 @@
 """Small causal models, batches, and the plain computation of their log-probabilities and gradients."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
 

@@ -1,7 +1,5 @@
 """The loops `sft`, `dpo` and `grpo`: they learn, train what they are told to, and load few modules."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """GRPO teaches a small mixture of experts arithmetic, under a mask of the experts that its data use and under tiles."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Senders on several ranks, replicated and sharded: their messages are, byte for byte, those of one device."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

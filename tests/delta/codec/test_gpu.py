@@ -3,8 +3,6 @@
 The patches of the CPU, which are the reference's, are what those of the GPU are compared with.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

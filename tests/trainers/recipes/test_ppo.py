@@ -1,7 +1,5 @@
 """`sparse-opt train ppo`: its arithmetic compared with numpy in fp64, and whole runs on a CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
