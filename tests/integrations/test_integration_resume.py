@@ -86,13 +86,6 @@ def test_a_checkpoint_without_its_optimizer_is_refused(lab):
         lab("SFT", mask=mask, max_steps=2).train(resume_from_checkpoint=checkpoint(trainer, 1))
 
 
-def test_a_checkpoint_of_another_mask_is_refused(lab):
-    trainer = lab("SFT", mask=lab.random_mask(0.1), max_steps=1, save_strategy="steps", save_steps=1)
-    trainer.train()
-    with pytest.raises(ValueError, match="was saved under another mask"):
-        lab("SFT", mask=lab.random_mask(0.2), max_steps=2).train(resume_from_checkpoint=checkpoint(trainer, 1))
-
-
 def test_master_weights_follow_the_best_model(lab, weights):
     mask, sparse = lab.random_mask(0.1), SparseArguments(master_weights=True)
     trainer = lab(
