@@ -242,8 +242,6 @@ def test_show(sparse_opt, checkpoints):
     assert sum(layer["changed"] for layer in found["layers"].values()) == found["changed"]
     assert found["layers"]["0"]["changed"] == 0 < found["layers"]["1"]["changed"]
     assert found["tensors"]["model.layers.1.mlp.up_proj.weight"] == found["layers"]["1"]["changed"]
-    text = sparse_opt("delta", "show", checkpoints / "d", "--largest", 1).done()
-    assert found["base_digest"] in text and text.count(".weight ") == 1
 
 
 def test_merge(sparse_opt, checkpoints):

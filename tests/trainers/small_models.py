@@ -129,4 +129,8 @@ def run(main, folder: Path, name: str, data: str, model: str = "start/model", **
     words = {"model": folder / model, "data": folder / "data" / f"{data}.jsonl", "output_dir": folder / name}
     words |= {"dtype": "fp32", "device": "cpu", "batch_size": 32, **options}
     assert main([word for option, value in words.items() for word in (f"--{option}", str(value))]) == 0
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(folder / name / "metrics.jsonl")
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from damage import flip
 from safetensors.torch import load_file
+from small_models import rows_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -265,10 +266,6 @@ def run(words, tmp_path, capfd):
         return rows_of(tmp_path / folder / "metrics.jsonl")
 
     return call
-
-
-def rows_of(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
