@@ -1,7 +1,5 @@
 """What a computation makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

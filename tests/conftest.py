@@ -1,6 +1,4 @@
-"""Fixtures used by several test folders; puts launch.py on the import path."""
-
-from __future__ import annotations
+"""Fixtures used by several test folders; puts their helper modules on the import path."""
 
 import gc
 import os
@@ -165,25 +163,8 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture
 def tiny_llama() -> Callable[..., torch.nn.Module]:
-    """`tiny_llama(seed=0, dtype=torch.float32, **config)`: a Llama of two layers with random weights, on the CPU.
+    """`tiny_llama(seed=0, dtype=torch.float32, **config)`: see tiny_llama.py."""
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
+    from tiny_llama import make_llama
 
-    About 20 thousand parameters, with the relevant shapes: grouped key-value heads, a gated MLP whose width is not a
-    multiple of a tile, norms (1-D), embeddings tied or not (`tie_word_embeddings=`). Nothing is downloaded.
-    """
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
-
-    def make(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> torch.nn.Module:
-        sizes = {
-            "vocab_size": 97,
-            "hidden_size": 32,
-            "intermediate_size": 72,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-        }
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **overrides})).to(dtype)
-
-    return make
+    return make_llama

@@ -4,8 +4,6 @@ The processes are forked from a server that has imported torch and transformers 
 importing them takes several seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts of the families that transformers fuses, made from configurations with a seed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -51,11 +49,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 
-def moe_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The same weights for every call; routers send tokens to all experts."""
+def moe_model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """The same weights for every call; routers send tokens to all experts. `options` change the configuration."""
     config_class, sizes = FAMILIES[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_class(**{**_SHARED, **sizes}), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config_class(**{**_SHARED, **sizes, **options}), dtype=dtype)
     for name, parameter in model.named_parameters():
         if name.endswith((".gate.weight", ".router.weight")):
             torch.nn.init.normal_(parameter)

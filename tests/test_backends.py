@@ -1,7 +1,5 @@
 """Which backend runs on which GPU, by what was built and what the GPU can do; the GPUs are faked."""
 
-from __future__ import annotations
-
 import warnings
 from types import ModuleType, SimpleNamespace
 

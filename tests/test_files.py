@@ -1,7 +1,5 @@
 """Files that the package writes: their mode, and locks, which end with the process that took them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The L2's fetch granularity: what it is, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny model's tokenizer, rows for each trainer, and `Lab`, which makes dense and sparse trainers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Fixtures for delta logs of small states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Agreement of masks against sets and bool tensors, and its expectation by chance against the exact distribution."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

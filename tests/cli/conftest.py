@@ -1,7 +1,5 @@
 """Fixtures that run the command line in the test's process, and files of a tiny run as its inputs."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -10,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import make_llama
+from transformers import LlamaForCausalLM
 
 from sparse_opt import DeltaLog
 from sparse_opt.cli.main import main
@@ -57,19 +56,8 @@ def sparse_opt(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 def make_model(tokenizer, hidden_size: int = 16) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    return make_llama(vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=32, **heads)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sparse_opt import DeltaLog
 from sparse_opt.analysis import changes, ranks
@@ -63,18 +62,6 @@ def test_tied_tensors_are_named(sparse_opt, files):
     words = ("analyze", "ranks", *source(files), "--include", "*lm_head*")
     assert note in sparse_opt(*words).done()
     assert json.loads(sparse_opt(*words, "--json").done())["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
-
-
-def test_two_checkpoints_are_compared(sparse_opt, files, tmp_path):
-    state = load_file(files.model / "model.safetensors")
-    with torch.no_grad():
-        state["model.norm.weight"][:4] += 1
-    (tmp_path / "tuned").mkdir()
-    save_file(state, tmp_path / "tuned" / "model.safetensors")
-    pair = ("--base_model", files.model, "--model_name", tmp_path / "tuned")
-    found = json.loads(sparse_opt("analyze", "sparsity", *pair, "--json").done())
-    changed = [(r["precision"], r["tensor"], r["density_bits"]) for r in found["tensor"] if r["density_bits"]]
-    assert changed == [("stored", "model.norm.weight", 0.25), ("bf16", "model.norm.weight", 0.25)]
 
 
 def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):

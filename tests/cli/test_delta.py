@@ -1,7 +1,5 @@
 """`sparse-opt delta`: logs, and deltas of checkpoints in one file and in shards."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -9,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from damage import flip
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,10 +19,7 @@ from sparse_opt.tensors import as_bits
 def broken_log(files, tmp_path):
     """A copy of the log with one bit of step 2 flipped."""
     folder = shutil.copytree(files.delta_log, tmp_path / "log")
-    file = folder / "step_00000002.patch.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(folder / "step_00000002.patch.safetensors")
     return folder
 
 
@@ -48,8 +44,6 @@ def test_list_shows_what_the_headers_say(sparse_opt, files):
         assert step["bytes"] == file.stat().st_size
         assert step["bytes_per_change"] == step["bytes"] / step["changed"]
     assert (totals["steps"], totals["bytes"]) == (4, sum(step["bytes"] for step in steps))
-    text = sparse_opt("delta", "list", "--delta_log_dir", files.delta_log).done()
-    assert text.count(" patch ") == 3 and f"{steps[1]['changed']:,}" in text
 
 
 def test_info_of_a_log(sparse_opt, files):
@@ -63,8 +57,6 @@ def test_info_of_a_log(sparse_opt, files):
     assert [entry["elements"] for entry in found["largest"]] == sorted(
         (s.numel for s in log.layout.tensors), reverse=True
     )[:2]
-    text = sparse_opt("delta", "info", "--delta_log_dir", files.delta_log).done()
-    assert found["run_id"] in text and "model: tiny" in text
 
 
 def test_verify_of_a_whole_log(sparse_opt, files):
@@ -78,9 +70,7 @@ def test_verify_names_broken_files_and_lost_steps(sparse_opt, broken_log):
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
     assert "broken: step_00000002.patch.safetensors; lost steps: 2, 3" in outcome.err
-    outcome = sparse_opt("delta", "verify", "--delta_log_dir", broken_log, "--json")
-    assert outcome.code == 1
-    found = json.loads(outcome.out)
+    found = json.loads(sparse_opt("delta", "verify", "--delta_log_dir", broken_log, "--json").out)
     assert (found["ok"], found["lost_steps"]) == (False, [2, 3])
     assert found["problems"][0]["file"] == "step_00000002.patch.safetensors"
 
@@ -178,12 +168,6 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
             assert torch.equal(as_bits(tensor), as_bits(files.states[step][name]))
 
 
-def test_convert_keeps_the_chosen_steps(sparse_opt, files, tmp_path):
-    words = ("delta", "convert", "--from", files.delta_log, "--to", tmp_path / "new", "--steps", 3, "--json")
-    assert as_json(sparse_opt(*words))["steps"] == [0, 3]
-    assert DeltaLog.open(tmp_path / "new").digest(3) == DeltaLog.open(files.delta_log).digest(3)
-
-
 def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_log, tmp_path):
     def refused(code, *words, source=pt_log):
         call = ("delta", "convert", "--from", source, "--to", tmp_path / "new", *words)
@@ -258,8 +242,6 @@ def test_show(sparse_opt, checkpoints):
     assert sum(layer["changed"] for layer in found["layers"].values()) == found["changed"]
     assert found["layers"]["0"]["changed"] == 0 < found["layers"]["1"]["changed"]
     assert found["tensors"]["model.layers.1.mlp.up_proj.weight"] == found["layers"]["1"]["changed"]
-    text = sparse_opt("delta", "show", checkpoints / "d", "--largest", 1).done()
-    assert found["base_digest"] in text and text.count(".weight ") == 1
 
 
 def test_merge(sparse_opt, checkpoints):

@@ -40,10 +40,7 @@ def test_says_what_auto_passed_over_and_why(sparse_opt, monkeypatch):
             "order": ["cpu", "reference"],
             "passed_over": {"cpu": "no compiler was found"},
         }
-    outcome = sparse_opt("doctor")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "indexed_adamw_       reference   cpu, reference" in outcome.out
-    assert "not cpu: no compiler was found" in outcome.out
+    assert "not cpu: no compiler was found" in sparse_opt("doctor").done()
 
 
 def test_variable_in_force_is_shown_also_when_it_cannot_run(sparse_opt, monkeypatch):
@@ -76,5 +73,4 @@ def test_without_torch_it_says_so(sparse_opt, monkeypatch, flags):
     if flags:
         assert "torch" not in json.loads(outcome.out)
     else:
-        assert "torch        MISSING" in outcome.out
         assert "pip install torch" in outcome.out

@@ -47,18 +47,16 @@ def test_two_masks_by_part_and_layer(sparse_opt, masks):
         assert [records[key][name] for name in names] == [getattr(overlap, name) for name in names]
 
 
-def test_several_masks_in_a_table_a_csv_and_pictures(sparse_opt, masks, tmp_path):
+def test_several_masks_in_a_csv_and_pictures(sparse_opt, masks, tmp_path):
     made, paths = masks
     out = tmp_path / "new"
     words = ("--csv", out / "all.csv", "--png", out / "all.png")
-    text = sparse_opt("mask", "compare", *paths, *words).done()
+    sparse_opt("mask", "compare", *paths, *words).done()
     pairs = compare_masks(made)
     with (out / "all.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * (1 + 4 + 3 + len(SHAPES))
     for pair in pairs:
-        (line,) = [line for line in text.splitlines() if line.split()[:2] == [pair.first, pair.second]]
-        assert line.split()[2:4] == [f"{pair.total.jaccard:.4f}", f"{pair.total.jaccard_chance:.4f}"]
         mine = [row for row in rows if (row["first"], row["second"]) == (pair.first, pair.second)]
         assert mine[0]["level"] == "total" and float(mine[0]["jaccard"]) == pair.total.jaccard
         tensors = {row["name"]: int(row["active_both"]) for row in mine if row["level"] == "tensor"}

@@ -8,7 +8,6 @@ from moe_models import moe_model
 from transformers import AutoTokenizer
 
 from sparse_opt import DeltaLog, MaskSet
-from sparse_opt.cli.mask import find as mask_find
 from sparse_opt.mask_finding.find import find_from_log
 from sparse_opt.mask_finding.log_scores import LOG_METHODS
 from sparse_opt.mask_finding.model_scores import CALIBRATION_METHODS
@@ -27,11 +26,6 @@ def find(sparse_opt, files, tmp_path):
         return sparse_opt("mask", "find", "--method", method, *source, "--output", tmp_path / "masks", *words)
 
     return call
-
-
-def test_methods_are_those_of_the_library():
-    assert mask_find.LOG_METHODS == LOG_METHODS
-    assert mask_find.CALIBRATION_METHODS == CALIBRATION_METHODS
 
 
 @pytest.mark.parametrize("method", [*LOG_METHODS, *UNTRAINED])
@@ -83,8 +77,6 @@ def test_debug_lists_every_tensor(find):
     found = json.loads(find("magnitude", "--debug", "--json").done())
     mask = MaskSet.load(found["file"])
     assert {name: stats["kept"] for name, stats in found["tensors"].items()} == {n: len(mask[n]) for n in mask.names}
-    text = find("magnitude", "--debug").done()
-    assert all(name in text for name in mask.names)
 
 
 def test_calibration_is_recorded(find, files):

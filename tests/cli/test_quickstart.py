@@ -67,9 +67,7 @@ def without_times(results):
 
 def test_a_checkpoint_of_your_own(sparse_opt, finished, tmp_path):
     words = ("--model", finished / "start", "--output_dir", tmp_path / "out", "--dpo_steps", 1, "--n_questions", 12)
-    text = sparse_opt("quickstart", *words, "--device", "cpu").done()
-    for label in ("held-out accuracy", "optimizer state", "gradients", "reference model", "an update of the engine"):
-        assert label in text
+    sparse_opt("quickstart", *words, "--device", "cpu").done()
     assert not (tmp_path / "out" / "start").exists()
     assert (tmp_path / "out" / "sparse" / "config.json").is_file()
 

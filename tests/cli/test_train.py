@@ -1,7 +1,5 @@
 """`sparse-opt train sft | dpo | grpo`: TRL's trainers, dense, under a mask and with adapters, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Fixtures for delta log tests: states to log, and their bitwise comparison."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

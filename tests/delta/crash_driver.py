@@ -7,8 +7,6 @@ the other. FOLDER/start, where it is there, is the log that a scenario begins wi
 what was acknowledged at the n-th fault, and "n done" where the scenario came to its end without meeting one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

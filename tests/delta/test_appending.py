@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from damage import flip
 from torch import nn
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
@@ -122,9 +123,7 @@ def test_appending_tensors_in_another_order(logged, states, same_bits):
 
 def test_appending_needs_an_intact_last_step(logged):
     path = logged.file(8)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(bytes(content))
+    flip(path)
     with pytest.raises(DeltaLogError, match=f"{path}: step 8: damaged"):
         DeltaLog.open(logged.directory, logged.states[8]).append(9)
 

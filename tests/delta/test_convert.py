@@ -1,7 +1,5 @@
 """From a log to a log at another level, or with some of its steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

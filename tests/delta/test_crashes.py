@@ -1,7 +1,5 @@
 """Killed, or out of disk space, at every call that changes a file: acknowledged steps are on disk, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """docs/delta_logs.md and docs/sharing.md: their blocks run one after the other, and their commands are understood."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex

@@ -1,13 +1,11 @@
 """Deltas and PEFT's adapters: equal to what PEFT computes itself, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+from tiny_llama import make_llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparse_opt import SparseDelta
 from sparse_opt.errors import DeltaError
@@ -17,10 +15,9 @@ peft = pytest.importorskip("peft")
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def base(request):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(request.param)
+    torch.manual_seed(0)  # of the adapters
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return make_llama(dtype=request.param, **sizes, tie_word_embeddings=True, attention_bias=True)
 
 
 def adapted(base, config):

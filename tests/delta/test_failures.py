@@ -1,7 +1,5 @@
 """A step that cannot be written: how it is reported, what remains on disk, and how the log continues."""
 
-from __future__ import annotations
-
 import copy
 import os
 import threading

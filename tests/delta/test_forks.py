@@ -1,7 +1,5 @@
 """A log in a forked process: it reads, refuses to write, and leaves the files and the lock to the process before."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A reader of logs at the level `packed`, written from docs/formats.md alone, compared with DeltaLog.load."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from math import prod
@@ -16,6 +14,7 @@ from delta_reader import packed, parse
 from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet
+from sparse_opt.tensors import as_bits
 
 
 def numbers(data: bytes, size: int) -> list[int]:
@@ -75,9 +74,7 @@ def stepped(states: Any, state: dict[str, Tensor], share: float, by: int) -> dic
     new = states.change(state, share / 20 if by else share)
     for tensor in new.values() if by else ():
         if tensor.dtype not in (torch.bool, torch.complex64) and tensor.numel():
-            words = tensor.view(-1).view(
-                {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-            )
+            words = as_bits(tensor)
             where = torch.tensor([states.source.random() < share for _ in range(len(words))])
             words[where] += torch.tensor([states.source.choice((-by, -1, 1, by)) for _ in range(int(where.sum()))]).to(
                 words.dtype

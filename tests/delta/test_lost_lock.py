@@ -1,7 +1,5 @@
 """A writer whose lock file was deleted: it stops with an error, and no file of a step is ever overwritten."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

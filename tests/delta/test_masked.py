@@ -1,7 +1,5 @@
 """Logs of runs under a mask: patches over its elements, and changes elsewhere, which are never lost."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

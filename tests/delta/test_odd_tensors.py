@@ -1,7 +1,5 @@
 """Tensors of every dtype, and odd names: each is logged bit for bit, or refused by name before anything is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

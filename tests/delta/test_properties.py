@@ -1,7 +1,5 @@
 """Drawn states and runs: patches are the identity on every backend, and a log gives back what it was given."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from typing import Any
@@ -17,6 +15,7 @@ from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.backends import why_unavailable
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta.codec import LEVELS, Patch
+from sparse_opt.tensors import as_bits
 
 # Lengths around those of runs, tiles and lanes.
 NUMELS = st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 8191, 8192, 8193, 20_000]))
@@ -70,7 +69,7 @@ def test_a_patch_made_on_one_backend_decodes_on_every_other(level, encoder, deco
         old, new = [a.clone() for a, _ in drawn], [b for _, b in drawn]
         there = [[tensor.to(encoder[1]) for tensor in tensors] for tensors in (old, new)]
         patch = patch_codec.encode(*there, level, backend=encoder[0])
-        assert patch.counts.tolist() == [int((_words(a) != _words(b)).sum()) for a, b in drawn]
+        assert patch.counts.tolist() == [int((as_bits(a) != as_bits(b)).sum()) for a, b in drawn]
         parts = {name: part.cpu() for name, part in patch.parts().items()}
         read = Patch.from_parts(parts, level, patch.dtype, patch.numels)
         whole = [tensor.to(decoder[1], copy=True) for tensor in old]
@@ -87,10 +86,6 @@ def test_a_patch_made_on_one_backend_decodes_on_every_other(level, encoder, deco
             assert bytes_of(alone) == bytes_of(after)
 
     identity()
-
-
-def _words(tensor: Tensor) -> Tensor:
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -110,8 +105,8 @@ def test_a_log_returns_the_logged_states(drawn, level, keyframe_every, mask_dens
         for name, old in first.items():
             kept = torch.ones(old.numel(), dtype=torch.bool)
             kept[mask[name].long()] = False
-            words = _words(second[name]).clone()
-            words[kept] = _words(old)[kept]
+            words = as_bits(second[name]).clone()
+            words[kept] = as_bits(old)[kept]
             second[name] = words.view(old.dtype)
     states = {0: first, 2: second, 3: second, 4: first, 9: second}
     with tempfile.TemporaryDirectory() as folder:

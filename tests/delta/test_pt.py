@@ -1,7 +1,5 @@
 """Logs of `.pt` files that other tools have written become delta logs, or are refused in one line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Files that are rewritten, truncated or crafted while they are read: what was checked is what is decoded."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logged states are read with the same bits: any dtype, any change, tied tensors, models and plain states."""
 
-from __future__ import annotations
-
 import copy
 import json
 
@@ -118,12 +116,6 @@ def test_a_patch_larger_than_a_keyframe_is_a_keyframe(tmp_path, device, states, 
         state["w"][7] = 100
         assert log.append(9).wait().kind == "patch"
         same_bits(log.load(9), state)
-
-
-def test_metadata_and_names(tmp_path):
-    log = DeltaLog.create(tmp_path / "log", {"w": torch.zeros(2)}, metadata={"model": "ü/x", "lr": "1e-6"})
-    assert DeltaLog.open(tmp_path / "log").metadata == {"model": "ü/x", "lr": "1e-6"}
-    assert repr(log).endswith("1 steps, last 0)")
 
 
 def test_a_keyframe_is_a_plain_safetensors_file(logged):

@@ -1,7 +1,5 @@
 """Digests of tensors against the xxhash package: every branch of XXH3 by length, any alignment, whole lists."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Every append logs what `state_dict()` returns at that step, whatever has changed in the model since the last one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path

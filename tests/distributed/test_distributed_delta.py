@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +12,7 @@ from launch import BACKENDS, device, launch, ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from uneven import Uneven, content
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.delta import encoder
@@ -25,23 +25,10 @@ pytestmark = pytest.mark.dist
 STEPS = 3
 
 
-class Tied(nn.Module):
-    """A tied head, a buffer, and parameters whose rows do not split evenly: 7, 5, 3 and 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 6)
-        self.hidden = nn.Linear(6, 5)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.out = nn.Linear(5, 3, dtype=torch.bfloat16)
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("count", torch.arange(4.0))
-
-
-def model_and_mask() -> tuple[Tied, MaskSet]:
+def model_and_mask() -> tuple[Uneven, MaskSet]:
     torch.manual_seed(0)
-    model = Tied()
+    model = Uneven()
+    model.register_buffer("count", torch.arange(4.0))
     return model, MaskSet.random(model, density=0.3, seed=1)
 
 
@@ -50,13 +37,6 @@ def changed(weight: Tensor, name: str, mask: MaskSet, step: int) -> Tensor:
     active = mask.bool(name) if step != 2 else torch.ones_like(weight, dtype=torch.bool)
     source = torch.Generator().manual_seed(step)
     return torch.where(active, weight + torch.randn(weight.shape, generator=source).to(weight.dtype), weight)
-
-
-def content(path: Path) -> tuple[object, bytes]:
-    """The header of a safetensors file, whose metadata is in random order, and all bytes after it."""
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    return json.loads(data[8:end]), data[end:]
 
 
 def fixed_run_id() -> mock._patch[object]:
@@ -102,7 +82,8 @@ def test_the_files_are_those_of_one_device(tmp_path: Path, sharded: bool, backen
     n = 3 if sharded and backend == "gloo" else 2
     launch(log_steps, n, str(tmp_path / "ranks"), sharded, backend=backend)
     one, ranks = (
-        {path.name: content(path) for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("one", "ranks")
+        {path.name: content(path.read_bytes()) for path in (tmp_path / folder).glob("*.safetensors")}
+        for folder in ("one", "ranks")
     )
     assert len(one) == STEPS + 2  # the mask and step 0 too
     assert one == ranks

@@ -1,7 +1,5 @@
 """Mixtures of experts on two ranks: sharded by `fully_shard`, three experts and two, and replicated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

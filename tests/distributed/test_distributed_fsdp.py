@@ -4,8 +4,6 @@ The loss of the one device is divided by the number of ranks, a power of two, an
 fp32: both are exact in either order, so nothing here needs a tolerance. With four ranks, two have a loss of zero.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable

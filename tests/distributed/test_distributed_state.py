@@ -1,7 +1,5 @@
 """Optimizer state of several ranks: torch.distributed.checkpoint, full state dicts, and states that do not fit."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The example files: each trains like torch.optim.AdamW, and a resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

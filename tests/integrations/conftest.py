@@ -1,7 +1,5 @@
 """Fixtures: a tiny model with its tokenizer on disk, and dense and sparse trainers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Over gloo on CPUs, and over NCCL on two GPUs of a host.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

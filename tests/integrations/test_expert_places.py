@@ -3,8 +3,6 @@
 tests/vllm_engine has them in a real vLLM.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

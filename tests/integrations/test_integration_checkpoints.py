@@ -1,7 +1,5 @@
 """Damaged checkpoints and shared folders are refused by name, and the run goes on from the last intact checkpoint."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage import flip
 from transformers import TrainerCallback
 
 from sparse_opt import DeltaLog
@@ -27,20 +26,14 @@ def run(lab, tmp_path):
     return lambda **changes: lab("DPO", mask=mask, **{**SAVING, "output_dir": str(tmp_path / "run"), **changes})
 
 
-def flipped(file: Path, at: int = -1) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
-
-
 def emptied(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
 
 
 DAMAGES = {
-    "a bit": (lambda c: flipped(c / "optimizer.pt", 3000), "optimizer.pt has .* expected"),
-    "the manifest": (lambda c: flipped(c / MANIFEST, 200), f"{MANIFEST} does not have its own digest"),
+    "a bit": (lambda c: flip(c / "optimizer.pt", 3000), "optimizer.pt has .* expected"),
+    "the manifest": (lambda c: flip(c / MANIFEST, 200), f"{MANIFEST} does not have its own digest"),
     "no manifest": (lambda c: (c / MANIFEST).unlink(), f"has no {MANIFEST}, so it was not completely written"),
     "truncated": (lambda c: (c / "trainer_state.json").write_text("{"), "trainer_state.json has 1 bytes"),
     "deleted": (lambda c: (c / "rng_state.pth").unlink(), "rng_state.pth is missing"),
@@ -77,7 +70,7 @@ def test_damage_is_refused_and_the_last_intact_checkpoint_named(run, weights):
 def test_a_damaged_best_checkpoint_is_not_loaded(lab, run):
     class Damages(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            flipped(Path(args.output_dir, f"checkpoint-{state.global_step}", "model.safetensors"))
+            flip(Path(args.output_dir, f"checkpoint-{state.global_step}", "model.safetensors"))
 
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     trainer = run(given={"eval_dataset": lab.rows("DPO"), "callbacks": [Damages()]}, **best)
@@ -196,6 +189,6 @@ def test_in_the_original_trainer(lab):
     VerifiedCheckpointCallback.require_intact(newest)
     (newest / "notes.txt").touch()  # another callback's
     VerifiedCheckpointCallback.require_intact(newest)
-    flipped(newest / "model.safetensors")
+    flip(newest / "model.safetensors")
     with pytest.raises(DataError, match=r"checkpoint-6: damaged: model.safetensors .* is checkpoint-4: "):
         VerifiedCheckpointCallback.require_intact(newest)

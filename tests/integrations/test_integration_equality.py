@@ -1,7 +1,5 @@
 """The same losses, gradient norms and weights as theirs with `torch.optim.AdamW`, step for step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import TrainerCallback

@@ -1,7 +1,5 @@
 """GRPO's completions are sampled from the current weights, with every generator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.generation import ContinuousBatchingConfig

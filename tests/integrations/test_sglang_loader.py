@@ -1,7 +1,5 @@
 """The loader for SGLang on a stand-in: a model with fused weights and a `load_weights`, as SGLang's models have."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

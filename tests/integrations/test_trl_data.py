@@ -1,7 +1,5 @@
 """Rows of TRL runs are trained as the file says, or refused by name. Row numbers begin at 1."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

@@ -1,9 +1,5 @@
 """The experts that calibration data use, against the routers' own outputs."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import pytest
 import torch
 from moe_models import FAMILIES, moe_model, tokens_of
@@ -13,15 +9,9 @@ from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.mask_finding import find_experts, find_from_model
 from sparse_opt.mask_finding.experts import choose_experts, routing_shares
+from sparse_opt.trainers.batches import TokenSequence
 
-
-@dataclass(frozen=True)
-class Sequence:
-    ids: list[int]
-    prompt_length: int = 1
-
-
-SEQUENCES = [Sequence(tokens_of(step, 10 + 7 * step)[0].tolist()) for step in range(3)]
+SEQUENCES = [TokenSequence(tokens_of(step, 10 + 7 * step)[0].tolist(), 1) for step in range(3)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

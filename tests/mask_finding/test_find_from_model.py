@@ -1,9 +1,6 @@
 """Scores of initial models against the formulas, worked out sequence by sequence with plain autograd."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,17 +11,16 @@ from sparse_opt.errors import MaskError
 from sparse_opt.mask_finding import find_from_model, find_mask
 from sparse_opt.mask_finding.model_scores import calibrated_scores, weight_scores
 from sparse_opt.tensors import canonical_names
+from sparse_opt.trainers.batches import TokenSequence
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 
-@dataclass(frozen=True)
-class Sequence:
-    ids: list[int]
-    prompt_length: int
-
-
-SEQUENCES = [Sequence([5, 9, 3, 40, 2], 2), Sequence([7, 7, 30], 0), Sequence([1, 2, 3, 4, 5, 6, 7, 8], 6)]
+SEQUENCES = [
+    TokenSequence([5, 9, 3, 40, 2], 2),
+    TokenSequence([7, 7, 30], 0),
+    TokenSequence([1, 2, 3, 4, 5, 6, 7, 8], 6),
+]
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -150,7 +146,7 @@ def test_refusals(tiny_llama) -> None:
     with pytest.raises(MaskError, match="found no calibration sequence, expected at least one for snip"):
         calibrated_scores(model, parameters, [], "snip")
     with pytest.raises(MaskError, match="calibration sequence 1 has 3 tokens and a prompt of 3, expected a completion"):
-        calibrated_scores(model, parameters, [SEQUENCES[0], Sequence([1, 2, 3], 3)], "snip")
+        calibrated_scores(model, parameters, [SEQUENCES[0], TokenSequence([1, 2, 3], 3)], "snip")
     norms = {name: p for name, p in parameters.items() if "norm" in name}
     with pytest.raises(MaskError, match="none of the 5 chosen tensors is the weight of a linear layer"):
         calibrated_scores(model, norms, SEQUENCES, "wanda")

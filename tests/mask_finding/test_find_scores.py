@@ -1,7 +1,5 @@
 """Scores of a log's methods against their formulas in numpy, the steps that each reads, and the masks of magnitudes."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """find_mask against sorting every score at once, for elements, runs and tiles."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Parameter names against the models that give them, made from configurations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Masks of whole experts, and what masks know about experts and routers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Mask files: written masks are read back; damaged, foreign or hostile files are refused by name in one line."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

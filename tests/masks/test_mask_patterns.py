@@ -1,7 +1,5 @@
 """Patterns: every claim about them against a loop over all units of a matrix."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """MaskSet: refused arguments, its statistics, and how it resolves names in a model."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

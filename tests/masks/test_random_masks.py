@@ -1,7 +1,5 @@
 """MaskSet.random: exact counts, one stream per seed and name, and every choice as likely as any other."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

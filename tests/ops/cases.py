@@ -11,6 +11,7 @@ from sparse_opt import ops
 from sparse_opt.masks.patterns import expand_units
 from sparse_opt.ops import STEP_OPS, narrow_indices, tile_table
 from sparse_opt.ops.narrow import widened
+from sparse_opt.tensors import as_bits
 
 SHAPES = [(7, 33), (1,), (129,), (4, 5, 6), (64, 64), (3, 1030)]
 MASKS = ("random", "empty", "full", "single", "ragged", "some-empty")
@@ -230,9 +231,7 @@ def run_step(op: str, case: Case, backend: str, **how: object) -> None:
 
 def bits_of(t: Tensor) -> Tensor:
     """NaN payloads and signed zeros included."""
-    return (
-        t.contiguous().view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
-    )
+    return as_bits(t.contiguous())
 
 
 def behind_its_beginning(t: Tensor) -> Tensor:

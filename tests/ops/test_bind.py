@@ -40,21 +40,6 @@ def test_steps(op, options, compact, layout, any_place):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_swap(layout, any_place):
-    case = make(torch.device(any_place[0]), layout=layout)
-    expected, got = case.clone(), case.clone()
-    bound = bound_to(got, any_place[1])
-    for c, swap in (
-        (expected, lambda c: ops.indexed_swap_(c.params, c.master, c.indices, c.starts, c.ends, **c.layout)),
-        (got, lambda c: bound.indexed_swap_(c.master)),
-    ):
-        swap(c)
-    assert_same_bits(got, expected)
-    bound.indexed_swap_(got.master)
-    assert_same_bits(got, case)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
 @pytest.mark.parametrize("of", ["gradients", "tensors"])
 def test_gather(of, accumulate, layout, any_place):

@@ -1,7 +1,5 @@
 """Ops inside torch.compile and CUDA graphs: no graph break, no copy, few recompiles, the bits of an eager call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -162,15 +160,6 @@ def test_one_graph_and_the_bits_of_an_eager_call(op, compiler, dtype, layout, wh
     if op != "delta_encode":
         assert any(not torch.equal(bits_of(t), bits_of(case.tensors()[n])) for n, t in got.tensors().items())
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("op", ["indexed_adamw_", "delta_encode"])
-def test_no_graph_break_without_fullgraph(op):
-    """With torch's default settings, except one that results of data-dependent shape require, as in torch.nonzero."""
-    case = make(torch.device("cpu"))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=op == "delta_encode"):
-        torch.compile(FUNCTIONS[op], backend="aot_eager")(case, "cpu")
-    assert not counters["graph_break"]
 
 
 def test_the_break_at_delta_encode_names_the_setting_and_changes_no_result():

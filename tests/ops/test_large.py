@@ -1,7 +1,5 @@
 """Tensors past 2^31 elements, on hardware, against small twins; and lists longer than the tables of CUDA kernels."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

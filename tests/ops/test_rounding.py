@@ -1,7 +1,5 @@
 """Stochastic rounding: its random numbers, and values near the largest finite one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

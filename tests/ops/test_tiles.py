@@ -4,8 +4,6 @@ Where values are small integers, every product and partial sum is exact in fp32:
 and results are compared bit by bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The launchers are called on CPU tensors, and compile instead of launching: for s
 with some. They run in a child process without TRITON_INTERPRET, under which the kernels are Python functions.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The Triton kernels give the same bits with the launch sizes of every GPU, and with any split of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_tiles import PADDING, assert_bits, assert_sums, make, normals

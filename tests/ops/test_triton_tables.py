@@ -1,7 +1,5 @@
 """The cached device tables of the Triton launchers: their content, when they are rebuilt, and their lifetime."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,9 +1,8 @@
 """A step that raises has written nothing: every bucket is checked before the first one changes."""
 
-import copy
-
 import pytest
 import torch
+from small_runs import assert_same, snapshot
 from torch import nn
 
 from sparse_opt import MaskSet, SparseAdamW, SparseSGD
@@ -28,16 +27,6 @@ def build(kind, params, backend, **options):
 def backward(params, seed):
     generator = torch.Generator().manual_seed(seed)
     sum((p * torch.randn(p.shape, generator=generator).to(p)).float().sum() for p in params.values()).backward()
-
-
-def snapshot(params, optimizer):
-    return {n: p.detach().clone() for n, p in params.items()}, copy.deepcopy(optimizer.state_dict()["state"])
-
-
-def assert_same(a, b):
-    assert all(torch.equal(a[0][name], b[0][name]) for name in a[0])
-    for key, values in a[1].items():
-        assert all(torch.equal(value, b[1][key][name]) for name, value in values.items()), key
 
 
 def option(name, value):
@@ -114,7 +103,7 @@ def check_refused(kind, damage, message, error, device, backend, **options):
             if seed == 0:
                 o.step()
                 o.zero_grad()
-    before = snapshot(params, optimizer)
+    before = snapshot(params.values(), optimizer)
     norm = optimizer.grad_norm
     repair = damage(params, optimizer)
     for _ in range(2):
@@ -123,16 +112,16 @@ def check_refused(kind, damage, message, error, device, backend, **options):
         assert "\n" not in str(raised.value)
     for part in repair if isinstance(repair, tuple) else (repair,):
         part()
-    assert_same(snapshot(params, optimizer), before)
+    assert_same(snapshot(params.values(), optimizer), before)
     assert optimizer.grad_norm is norm
     for o in (optimizer, undisturbed):
         o.step()
         o.zero_grad()
-    assert_same(snapshot(params, optimizer), snapshot(twins, undisturbed))
+    assert_same(snapshot(params.values(), optimizer), snapshot(twins.values(), undisturbed))
     for named, o in ((params, optimizer), (twins, undisturbed)):
         backward(named, 5)
         o.step()
-    assert_same(snapshot(params, optimizer), snapshot(twins, undisturbed))
+    assert_same(snapshot(params.values(), optimizer), snapshot(twins.values(), undisturbed))
 
 
 @pytest.mark.parametrize("grads", ["compact", "dense"])
@@ -166,30 +155,17 @@ def grad_data(change):
     return damage
 
 
-def sparse_grad(params, optimizer):
-    before, params["c"].grad = params["c"].grad, None
-    params["c"].grad = before.to_sparse()
-
-    def repair():
-        params["c"].grad = None
-        params["c"].grad = before
-
-    return repair
-
-
 FOREIGN = {
-    "shape": (grad_data(lambda g: g[:2].clone()), ValueError, r"gradient of 'c' has shape \[2, 4\], expected \[6, 4\]"),
-    "same-numel": (grad_data(lambda g: g.view(4, 6)), ValueError, r"gradient of 'c' has shape \[4, 6\]"),
-    "dtype": (grad_data(torch.Tensor.double), ValueError, "gradient of 'c' is torch.float64, expected bfloat16"),
-    "layout": (sparse_grad, RuntimeError, "gradient of 'c' is torch.sparse_coo, expected a strided tensor"),
+    "shape": (grad_data(lambda g: g[:2].clone()), r"gradient of 'c' has shape \[2, 4\], expected \[6, 4\]"),
+    "same-numel": (grad_data(lambda g: g.view(4, 6)), r"gradient of 'c' has shape \[4, 6\]"),
+    "dtype": (grad_data(torch.Tensor.double), "gradient of 'c' is torch.float64, expected bfloat16"),
 }
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=["", "clipped"])
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_dense_gradient(name, options, device, backend):
-    damage, error, message = FOREIGN[name]
-    check_refused(SparseAdamW, damage, message, error, device, backend, grads="dense", **options)
+    check_refused(SparseAdamW, *FOREIGN[name], ValueError, device, backend, grads="dense", **options)
 
 
 def test_gradients_of_two_dtypes_in_one_bucket(device, backend):

@@ -1,7 +1,5 @@
 """docs/optimizer.md and README.md: the examples run, and the page has every argument and public method."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

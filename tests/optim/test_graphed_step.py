@@ -1,7 +1,5 @@
 """GraphedStep: replays give the bits of eager steps: base weights, clipping, accumulation, tiles and two shapes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixtures of experts under masks: training, logs and deltas, in transformers' own models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from small_runs import same_state
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.optim import segments
@@ -32,11 +33,6 @@ def train(model, optimizer, seeds, first=0):
             model[first:](x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def same(a, b):
-    x, y = a.state_dict()["state"], b.state_dict()["state"]
-    return x.keys() == y.keys() and all(torch.equal(value, y[i][name]) for i in x for name, value in x[i].items())
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ def test_training_gives_the_same_bits(grads, both):
         train(model, optimizer, range(4))
         train(model, optimizer, range(4, 6), first=2)  # a call with some of the segments
         train(model, optimizer, range(6, 8), first=3)
-    assert same(a, b)
+    assert same_state(a, b)
     for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -98,7 +94,7 @@ def test_state_base_weights_and_a_new_mask(both):
         train(model, optimizer, range(5, 7))
         with optimizer.base_weights():
             assert all(torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True))
-    assert same(a, b)
+    assert same_state(a, b)
     # For each element of both masks 2 bytes of value and 2 of index, and 4 for every 256 of them and every parameter.
     masks = make_mask(narrow), make_mask(narrow, seed=1)
     nnz = sum(torch.cat([mask[name] for mask in masks]).unique().numel() for name in masks[0].indices)

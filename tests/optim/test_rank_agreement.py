@@ -1,7 +1,5 @@
 """Ranks that differ raise: one skips a step, has another learning rate, clips alone, or loads another state."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

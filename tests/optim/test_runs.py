@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from small_runs import loss_of, same, same_state
 
 from sparse_opt import MaskSet, SparseAdamW
 
@@ -33,23 +34,12 @@ def elements_of(mask):
     return MaskSet(mask.indices, mask.shapes, pattern="element")
 
 
-def backward(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    p = next(model.parameters())
-    x = torch.randn(8, 128, generator=generator).to(p.device, p.dtype)
-    model(x).square().mean().backward()
-
-
 def train(model, optimizer, seeds):
     for seed in seeds:
-        backward(model, seed)
-        backward(model, 1000 + seed)
+        loss_of(model, seed).backward()
+        loss_of(model, 1000 + seed).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def same(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def agree(a, b, optimizers, device):
@@ -63,16 +53,6 @@ def agree(a, b, optimizers, device):
 
 def run_lengths(optimizer):
     return sorted(buffer.run_length for buffer in optimizer.gradient_buffers)
-
-
-def same_state(a, b):
-    a, b = a.state_dict()["state"], b.state_dict()["state"]
-    assert a.keys() == b.keys()
-    for key, state in a.items():
-        assert state.keys() == b[key].keys()
-        for name, value in state.items():
-            assert torch.equal(value, b[key][name]) and value.dtype == b[key][name].dtype, (key, name)
-    return True
 
 
 # (pattern, dtype of the weights, options)

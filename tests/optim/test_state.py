@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from small_runs import make_model, train
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import MaskError
@@ -14,21 +15,6 @@ from sparse_opt.errors import MaskError
 PATTERNS = ("element", "run16")
 # The steps of a run that is resumed, and after how many it is saved: fewer under Triton's interpreter, which is slow.
 N_STEPS, SAVED_AT = (5, 2) if os.environ.get("TRITON_INTERPRET") == "1" else (10, 4)
-
-
-def make_model(device, dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to(device, dtype)
-
-
-def train(model, optimizer, seeds):
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        p = next(model.parameters())
-        x = torch.randn(8, 12, generator=generator).to(p.device, p.dtype)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def bits(model):

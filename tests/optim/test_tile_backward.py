@@ -187,20 +187,16 @@ def test_tiles_of_layers_on_several_streams(native):
         assert all(torch.equal(a, b) for a, b in zip(gradients(spread=True), expected, strict=True))
 
 
-class _FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("on purpose")
-
-
 def test_tiles_of_a_backward_pass_that_failed_are_dropped(device, native):
     model, tiles, twin, dense = pair(device)
+
+    def fail(grad):
+        raise RuntimeError("on purpose")
+
+    hidden = model[:2](batch(device, 5))
+    hidden.register_hook(fail)
     with pytest.raises(RuntimeError, match="on purpose"):
-        model[2:](_FailsBackward.apply(model[:2](batch(device, 5)))).sum().backward()
+        model[2:](hidden).sum().backward()
     tiles.zero_grad()
     for m in (model, twin):
         loss_of(m, batch(device)).backward()
@@ -245,24 +241,17 @@ def test_operands_are_released_without_a_lock(native):
     assert (ended.returncode, ended.stdout) == (0, "released\n"), ended.stderr
 
 
-class _ChangesItsOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        out = x.clone()
-        ctx.keep = out.detach()
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.keep.add_(1)
-        return grad
-
-
 def test_a_queued_operand_that_is_changed_in_place_raises(device, native):
     model, tiles, _, _ = pair(device)
     tiles.gradient_buffers[0].set_queue_limits(tiles=10**9, tile_bytes=10**12)
+    hidden = model[0](batch(device)).clone()
+
+    def change(grad):
+        hidden.detach().add_(1)
+
+    hidden.register_hook(change)
     with pytest.raises(ValueError, match="changed in place before its weight gradient was computed"):
-        model[2](_ChangesItsOutput.apply(model[0](batch(device)))).sum().backward()
+        model[2](hidden).sum().backward()
     assert tiles.compact_grad(model[0].weight) is None  # the buffer holds an old gradient
 
 

@@ -1,7 +1,5 @@
 """Compiled layers compute the tiles of several weight gradients by one call, with the gradients of eager layers."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from small_runs import same
 from torch import nn
 
 from sparse_opt import GraphedStep, MaskSet, SparseAdamW, backends
@@ -60,14 +61,6 @@ def train(model, optimizer, seeds):
     device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     for seed in seeds:
         step(model, optimizer, torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(device, dtype))
-
-
-def weights(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Without sparse_opt._autograd, as with a wheel before `sparse-opt build`: Python code gives the same bits."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """`sparse-opt build` compiles sparse_opt._autograd from the source in a wheel, and only that library is loaded."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Builds with CUDA by fake compilers: how they are called, and what happens if they fail."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

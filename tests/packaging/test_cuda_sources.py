@@ -1,7 +1,5 @@
 """The CUDA sources, and the C++ of builds with CUDA, compile for the supported GPUs on a machine without one."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What is built from a checkout: wheel, source distribution, editable install; and the symbols of its library."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

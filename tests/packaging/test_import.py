@@ -1,7 +1,5 @@
 """`import sparse_opt`: cheap, complete, and independent of the extension; one older than its sources is not loaded."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A build compiles what has changed since the last one, shown with setup.py, three small sources and two rules."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The folder for Hugging Face's `kernels`, with the extension that is built: its package works without sparse_opt."""
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 from pathlib import Path

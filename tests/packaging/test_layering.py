@@ -1,7 +1,5 @@
 """Imports between modules go down the list of layers only, without a cycle; and tensors name their device and dtype."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

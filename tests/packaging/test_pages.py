@@ -1,7 +1,5 @@
 """README.md, CONTRIBUTING.md and docs/: the links, paths, modules, names and make targets on these pages exist."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

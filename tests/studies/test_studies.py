@@ -1,7 +1,5 @@
 """Tables of the documentation from the kept runs; the plan, its verdicts, and a tiny study from start to end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures: a tiny Llama with its tokenizer on disk, and preference files in common formats."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -9,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from tiny_llama import make_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -65,22 +63,15 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            initializer_range=0.1,  # larger than the default, so that log-probabilities differ between tokens
-            attention_dropout=0.1,  # the loops must switch it off
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    return make_llama(
+        vocab_size=len(tokenizer),
+        intermediate_size=64,
+        max_position_embeddings=128,
+        initializer_range=0.1,  # larger than the default, so that log-probabilities differ between tokens
+        attention_dropout=0.1,  # the loops must switch it off
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
 

@@ -1,6 +1,7 @@
-"""Small causal models, batches, and the plain computation of their log-probabilities and gradients."""
+"""Small causal models, batches, the plain computation of their log-probabilities and gradients; and runs of loops."""
 
-from __future__ import annotations
+import json
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
@@ -121,3 +122,15 @@ class Head:
 
 def _with_logits(hidden, weight, labels, temperature):
     return selected_logprobs(hidden @ weight.T, labels, temperature)
+
+
+def run(main, folder: Path, name: str, data: str, model: str = "start/model", **options) -> list[dict[str, float]]:
+    """Run a loop by its command line; return the rows of its metrics."""
+    words = {"model": folder / model, "data": folder / "data" / f"{data}.jsonl", "output_dir": folder / name}
+    words |= {"dtype": "fp32", "device": "cpu", "batch_size": 32, **options}
+    assert main([word for option, value in words.items() for word in (f"--{option}", str(value))]) == 0
+    return rows_of(folder / name / "metrics.jsonl")
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,7 +1,5 @@
 """From rows to batches: files, formats, the rules of encoding, prompts, the order of examples."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

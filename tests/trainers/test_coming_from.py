@@ -1,7 +1,5 @@
 """The configs for users of the research code, and the page that names them: each runs, and each command is one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The loops `sft`, `dpo` and `grpo`: they learn, train what they are told to, and load few modules."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_models import run
 from transformers import AutoModelForCausalLM
 
 from sparse_opt import MaskSet
@@ -34,14 +33,6 @@ def world(tmp_path_factory) -> Path:
     folder = make_arithmetic(tmp_path_factory.mktemp("worlds") / "sums", **sizes)
     run(sft.main, folder, "start", data="demonstrations", model="model", n_steps=150, learning_rate=5e-3)
     return folder
-
-
-def run(main, folder: Path, name: str, data: str, model: str = "start/model", **options) -> list[dict[str, float]]:
-    """Run a loop by its command line; return the rows of its metrics."""
-    words = {"model": folder / model, "data": folder / "data" / f"{data}.jsonl", "output_dir": folder / name}
-    words |= {"dtype": "fp32", "device": "cpu", "batch_size": 32, **options}
-    assert main([word for option, value in words.items() for word in (f"--{option}", str(value))]) == 0
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
 def mean(rows: list[dict[str, float]], name: str) -> float:

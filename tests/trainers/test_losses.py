@@ -1,7 +1,5 @@
 """The losses of DPO as the papers print them, and all of a step as in TRL's DPOTrainer."""
 
-from __future__ import annotations
-
 import copy
 import math
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Attention without masks, and adapters."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

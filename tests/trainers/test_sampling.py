@@ -1,7 +1,5 @@
 """Sampling by transformers: what is sampled, its log-probabilities, and a model left as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small_models import EPS, plain_table, small, with_lora

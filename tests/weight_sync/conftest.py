@@ -1,7 +1,5 @@
 """The places where the tests of weight_sync run, and the weights that they use."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Senders and receivers by gloo in threads of one process, for tests of transports."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A receiver of weight updates in numpy, written from docs/formats.md alone, with all checks of "Receiving"."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights of several shapes and dtypes, and changes of their active elements."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

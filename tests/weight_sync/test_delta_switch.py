@@ -1,7 +1,5 @@
 """DeltaSwitch: an engine with weights in tensors of its own has those of one of several deltas, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """The independent receiver follows a sender's bytes, and refuses damaged messages before it writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

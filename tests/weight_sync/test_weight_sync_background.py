@@ -1,7 +1,5 @@
 """Updates that are sent while training goes on."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import closing, suppress
 from unittest.mock import patch

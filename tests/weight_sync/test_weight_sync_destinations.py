@@ -1,7 +1,5 @@
 """Weights that a receiver keeps in other tensors: fused, sliced, padded, transposed, several times, or not at all."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

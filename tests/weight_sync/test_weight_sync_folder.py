@@ -1,7 +1,5 @@
 """The transport by a folder: a delta log that receivers follow, restart on, and refuse when it is damaged."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

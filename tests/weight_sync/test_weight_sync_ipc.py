@@ -1,7 +1,5 @@
 """On a GPU: a receiver in another process copies by CUDA IPC, and updates do not wait for the device."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The transport by a process group (gloo): several receivers, late, lost, refusing and restarted ones, lost senders."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,25 +1,21 @@
 """Senders on several ranks, replicated and sharded: their messages are, byte for byte, those of one device."""
 
-from __future__ import annotations
-
 import contextlib
-import json
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from launch import device, ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from uneven import Uneven, content
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import MaskError, WeightSyncError
 from sparse_opt.weight_sync import (
     DistributedWeightSender,
-    Message,
-    PendingMessage,
     WeightReceiver,
     WeightSender,
     distributed,
@@ -27,22 +23,6 @@ from sparse_opt.weight_sync import (
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
 pytestmark = pytest.mark.dist
-
-
-class Uneven(nn.Module):
-    """Rows that do not split evenly: 130, 7, 5 and 1; a tied head; two dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(130, 70)
-        self.hidden = nn.Linear(70, 7)
-        self.scale = nn.Parameter(torch.ones(1))
-        self.out = nn.Linear(7, 5, dtype=torch.bfloat16)
-        self.head = nn.Linear(70, 130, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.out((self.hidden(self.embedding(rows)) * self.scale).bfloat16())
 
 
 def whole_weights(pattern: str) -> tuple[Uneven, MaskSet]:
@@ -66,13 +46,6 @@ def changed(weight: Tensor, active: Tensor, share: float, seed: int) -> Tensor:
     return torch.where(moved, weight + torch.randn(weight.shape, generator=generator).to(weight.dtype), weight)
 
 
-def content(message: Message | PendingMessage) -> tuple[object, bytes]:
-    """The header of a message's file, whose metadata are in random order, and all bytes after it."""
-    data = message.to_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    return json.loads(data[8:end]), data[end:]
-
-
 def same_messages(rank: int, pattern: str, sharding: str) -> None:
     model, mask = whole_weights(pattern)
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -86,8 +59,8 @@ def same_messages(rank: int, pattern: str, sharding: str) -> None:
     sender = DistributedWeightSender(model, mask)
     assert (sender.sender is None) == (rank > 0)
     if sender.sender is not None:
-        assert content(sender.sender.mask_message()) == content(one.mask_message())
-        assert content(sender.sender.state_message()) == content(one.state_message())
+        assert content(sender.sender.mask_message().to_bytes()) == content(one.mask_message().to_bytes())
+        assert content(sender.sender.state_message().to_bytes()) == content(one.state_message().to_bytes())
     for version, share in enumerate([0.02, 1.0, 0.0], start=1):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -105,7 +78,7 @@ def same_messages(rank: int, pattern: str, sharding: str) -> None:
         message, expected = sender.update(), one.update()
         assert sender.version == version
         if rank == 0:
-            assert message is not None and content(message) == content(expected)
+            assert message is not None and content(message.to_bytes()) == content(expected.to_bytes())
         else:
             assert message is None
 

@@ -1,7 +1,5 @@
 """Damaged, reordered and foreign messages leave weights and version as they were, and the next correct one works."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Receivers have the sender's bits after every update: patterns, dtypes, encodings, sources, and tensors past 2**31."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The first update compiles no Triton kernel: senders and receivers launch all of them before, without effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures for codec tests: words to encode, and devices with a native codec."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tensors of any bits, tensors that differ from them in some, and patches with damage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The native decoder refuses what the reference refuses, and reads everything else to the same words."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -3,8 +3,6 @@
 The patches of the CPU, which are the reference's, are what those of the GPU are compared with.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +15,7 @@ from sparse_opt import backends
 from sparse_opt.delta.codec import LEVELS, Patch, PatchError, apply_, count_changes, encode
 from sparse_opt.delta.codec.words import TILE, first_tiles
 from sparse_opt.delta.digest import StateDigest
+from sparse_opt.tensors import as_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -166,7 +165,7 @@ def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
             for target, words in zip(dense, old, strict=True):
                 target.copy_(words)
             op = torch.ops.sparse_opt_native.patch_apply_
-            bad = int(op([bits_of(t) for t in dense], *as_op_arguments(patch, gpu)))
+            bad = int(op([as_bits(t) for t in dense], *as_op_arguments(patch, gpu)))
             host = [bits(t).clone() for t in old]
             assert bad == int(op(host, *as_op_arguments(patch, torch.device("cpu"))))
             refused += bad < len(sound.sizes)
@@ -180,11 +179,6 @@ def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
                 outside_bits[at : at + numel] = 0
             assert not outside_bits.any()
     assert 10 < refused < 80, "some of both"
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """As `bits`, on the device of the tensor."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 @pytest.mark.parametrize("level", LEVELS)

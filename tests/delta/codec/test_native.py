@@ -1,7 +1,5 @@
 """The native codec writes the bytes of the reference, and reads them back to the bits; the lengths of its patches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

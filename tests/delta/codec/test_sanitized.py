@@ -1,7 +1,5 @@
 """The CPU decoder stays within its memory for any input: fuzz_decoder.cpp under gcc's sanitizers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compiled layers: the same run, the same names, eager rollouts, and a fused pass over a slice of logits."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

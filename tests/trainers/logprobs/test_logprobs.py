@@ -1,7 +1,5 @@
 """Log-probabilities in slices; and models whose logits are, or are not, their output layer's product."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

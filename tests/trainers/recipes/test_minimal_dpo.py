@@ -1,7 +1,5 @@
 """`sparse-opt train minimal_dpo`: temp-dpo-v1's file of sections, its names and outputs, and calls that are wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

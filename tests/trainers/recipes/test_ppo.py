@@ -1,7 +1,5 @@
 """`sparse-opt train ppo`: its arithmetic compared with numpy in fp64, and whole runs on a CPU."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -10,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip
 from safetensors.torch import load_file
+from small_models import rows_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -268,10 +268,6 @@ def run(words, tmp_path, capfd):
     return call
 
 
-def rows_of(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
@@ -368,13 +364,10 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run, words, tmp_path, monkeypatc
     assert main([*words("parts", **changes), "--resume", "--lam=0.9"]) == 2
     assert "--lam is 0.9, expected 0.95" in capfd.readouterr().err
     checkpoint = tmp_path / "parts" / "checkpoint-4" / "state.pt"
-    content = bytearray(checkpoint.read_bytes())
-    content[len(content) // 2] ^= 1
-    checkpoint.write_bytes(content)
+    flip(checkpoint, 1000)
     assert main([*words("parts", **changes), "--resume"]) == 1
     assert "checkpoint-4: damaged: state.pt" in capfd.readouterr().err
-    content[len(content) // 2] ^= 1
-    checkpoint.write_bytes(content)
+    flip(checkpoint, 1000)
     resumed = run("parts", resume="true", **changes)
     for row in (*whole, *resumed):
         del row["time/ppo/total"]

@@ -1,7 +1,5 @@
 """`sparse-opt train rft`: its stages on small models, killed runs, profiles, option names, and calls that are wrong."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
