@@ -18,10 +18,6 @@ BENCHMARKS = {
         "patches: bytes per changed weight, and speed, compared with other encodings of changes",
     ),
     "delta_activate": ("delta.activate", "`DeltaSet.activate`: the time until a model has the weights of a delta"),
-    "delta_logging": (
-        "training.delta_logging",
-        "training with a delta log of every step, compared with training without: time per step, memory",
-    ),
     "distributed": (
         "distributed.main",
         "a step on several GPUs: replicate and FSDP2, sparse and dense: time, peak memory, bytes reduced",

@@ -3,9 +3,13 @@
 `sparse-opt bench baseline dpo` and `... grpo` run each mode in a process of its own, on the same model, data, order
 and seed. Mode dense is full fine-tuning with fused AdamW, adamw8bit the same with bitsandbytes' 8-bit AdamW, and galore
 with GaLore's AdamW; lora, qlora and shira are peft's adapters; tiles is mode sparse under a random mask of whole tiles.
-`... trl` is DPO in TRL's trainer, with its own optimizer and with SparseAdamW (modes dense, sparse and tiles).
-Modes of other packages need `pip install 'sparse-opt[bench,peers]'`. By default the model has the shape of Llama-3.2-3B
-and random weights, and the mask is random.
+Of mixtures of experts, mode attention trains tiles of the attention matrices alone, and mode experts also some experts
+of each layer. `... trl` is DPO in TRL's trainer, with its own optimizer and with SparseAdamW (modes dense, sparse and
+tiles). Modes of other packages need `pip install 'sparse-opt[bench,peers]'`. By default the model has the shape of
+Llama-3.2-3B and random weights, and the mask is random. A mode whose memory ran out has a lower bound of what it needs.
+
+With --delta_log, blocks of steps without a delta log and with one of every step alternate, and the rows are what the
+log adds.
 """
 
 from __future__ import annotations
@@ -19,20 +23,22 @@ from typing import get_args
 import torch
 from torch import nn
 
-from sparse_opt import MaskSet
+from sparse_opt import MaskSet, backends
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
 from sparse_opt.errors import ConfigError, MaskError
+from sparse_opt.masks import union
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
-from sparse_opt.trainers.pretrained import load_config_from
 
-from ...harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
+from ...harness import ALLOCATOR, Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ...models import without_weights
 from ...rows import Case, Run
-from .inputs import make_checkpoint, preference_pairs, words_config, write_pairs
-from .modes import Job, Mode
+from ...shapes import SHAPES
+from . import delta_log
+from .inputs import make_checkpoint, preference_pairs, write_pairs
+from .modes import SPARSE_MODES, Job, Mode, config_of
 from .peers import GALORE_RANK, missing_package
-from .results import result_rows, wrong_results
+from .results import first_loss_atol, result_rows, wrong_results
 
 MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_MODES = ("dense", "sparse", "lora", "shira")
@@ -56,6 +62,8 @@ _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs --share_prompts
   sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
+  sparse-opt bench baseline dpo --delta_log --modes dense,sparse --n_steps 10
+  sparse-opt bench baseline dpo --shape qwen3_30b_a3b --modes attention,tiles,experts --lean --gradient_checkpointing
   sparse-opt bench baseline trl --gradient_checkpointing --n_steps 6 --n_warmup 1
   sparse-opt bench baseline dpo --model_name M --dataset pairs.jsonl --batch_size 4
   sparse-opt bench baseline dpo --small --n_steps 6 --n_warmup 2       # a tiny model, on the CPU
@@ -70,16 +78,16 @@ def options(parser: CommandParser) -> None:
         type=comma_separated,
         help=f"of {','.join(MODES)}, in this order ({','.join(DEFAULT_MODES)}; trl: dense,sparse)",
     )
-    what.add_argument(
-        "--model_name",
-        help="hub name or local folder; default: Llama-3.2-3B's shape, random weights",
-    )
+    what.add_argument("--model_name", help="hub name or local folder; default: random weights in a shape")
+    what.add_argument("--shape", choices=SHAPES, help="of random weights (3b, Llama-3.2-3B's)")
     what.add_argument(
         "--density", type=float, default=0.025, help="of the random masks of modes sparse and tiles (%(default)s)"
     )
     what.add_argument(
         "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
     )
+    what.add_argument("--experts", type=int, default=8, help="of each layer, in mode experts (%(default)s)")
+    what.add_argument("--lean", action="store_true", help="under a mask: bf16 moments, and base weights in host memory")
     add_tensor_choice(parser.add_argument_group("tensors of the random masks"))
     what.add_argument("--lora_rank", type=int, default=16, help="of modes lora and qlora (%(default)s)")
     what.add_argument("--shira_rank", type=int, help="of mode shira (46: 2.2 %% of the weights; of a tiny shape 1)")
@@ -122,7 +130,10 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--seed", type=int, default=0, help="of weights, mask, data and their order (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
-    run.add_argument("--work_dir", type=Path, help="where to make the checkpoint, 6.4 GB (default: a temporary folder)")
+    run.add_argument(
+        "--delta_log", action="store_true", help="dpo: what a log of every step adds, in blocks of --n_steps"
+    )
+    run.add_argument("--work_dir", type=Path, help="where masks, data and logs are written (default: the system's)")
 
 
 def problem(args: Namespace) -> str:
@@ -138,7 +149,7 @@ def problem(args: Namespace) -> str:
         return error
     if args.precomputed_reference and args.algorithm == "grpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
-    for name in ("share_prompts", "compile", "kernel_time", "dataset"):
+    for name in ("share_prompts", "compile", "kernel_time", "dataset", "lean", "delta_log"):
         if args.algorithm == "trl" and getattr(args, name):
             return f"--{name} is not valid with trl"
     if args.cuda_graphs and args.n_warmup < _STEPS_BEFORE_REPLAYS:
@@ -147,13 +158,25 @@ def problem(args: Namespace) -> str:
         return "--cuda_graphs is of dpo, and needs --modes of sparse,tiles"
     if error := _prompt_problem(args):
         return error
-    if args.small and args.model_name is not None:
-        return "--small makes a model of its own: leave out --model_name"
+    if args.model_name is not None and (args.small or args.shape):
+        return "--small and --shape make a model: leave out --model_name"
+    args.shape = args.shape or ("tiny" if args.small else "3b")
+    if args.delta_log:
+        cause = backends.why_unavailable(torch.device(device).type, device)
+        if error := one_of_each("modes", args.modes, delta_log.MODES) or (
+            f"patches cannot be coded natively on {device}: {cause}" if cause else ""
+        ):
+            return f"--delta_log: {error}"
+        if args.algorithm == "grpo" or args.cuda_graphs or args.share_prompts:
+            return "--delta_log is of dpo, without --cuda_graphs and --share_prompts"
+        args.output = args.output or Path(f"bench/results/delta_logging_{'cpu' if device == 'cpu' else 'gpu'}.json")
     if args.dataset is not None and args.model_name is None:
         return f"--dataset {args.dataset} needs a model that reads text: --model_name"
     file = Path(args.dataset or "")
     if file.suffix in (".json", ".jsonl", ".csv", ".parquet") and not file.exists():
         return f"--dataset {args.dataset}: no such file"
+    if {*SPARSE_MODES}.isdisjoint(args.modes) and args.lean:
+        return f"--lean is of {', '.join(SPARSE_MODES)}; --modes {','.join(args.modes)} has none of them"
     if {"sparse", "tiles"}.isdisjoint(args.modes) and (args.include or args.exclude or args.mlp_only):
         return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
     args.shira_rank = args.shira_rank or (1 if args.small else 46)
@@ -188,40 +211,43 @@ def measure(args: Namespace, run: Run) -> None:
         for job in jobs:
             # In a process of its own, so that its peaks are its own.
             module = f"{__package__}.{'trl' if job.algorithm == 'trl' else 'run'}"
-            result = run_in_process(module, job.name, asdict(job), Path(folder))
+            result = run_in_process(module, job.name, asdict(job), Path(folder), ALLOCATOR if job.lean else None)
             if result is None:
                 run.miss(f"mode {job.name}, whose run failed")
                 continue
             results.append(result)
             run.add(*result_rows(result, common | _case(job, args), args.n_warmup))
             run.save()
-    run.wrong += wrong_results(args.algorithm, results, compiled=args.compile)
+    run.wrong += wrong_results(args.algorithm, results, first_loss_atol(jobs[0]))
 
 
 def _case(job: Job, args: Namespace) -> Case:
     """What the case of a mode has."""
-    case: Case = {"mode": job.mode, "share_prompts": job.share_prompts}
+    case: Case = {"mode": job.mode, "share_prompts": job.share_prompts, "lean": job.lean}
     ranks = {"lora": "lora_rank", "qlora": "lora_rank", "shira": "shira_rank", "galore": "galore_rank"}
     if job.mode in ranks:
         name = ranks[job.mode]
         return case | {name: GALORE_RANK if job.mode == "galore" else getattr(args, name)}
-    patterns = {"sparse": "element", "tiles": args.tile_pattern}
-    return case | ({"pattern": patterns[job.mode]} if job.mode in patterns else {})
+    if job.mode in SPARSE_MODES:
+        case["pattern"] = "element" if job.mode == "sparse" else args.tile_pattern
+    return case | ({"experts": args.experts} if job.mode == "experts" else {})
 
 
 def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
     """Make the missing model, masks and data in the folder; return each mode's job, and what all cases have."""
-    model_name = args.model_name or str(folder / "model")
-    shape = "tiny" if args.small else "3b"
-    config = load_config_from(args.model_name) if args.model_name else words_config(shape, args.sequence_length)
+    model_name = args.model_name
+    config = config_of(model_name, args.shape, args.sequence_length)
     model = without_weights(config)
-    masks = {mode: str(folder / f"{mode}.safetensors") for mode in args.modes}
-    for mode, pattern in (("sparse", "element"), ("tiles", args.tile_pattern)):
-        if mode in args.modes:
-            _random_mask(model, args, pattern).save(masks[mode])
-    if not args.model_name:
+    masks = {mode: str(folder / f"{mode}.safetensors") for mode in args.modes if mode in SPARSE_MODES}
+    for mode, path in masks.items():
+        try:
+            _mask(mode, model, args).save(path)
+        except MaskError as error:
+            raise ConfigError(str(error)) from error
+    if args.algorithm == "trl" and model_name is None:  # TRL loads the model, and once more for the reference
+        model_name = str(folder / "model")
         print(f"making a checkpoint in {folder}", flush=True)
-        make_checkpoint(Path(model_name), config, seed=args.seed, device=torch.device(args.device))
+        make_checkpoint(folder / "model", config, seed=args.seed, device=torch.device(args.device))
     dataset = args.dataset
     if dataset is None:
         length, n_prompt = args.sequence_length, None
@@ -236,30 +262,41 @@ def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
     case = {
         "algorithm": args.algorithm,
         "model": args.model_name or "random weights",
+        "shape": None if args.model_name else args.shape,
         "numel": sum(parameter.numel() for parameter in model.parameters()),
         **{name: getattr(args, name) for name in names},
     }
     shared = {field.name: getattr(args, field.name) for field in fields(Job) if hasattr(args, field.name)} | {
         "model_name": model_name,
         "dataset": dataset,
+        "delta_log": None,
         "subset_size": args.subset_size if args.dataset is not None else None,
     }
-    jobs = [Job(**(shared | {"mode": mode, "mask": masks[mode], "share_prompts": False})) for mode in args.modes]
+    jobs = [Job(**(shared | {"mode": mode, "mask": masks.get(mode), "share_prompts": False})) for mode in args.modes]
+    jobs = [replace(job, lean=job.lean and job.mode in SPARSE_MODES) for job in jobs]
+    if args.delta_log:
+        jobs = [replace(job, delta_log=str(folder / f"log_{job.mode}")) for job in jobs]
     if args.share_prompts:
         jobs = [job for separate in jobs for job in (separate, replace(separate, share_prompts=True))]
     return jobs, case
 
 
-def _random_mask(model: nn.Module, args: Namespace, pattern: str) -> MaskSet:
+def _mask(mode: Mode, model: nn.Module, args: Namespace) -> MaskSet:
+    """The mask of a mode: random, and in mode experts the first experts of each layer too."""
     parameters = dict(model.named_parameters())
-    names = select_names(parameters, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
-    if not names:
-        raise ConfigError("no tensor of the model is chosen by include, exclude and mlp_only")
+    if mode in ("sparse", "tiles"):
+        names = select_names(parameters, include=args.include, exclude=args.exclude, mlp_only=args.mlp_only)
+        if not names:
+            raise ConfigError("no tensor of the model is chosen by include, exclude and mlp_only")
+    else:
+        names = [name for name, parameter in parameters.items() if ".self_attn." in name and parameter.ndim > 1]
+    pattern = "element" if mode == "sparse" else args.tile_pattern
     chosen = {name: parameters[name] for name in names}
-    try:
-        return MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
-    except MaskError as error:
-        raise ConfigError(str(error)) from error
+    random = MaskSet.random(chosen, density=args.density, pattern=pattern, seed=args.seed)
+    if mode != "experts":
+        return random
+    layers = range(model.config.num_hidden_layers)
+    return union([random, MaskSet.experts(model, dict.fromkeys(layers, range(args.experts)))])
 
 
 main = Benchmark(
