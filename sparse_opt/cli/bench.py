@@ -15,9 +15,8 @@ BENCHMARKS = {
     ),
     "delta": (
         "delta.bench",
-        "patches: bytes per changed weight, and speed, compared with other encodings of changes",
+        "patches: bytes per changed weight, and speed, compared with other encodings; the time to activate a delta",
     ),
-    "delta_activate": ("delta.activate", "`DeltaSet.activate`: the time until a model has the weights of a delta"),
     "distributed": (
         "distributed.main",
         "a step on several GPUs: replicate and FSDP2, sparse and dense: time, peak memory, bytes reduced",
