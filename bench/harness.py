@@ -34,8 +34,7 @@ COUNTS = (
     *("gradient_accumulation_steps", "sequence_length", "max_new_tokens", "subset_size", "hidden_size", "n_layers"),
     *("lora_rank", "shira_rank", "experts"),
 )
-# Environment of jobs that fill the GPU. Segments that grow: a peak of allocated memory then needs hardly more reserved
-# memory.
+# Segments that grow: a peak of allocated memory then needs hardly more reserved memory.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Folders that are made if they do not exist.
 FOLDERS = ("mask_dir", "work_dir", "folder")

@@ -28,8 +28,12 @@ WORDS = {
     "element": "single elements",
     "tile64": "tiles of 64 x 64",
     "tile128": "tiles of 128 x 128",
+    "lora": "LoRA",
     "local": "no communication",
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDP2",
     "default": "NCCL's choice",
+    "sockets": "TCP sockets",
 }
 
 

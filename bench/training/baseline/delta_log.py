@@ -147,10 +147,8 @@ def _peaks(device: torch.device) -> dict[str, int]:
 def logging_rows(result: Mapping[str, Any], case: Case) -> list[Row]:
     """The rows of a mode that was logged."""
     samples = result["samples"]
-    shared: dict[str, Any] = {
-        "suite": SUITE,
-        "case": case | {"level": LEVEL, "file_system": result["file_system"]},
-    }
+    case = case | {"level": LEVEL, "file_system": result["file_system"]}
+    shared: dict[str, Any] = {"suite": SUITE, "case": case}
     rows = [Row.of_samples(values, **shared, metric=name, unit="ms") for name, values in samples.items()]
     values = list(result["values"])
     for name, middle in (("mean", statistics.mean), ("median", statistics.median)):

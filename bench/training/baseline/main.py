@@ -49,11 +49,10 @@ _STEPS_BEFORE_REPLAYS = 4  # three ordinary ones and the capture
 # Options that the cases of all modes have, and of one algorithm.
 _SETTINGS = (
     *("batch_size", "sequence_length", "learning_rate", "gradient_checkpointing", "compile"),
-    *("precomputed_reference", "prompt_share", "cuda_graphs", "seed", "dataset", "density"),
+    *("precomputed_reference", "prompt_share", "cuda_graphs", "seed", "dataset", "limit_gib"),
     *("include", "exclude", "mlp_only"),
 )
 _OF_GRPO = ("n_generations", "max_new_tokens")
-
 
 _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes dense,adamw8bit,galore,lora,qlora,sparse,tiles
@@ -70,8 +69,12 @@ _EPILOG = """examples:
 """
 
 
-def options(parser: CommandParser) -> None:
+def baseline_options(parser: CommandParser) -> None:
     parser.add_argument("algorithm", choices=("dpo", "grpo", "trl"), help="of the step; trl: DPO in TRL's trainer")
+    options(parser)
+
+
+def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument(
         "--modes",
@@ -79,7 +82,18 @@ def options(parser: CommandParser) -> None:
         help=f"of {','.join(MODES)}, in this order ({','.join(DEFAULT_MODES)}; trl: dense,sparse)",
     )
     what.add_argument("--model_name", help="hub name or local folder; default: random weights in a shape")
-    what.add_argument("--shape", choices=SHAPES, help="of random weights (3b, Llama-3.2-3B's)")
+    what.add_argument(
+        *("--shape", "--shapes"),
+        dest="shapes",
+        type=comma_separated,
+        help=f"of random weights, of {','.join(SHAPES)} (3b, Llama-3.2-3B's)",
+    )
+    what.add_argument(
+        "--base",
+        choices=("bf16", "nf4"),
+        default="bf16",
+        help="the decoder layers' matrices: bf16, or NF4 with double quantization; then lora is QLoRA (%(default)s)",
+    )
     what.add_argument(
         "--density", type=float, default=0.025, help="of the random masks of modes sparse and tiles (%(default)s)"
     )
@@ -104,16 +118,11 @@ def options(parser: CommandParser) -> None:
     )
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
     what.add_argument(
-        "--cuda_graphs",
-        action="store_true",
-        help="dpo, modes sparse and tiles, on a GPU: replay steps as CUDA graphs",
+        "--cuda_graphs", action="store_true", help="dpo, modes sparse and tiles, on a GPU: replay steps as CUDA graphs"
     )
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("data")
-    data.add_argument(
-        "--dataset",
-        help="preference data as `train` reads it; default: random words of exact length",
-    )
+    data.add_argument("--dataset", help="preference data as `train` reads it; default: random words of exact length")
     data.add_argument(
         "--subset_size", type=int, help=f"use this many examples (default: all; {N_PAIRS} of random words)"
     )
@@ -127,6 +136,7 @@ def options(parser: CommandParser) -> None:
     run = parser.add_argument_group("how")
     run.add_argument("--n_steps", type=int, default=20, help="of each mode (%(default)s)")
     run.add_argument("--n_warmup", type=int, default=5, help="steps left out of the medians (%(default)s)")
+    run.add_argument("--limit_gib", type=float, help="GiB that torch's allocator may use (default: all of the GPU)")
     run.add_argument("--seed", type=int, default=0, help="of weights, mask, data and their order (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
@@ -136,10 +146,23 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--work_dir", type=Path, help="where masks, data and logs are written (default: the system's)")
 
 
-def problem(args: Namespace) -> str:
+def allowed_shapes(small: bool) -> list[str]:
+    return [name for name in SHAPES if name.startswith("tiny") or not small]
+
+
+def baseline_problem(args: Namespace) -> str:
     """The error in the arguments; empty if they are valid."""
+    args.modes = args.modes or [mode for mode in DEFAULT_MODES if args.algorithm != "trl" or mode in TRL_MODES]
+    if {*SPARSE_MODES}.isdisjoint(args.modes) and args.lean:
+        return f"--lean is of {', '.join(SPARSE_MODES)}; --modes {','.join(args.modes)} has none of them"
+    if {"sparse", "tiles"}.isdisjoint(args.modes) and (args.include or args.exclude or args.mlp_only):
+        return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
+    return problem(args)
+
+
+def problem(args: Namespace) -> str:
+    """The error in the arguments, of `scale` too; empty if they are valid."""
     device, allowed = args.device, TRL_MODES if args.algorithm == "trl" else MODES
-    args.modes = args.modes or [mode for mode in DEFAULT_MODES if mode in allowed]
     shortest = args.max_new_tokens + 1 if args.algorithm == "grpo" else 8
     if error := (
         one_of_each("modes", args.modes, allowed)
@@ -149,7 +172,7 @@ def problem(args: Namespace) -> str:
         return error
     if args.precomputed_reference and args.algorithm == "grpo":
         return "--precomputed_reference is of dpo: the completions of grpo are sampled in each step"
-    for name in ("share_prompts", "compile", "kernel_time", "dataset", "lean", "delta_log"):
+    for name in ("share_prompts", "compile", "kernel_time", "dataset", "lean", "delta_log", "limit_gib"):
         if args.algorithm == "trl" and getattr(args, name):
             return f"--{name} is not valid with trl"
     if args.cuda_graphs and args.n_warmup < _STEPS_BEFORE_REPLAYS:
@@ -158,9 +181,13 @@ def problem(args: Namespace) -> str:
         return "--cuda_graphs is of dpo, and needs --modes of sparse,tiles"
     if error := _prompt_problem(args):
         return error
-    if args.model_name is not None and (args.small or args.shape):
+    if args.model_name is not None and (args.small or args.shapes):
         return "--small and --shape make a model: leave out --model_name"
-    args.shape = args.shape or ("tiny" if args.small else "3b")
+    args.shapes = args.shapes or ["tiny" if args.small else "3b"]
+    if error := one_of_each("shapes", args.shapes, allowed_shapes(args.small)):
+        return error
+    if args.base == "nf4" and (args.algorithm == "trl" or not set(args.modes) <= {"lora", "sparse", "tiles"}):
+        return "--base nf4 is not valid with trl, and needs --modes of lora,sparse,tiles"
     if args.delta_log:
         cause = backends.why_unavailable(torch.device(device).type, device)
         if error := one_of_each("modes", args.modes, delta_log.MODES) or (
@@ -175,16 +202,12 @@ def problem(args: Namespace) -> str:
     file = Path(args.dataset or "")
     if file.suffix in (".json", ".jsonl", ".csv", ".parquet") and not file.exists():
         return f"--dataset {args.dataset}: no such file"
-    if {*SPARSE_MODES}.isdisjoint(args.modes) and args.lean:
-        return f"--lean is of {', '.join(SPARSE_MODES)}; --modes {','.join(args.modes)} has none of them"
-    if {"sparse", "tiles"}.isdisjoint(args.modes) and (args.include or args.exclude or args.mlp_only):
-        return f"--include, --exclude and --mlp_only choose for random masks; --modes {','.join(args.modes)} draws none"
     args.shira_rank = args.shira_rank or (1 if args.small else 46)
     if args.kernel_time and device == "cpu":
         return f"--kernel_time needs a GPU, and the device is {device}"
     if "qlora" in args.modes and args.algorithm == "grpo" and device == "cpu":
         return "mode qlora of grpo needs a GPU: on a CPU bitsandbytes repacks its weights when completions are sampled"
-    return missing_package([*args.modes, args.algorithm])
+    return missing_package([*args.modes, args.algorithm, *(["qlora"] if args.base == "nf4" else [])])
 
 
 def _prompt_problem(args: Namespace) -> str:
@@ -204,21 +227,23 @@ def _prompt_problem(args: Namespace) -> str:
 
 
 def measure(args: Namespace, run: Run) -> None:
-    """Run every mode in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
-        jobs, common = _prepare(Path(folder), args)
-        results = []
-        for job in jobs:
-            # In a process of its own, so that its peaks are its own.
-            module = f"{__package__}.{'trl' if job.algorithm == 'trl' else 'run'}"
-            result = run_in_process(module, job.name, asdict(job), Path(folder), ALLOCATOR if job.lean else None)
-            if result is None:
-                run.miss(f"mode {job.name}, whose run failed")
-                continue
-            results.append(result)
-            run.add(*result_rows(result, common | _case(job, args), args.n_warmup))
-            run.save()
-    run.wrong += wrong_results(args.algorithm, results, first_loss_atol(jobs[0]))
+    """Run every mode of every shape in a process of its own, so that its peaks are its own."""
+    module = f"{__package__}.{'trl' if args.algorithm == 'trl' else 'run'}"
+    variables = {} if args.cuda_graphs else ALLOCATOR
+    for shape in args.shapes:
+        where = f"{shape}: " if len(args.shapes) > 1 else ""
+        with tempfile.TemporaryDirectory(prefix="sparse_opt_baseline_", dir=args.work_dir) as folder:
+            jobs, common = _prepare(Path(folder), Namespace(**vars(args), shape=shape))
+            results = []
+            for job in jobs:
+                result = run_in_process(module, where + job.name, asdict(job), Path(folder), variables)
+                if result is None:
+                    run.miss(f"{where}mode {job.name}, whose run failed")
+                    continue
+                results.append(result)
+                run.add(*result_rows(result, common | _case(job, args), args.n_warmup))
+                run.save()
+        run.wrong += [where + line for line in wrong_results(args.algorithm, results, first_loss_atol(jobs[0]))]
 
 
 def _case(job: Job, args: Namespace) -> Case:
@@ -229,7 +254,7 @@ def _case(job: Job, args: Namespace) -> Case:
         name = ranks[job.mode]
         return case | {name: GALORE_RANK if job.mode == "galore" else getattr(args, name)}
     if job.mode in SPARSE_MODES:
-        case["pattern"] = "element" if job.mode == "sparse" else args.tile_pattern
+        case |= {"pattern": "element" if job.mode == "sparse" else args.tile_pattern, "density": args.density}
     return case | ({"experts": args.experts} if job.mode == "experts" else {})
 
 
@@ -264,6 +289,7 @@ def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
         "model": args.model_name or "random weights",
         "shape": None if args.model_name else args.shape,
         "numel": sum(parameter.numel() for parameter in model.parameters()),
+        "base": None if args.base == "bf16" else args.base,
         **{name: getattr(args, name) for name in names},
     }
     shared = {field.name: getattr(args, field.name) for field in fields(Job) if hasattr(args, field.name)} | {
@@ -303,8 +329,8 @@ main = Benchmark(
     name="baseline",
     doc=__doc__,
     epilog=_EPILOG,
-    options=options,
-    problem=problem,
+    options=baseline_options,
+    problem=baseline_problem,
     measure=measure,
     output="bench/results/baseline_{algorithm}.json",
     device="cuda",

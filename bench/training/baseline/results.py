@@ -31,7 +31,7 @@ TRL_LOSS_ATOL = 0.02
 # proportional to the sigmoid of minus the margin, which differs by a tenth where compiled losses differ by 0.05.
 SHARED_NORM_RTOL = 0.15
 # Keys of the cases of single modes, which other modes do not have.
-OF_A_MODE = ("pattern", "experts", "lean", "lora_rank", "shira_rank", "galore_rank")
+OF_A_MODE = ("pattern", "density", "experts", "lean", "lora_rank", "shira_rank", "galore_rank")
 
 
 def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Row]:
@@ -45,7 +45,8 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
         case: of the mode.
     """
     if not result["fits"]:
-        return [does_not_fit(result, SUITE, case)]
+        needed = result["needs_more_than_bytes"]
+        return [Row(suite=SUITE, case=case, metric="does not fit: more than", unit="bytes", value=needed)]
     if "samples" in result:
         return logging_rows(result, case)
     timed = result["steps"][n_warmup:]
@@ -75,16 +76,12 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
         rows.append(
             Row(suite=SUITE, case=case, metric="kernels", unit="ms", value=1e3 * result["kernel_s"], peers=peers)
         )
-    for metric, key in (("peak memory", "peak_memory_bytes"), ("reserved memory", "peak_reserved_bytes")):
-        if result[key] is not None:
+    for metric, key in (("peak memory", "peak_memory"), ("reserved memory", "peak_reserved"), ("build peak",) * 2):
+        value = result.get(f"{key.replace(' ', '_')}_bytes")
+        if value is not None:
             of_peak = peers if metric == "peak memory" else {}
-            rows.append(Row(suite=SUITE, case=case, metric=metric, unit="bytes", value=result[key], peers=of_peak))
+            rows.append(Row(suite=SUITE, case=case, metric=metric, unit="bytes", value=value, peers=of_peak))
     return rows + memory_rows(result, case)
-
-
-def does_not_fit(result: Mapping[str, Any], suite: str, case: Case) -> Row:
-    nbytes = result["needs_more_than_bytes"]
-    return Row(suite=suite, case=case, metric="does not fit: more than", unit="bytes", value=nbytes)
 
 
 def memory_rows(result: Mapping[str, Any], case: Case) -> list[Row]:

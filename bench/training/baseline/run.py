@@ -32,14 +32,7 @@ from torch import Tensor
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.batches import (
-    TokenBatch,
-    chunks,
-    collate_examples,
-    load_examples,
-    load_prompts,
-    shuffled,
-)
+from sparse_opt.trainers.batches import TokenBatch, chunks, collate_examples, load_examples, load_prompts, shuffled
 from sparse_opt.trainers.console import StepTimer
 from sparse_opt.trainers.dpo import dpo_step, reference_logprobs
 from sparse_opt.trainers.graphs import GraphedSteps, require_graphs
