@@ -35,6 +35,7 @@ WORDS = {
     "default": "NCCL's choice",
     "sockets": "TCP sockets",
 }
+KEYS = {"lora_rank": "rank", "shira_rank": "rank", "galore_rank": "rank", "gradient_checkpointing": "checkpointing"}
 
 
 def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = None, series: str | None = None) -> None:
@@ -46,7 +47,10 @@ def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = N
         series: key of the cases whose values have a colour each; by default metrics have.
     """
     found = [row for row in found if row.unit == found[0].unit]
-    found = [replace(row, case={key: WORDS.get(str(value), value) for key, value in row.case.items()}) for row in found]
+    found = [
+        replace(row, case={KEYS.get(key, key): WORDS.get(str(value), value) for key, value in row.case.items()})
+        for row in found
+    ]
     divisor, unit = scale_of(found[0].unit, max(row.value for row in found))
     common = in_common([row.case for row in found])
     metrics = list(dict.fromkeys(row.metric for row in found))

@@ -18,10 +18,9 @@ import tempfile
 from argparse import Namespace
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
-from torch import nn
 
 from sparse_opt import MaskSet, backends
 from sparse_opt.cli.parser import CommandParser, add_tensor_choice
@@ -307,7 +306,7 @@ def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
     return jobs, case
 
 
-def _mask(mode: Mode, model: nn.Module, args: Namespace) -> MaskSet:
+def _mask(mode: Mode, model: Any, args: Namespace) -> MaskSet:
     """The mask of a mode: random, and in mode experts the first experts of each layer too."""
     parameters = dict(model.named_parameters())
     if mode in ("sparse", "tiles"):
