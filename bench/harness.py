@@ -32,8 +32,10 @@ SIZES = ("numel", "delta_numel", "peer_numel", "model_numel")
 COUNTS = (
     *("n_rounds", "n_steps", "n_blocks", "steps_in_a_row", "batch_size", "micro_batch_size"),
     *("gradient_accumulation_steps", "sequence_length", "max_new_tokens", "subset_size", "hidden_size", "n_layers"),
-    *("lora_rank", "shira_rank"),
+    *("lora_rank", "shira_rank", "experts"),
 )
+# Segments that grow: a peak of allocated memory then needs hardly more reserved memory.
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Folders that are made if they do not exist.
 FOLDERS = ("mask_dir", "work_dir", "folder")
 

@@ -16,29 +16,26 @@ from .rows import Case, Row, in_common, label, number, scale_of
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000", "#999999", "#44AA99")
 # A logarithmic axis if the largest value is so many times the smallest.
 LOGARITHMIC = 50
-# Values of cases as a figure names them.
+# Values of cases as a figure names them, if they do not say what they are.
 WORDS = {
     "dense": "all weights, fused AdamW",
     "adamw8bit": "all weights, 8-bit AdamW",
-    "galore": "GaLore",
     "sparse": "sparse-opt",
     "tiles": "sparse-opt",
     "lean": "sparse-opt",
-    "lora": "LoRA",
-    "qlora": "QLoRA",
-    "shira": "SHiRA",
-    "local": "no communication",
-    "replicate": "replicated",
-    "ddp": "DistributedDataParallel",
-    "ddp_whole_layers": "DistributedDataParallel, a graph per layer",
-    "fsdp2": "FSDP2",
+    "attention": "sparse-opt, attention alone",
+    "experts": "sparse-opt, attention and whole experts",
     "element": "single elements",
     "tile64": "tiles of 64 x 64",
     "tile128": "tiles of 128 x 128",
+    "lora": "LoRA",
+    "local": "no communication",
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDP2",
     "default": "NCCL's choice",
     "sockets": "TCP sockets",
 }
-KEYS = {"lora_rank": "rank", "shira_rank": "rank", "galore_rank": "rank"}
+KEYS = {"lora_rank": "rank", "shira_rank": "rank", "galore_rank": "rank", "gradient_checkpointing": "checkpointing"}
 
 
 def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = None, series: str | None = None) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -148,11 +147,8 @@ def text(run: Run, *, markdown: bool = False) -> str:
 def heading(run: Run) -> str:
     """The machine, and what all cases have in common, in one line."""
     common = in_common([row.case for row in run.rows])
-    return ". ".join(filter(None, [rows.machine_line(run.environment), label_of_settings(common)]))
-
-
-def label_of_settings(case: Mapping[str, Any]) -> str:
-    return ", ".join(described(name, value) for name, value in case.items())
+    settings = ", ".join(described(name, value) for name, value in common.items())
+    return ". ".join(filter(None, [rows.machine_line(run.environment), settings]))
 
 
 class Column(NamedTuple):
@@ -172,14 +168,15 @@ def suite_table(run: Run, found: Sequence[Row], verdicts: Sequence[Verdict], *, 
     columns += environment_columns(run, groups)
     for i, metric in enumerate(metrics):
         columns += _metric_columns(run, metric, [group.get(metric) for group in groups], with_spread=i == 0)
-    columns += _verdict_columns(groups, verdicts)
-    headers, cells = [column.name for column in columns], [column.cells for column in columns]
-    n_words, n_last = sum(column.left for column in columns), 2 if columns[-1].name == "target" else 0
-    n_words -= n_last
-    body = list(map(list, zip(*cells, strict=True)))
+    return _rendered(columns, _verdict_columns(groups, verdicts), markdown=markdown)
+
+
+def _rendered(columns: Sequence[Column], last: Sequence[Column] = (), *, markdown: bool) -> str:
+    headers, n_words = [column.name for column in (*columns, *last)], sum(column.left for column in columns)
+    body = list(map(list, zip(*(column.cells for column in (*columns, *last)), strict=True)))
     if markdown:
         return markdown_table(headers, body, n_words=n_words)
-    return table(headers, body, n_words=n_words, n_last_words=n_last)
+    return table(headers, body, n_words=n_words, n_last_words=len(last))
 
 
 def case_columns(cases: Sequence[Case]) -> list[Column]:
@@ -279,25 +276,15 @@ def compared(runs: Mapping[str, Run], *, markdown: bool = False) -> str:
     columns.append(Column("metric", [f"{same[0].metric}, {same[0].unit}" for same in of_key], left=True))
     for i, name in enumerate(runs):
         columns.append(Column(name, [number(same[i].value) for same in of_key]))
-    spreads: dict[str, list[float]] = {}
     last, apart = [], []
     for same in of_key:
         values = [row.value for row in same]
         unsteady = any(map(is_unsteady, same))
         last.append("" if not values[0] else UNSTEADY if unsteady else f"{values[-1] / values[0]:.3f}")
-        spread = max(values) / min(values) - 1 if min(values) > 0 else 0.0
-        spreads.setdefault(same[0].metric, []).append(spread)
-        apart.append(f"{spread:.1%}")
+        apart.append(f"{max(values) / min(values) - 1 if min(values) > 0 else 0.0:.1%}")
     columns += [Column("last / first", last), Column("spread", apart)]
-    headers, body = [c.name for c in columns], list(map(list, zip(*(c.cells for c in columns), strict=True)))
-    n_words = sum(column.left for column in columns)
-    lines = [(markdown_table if markdown else table)(headers, body, n_words=n_words), ""]
-    for metric, values in spreads.items():
-        values = sorted(values)
-        nine_in_ten = values[len(values) * 9 // 10]
-        middle = statistics.median(values)
-        lines.append(f"spread of {metric}: median {middle:.0%}, 90 % {nine_in_ten:.0%}, maximum {values[-1]:.0%}")
-    return "\n".join([*lines, *([f"{len(odd)} rows are not in all runs"] if odd else [])])
+    left_out = f"\n\n{len(odd)} rows are not in all runs" if odd else ""
+    return _rendered(columns, markdown=markdown) + left_out
 
 
 # Choosing rows

@@ -346,19 +346,19 @@ def commit() -> str | None:
     """
     if named := os.environ.get(COMMIT_VARIABLE):
         return named
-    folder = Path(__file__).resolve().parent
-    head = _git(folder, "rev-parse", "HEAD")
+    git = ("git", "-C", str(Path(__file__).resolve().parent))
+    head = _output(*git, "rev-parse", "HEAD")
     if not head:
         return None
     code = ("--untracked-files=no", "--", ":(top)", ":(top,exclude)bench/results")
-    return head + ("-dirty" if _git(folder, "status", "--porcelain", *code) else "")
+    return head + ("-dirty" if _output(*git, "status", "--porcelain", *code) else "")
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    """The output of git; empty if there is no git, no repository or no commit."""
-    if shutil.which("git") is None:
+def _output(*command: str) -> str:
+    """The output of a command; empty if there is no such program, or it fails."""
+    if shutil.which(command[0]) is None:
         return ""
-    answer = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
@@ -373,19 +373,6 @@ def _cpu_model() -> str:
 
 def _gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-        "multiprocessors": properties.multi_processor_count,
-        "driver": _driver(),
-    }
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    return answer.stdout.split("\n")[0].strip() or None if answer.returncode == 0 else None
+    drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = drivers.partition("\n")[0].strip() or None
+    return {"name": properties.name, "memory_bytes": properties.total_memory, "driver": driver}

@@ -13,6 +13,10 @@ timed on the matrices of a 3B model too.
 
 Coders of other packages run on the host, on fewer weights, and their times include the copies from and
 to the GPU. Packages that are not installed are listed as missing: pip install 'sparse-opt[peers]'.
+
+With --activate, the rows are those of `DeltaSet.activate` instead: the time until a model has the weights of a delta,
+from its base's and from another delta's. The deltas change random elements, or random tiles of 64 x 64; results are
+compared with their digests.
 """
 
 from __future__ import annotations
@@ -21,19 +25,22 @@ import functools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from sparse_opt import backends
+from sparse_opt import DeltaSet, SparseDelta, backends
 from sparse_opt.cli.doctor import installed_version
 from sparse_opt.cli.parser import CommandParser
+from sparse_opt.delta.state import TensorSpec, read_state
+from sparse_opt.tensors import as_bits
 
-from ..harness import Benchmark, comma_separated, not_between, one_of_each
+from ..harness import Benchmark, Work, comma_separated, not_between, one_of_each, time_works
 from ..rows import Case, Row, Run
-from ..shapes import LLAMA_3_2_3B
+from ..shapes import LLAMA_3_2_3B, scaled, total_numel
 from ..timing import Prepared, Timing, measure
 from .data import KINDS, Step, entropy_bytes, make_step, n_different
 from .peers import LEVELS, PEERS, Coder, LevelCoder, MaskedCoder, PulseCoder
@@ -44,12 +51,16 @@ PEER_ROUNDS = 3
 LEAST_NUMEL = 2**12  # so that some elements change in every case: 1 in 400 at the least
 ONE_TENSOR = "one tensor"
 OF_MODEL = ("1.2%", "2.6%")  # the cases that are also timed on the matrices of a model
+ACTIVATED = 0.025  # share of the elements that a delta of --activate changes
 NAMES = [kind.name for kind in KINDS]
 
 
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is timed")
-    what.add_argument("--numel", type=int, help="elements of the one tensor (2^30; on a CPU 2^25)")
+    what.add_argument("--activate", action="store_true", help="time `DeltaSet.activate`, on a model of --numel")
+    what.add_argument(
+        "--numel", type=int, help="elements of the one tensor (2^30; on a CPU 2^25), or of the model (3.21 B)"
+    )
     what.add_argument("--peer_numel", type=int, help="for other packages (2^26; on a CPU 2^24)")
     what.add_argument(
         "--cases", type=comma_separated, default=NAMES, help=f"of {', '.join(NAMES)} (all)".replace("%", "%%")
@@ -61,6 +72,10 @@ def options(parser: CommandParser) -> None:
 def problem(args: Namespace) -> str:
     """The error in the options; empty if they are valid. Fills the defaults that depend on the device."""
     device = torch.device(args.device)
+    if args.activate:
+        args.numel = args.numel or total_numel(LLAMA_3_2_3B)
+        where = "cpu" if device.type == "cpu" else "gpu"
+        args.output = args.output or Path(f"bench/results/delta_activate_{where}.json")
     for name, default in zip(("numel", "peer_numel", "n_rounds"), DEFAULTS[device.type], strict=True):
         setattr(args, name, getattr(args, name) or default)
     # Without the extension patches are encoded with numpy, which must not be measured.
@@ -75,6 +90,9 @@ def problem(args: Namespace) -> str:
 def measure_all(args: Namespace, run: Run) -> None:
     """Add the rows of all coders, case by case. Errors propagate, except those of other packages."""
     device = torch.device(args.device)
+    if args.activate:
+        _activate(run, args, device)
+        return
     kinds = [kind for kind in KINDS if kind.name in args.cases]
     work: list[tuple[str, Any, Any]] = [(ONE_TENSOR, kind, {"weight": (args.numel,)}) for kind in kinds]
     if device.type == "cuda":
@@ -182,6 +200,39 @@ def _time(coder: Coder, timing: Timing) -> tuple[float, dict[str, Any]]:
     if coder.on_device:
         return timing.ms, {"p20": timing.p20_ms, "p80": timing.p80_ms}
     return timing.wall_ms, {}
+
+
+def _activate(run: Run, args: Namespace, device: torch.device) -> None:
+    """The rows of `DeltaSet.activate`, of elements and of tiles."""
+    torch.manual_seed(args.seed)
+    shapes = scaled(LLAMA_3_2_3B, args.numel).values()
+    model = nn.ParameterList(torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02 for shape in shapes)
+    layout, weights = read_state(model)
+
+    def change(spec: TensorSpec, tile: int) -> tuple[Tensor, Tensor]:
+        rows, columns = spec.shape
+        chosen = torch.rand(-(-rows // tile), -(-columns // tile), device=device) < ACTIVATED
+        chosen = chosen.repeat_interleave(tile, 0)[:rows].repeat_interleave(tile, 1)[:, :columns]
+        new = weights[spec.name].clone()
+        as_bits(new).bitwise_xor_(chosen.reshape(-1).to(torch.int16))
+        return weights[spec.name], new
+
+    for pattern, tile in (("element", 1), ("tile64", 64)):
+        read = functools.partial(change, tile=tile)
+        deltas = {name: SparseDelta.of_tensors(layout, read, level="packed") for name in "ab"}
+        activate = DeltaSet(model, deltas).activate
+        for name in ("a", "b", "a", None):
+            activate(name)
+            delta = deltas[name or "a"]
+            delta.require_bits({key: weights[key] for key in delta.changes}, "activate", applied=name is not None)
+        case = {"pattern": pattern, "density": ACTIVATED, "numel": layout.numel, "device": device.type}
+        to_a = functools.partial(activate, "a")
+        works = [
+            Work({**case, "from": start}, Prepared(functools.partial(activate, before), to_a))
+            for start, before in (("the base", None), ("another delta", "b"))
+        ]
+        time_works(run, "delta_activate", works, device, args.n_rounds)
+        activate(None)
 
 
 @dataclass

@@ -15,12 +15,7 @@ BENCHMARKS = {
     ),
     "delta": (
         "delta.bench",
-        "patches: bytes per changed weight, and speed, compared with other encodings of changes",
-    ),
-    "delta_activate": ("delta.activate", "`DeltaSet.activate`: the time until a model has the weights of a delta"),
-    "delta_logging": (
-        "training.delta_logging",
-        "training with a delta log of every step, compared with training without: time per step, memory",
+        "patches: bytes per changed weight, and speed, compared with other encodings; the time to activate a delta",
     ),
     "distributed": (
         "distributed.main",

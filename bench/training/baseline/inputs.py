@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from sparse_opt.trainers.batches import TokenBatch, TokenSequence, collate
-
 from ...models import make_model, model_config
 
 N_WORDS = 1000
@@ -61,14 +59,6 @@ def preference_pairs(n: int, sequence_length: int, seed: int, n_prompt: int | No
         {"prompt": words(n_prompt), "chosen": f" {words(n_completion)}", "rejected": f" {words(n_completion)}"}
         for _ in range(n)
     ]
-
-
-def random_pairs(n: int, sequence_length: int, vocab: int, seed: int) -> TokenBatch:
-    """Pairs of random sequences, the chosen ones before the rejected; an eighth of each is the prompt of both."""
-    generator, n_prompt = torch.Generator().manual_seed(seed), sequence_length // 8
-    ids = torch.randint(vocab, (2, n, sequence_length), generator=generator)
-    ids[1, :, :n_prompt] = ids[0, :, :n_prompt]
-    return collate([TokenSequence(row, n_prompt) for row in ids.flatten(0, 1).tolist()], pad_id=0)
 
 
 def write_pairs(path: Path, pairs: list[dict[str, str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,12 +11,21 @@ from torch import Tensor, nn
 
 from sparse_opt import MaskSet
 from sparse_opt.optim import SparseOptimizer
-from sparse_opt.trainers.models import add_lora
+from sparse_opt.trainers.models import add_lora, load_model, make_masks_skippable
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
+from sparse_opt.trainers.pretrained import load_config_from
 
-from .peers import adamw8bit, add_qlora, add_shira, galore
+from ...models import make_model, parameter_shapes
+from .inputs import words_config
+from .peers import adamw8bit, add_lora_to_quantized, add_shira, galore, quantize_linear_layers
 
-Mode = Literal["dense", "adamw8bit", "galore", "sparse", "tiles", "lora", "qlora", "shira"]
+Mode = Literal["dense", "adamw8bit", "galore", "sparse", "tiles", "attention", "experts", "lora", "qlora", "shira"]
+# Modes of SparseAdamW, each with a mask of its own.
+SPARSE_MODES = ("sparse", "tiles", "attention", "experts")
+# Options of SparseAdamW with --lean. Weights are bf16 and rounded at random, without fp32 master weights.
+LEAN: dict[str, Any] = {"stochastic_rounding": True, "state_dtype": torch.bfloat16, "offload_base_weights": True}
+
+DPO_BETA = 0.1
 
 
 def shared_name(mode: str) -> str:
@@ -29,10 +39,13 @@ class Job:
 
     algorithm: Literal["dpo", "grpo", "trl"]  # trl is DPO in TRL's trainer
     mode: Mode
-    model_name: str
+    model_name: str | None = None  # None: random weights in a shape
+    shape: str = "3b"
+    base: Literal["bf16", "nf4"] = "bf16"  # the matrices of the decoder layers
     dataset: str
     subset_size: int | None = None
-    mask: str
+    mask: str | None = None  # of SPARSE_MODES
+    lean: bool = False  # of SPARSE_MODES: bf16 moments, base weights in host memory
     sequence_length: int
     n_generations: int = 2
     max_new_tokens: int = 1
@@ -48,8 +61,14 @@ class Job:
     precomputed_reference: bool = False  # DPO: the reference's log-probabilities are computed before the first step
     cuda_graphs: bool = False  # DPO: steps are replayed as CUDA graphs
     kernel_time: bool = False
+    delta_log: str | None = None  # DPO: folder of a log of every step, compared with steps without
+    limit_gib: float | None = None  # what torch's allocator may use, as on a smaller GPU
     device: str
     seed: int
+
+    @property
+    def quantized(self) -> bool:
+        return self.base == "nf4" or self.mode == "qlora"
 
     @property
     def name(self) -> str:
@@ -57,7 +76,44 @@ class Job:
         return shared_name(self.mode) if self.share_prompts else self.mode
 
 
-def prepare(job: Job, policy: nn.Module) -> Trained:
+def config_of(model_name: str | None, shape: str, sequence_length: int) -> Any:
+    """The transformers configuration of a checkpoint, or of a shape."""
+    return load_config_from(model_name) if model_name else words_config(shape, sequence_length)
+
+
+def make_policy(job: Job, device: torch.device) -> Any:
+    """The model of a checkpoint, or with random weights, which are made (and quantized) layer by layer."""
+    checkpointing = job.gradient_checkpointing
+    if job.model_name is not None:
+        model = load_model(job.model_name, device, "bf16", gradient_checkpointing=checkpointing)
+        if job.quantized:
+            quantize_linear_layers(model, model.get_output_embeddings())
+        return model
+    config = config_of(None, job.shape, job.sequence_length)
+    quantize = quantize_linear_layers if job.quantized else None
+    model = make_model(config, device, job.seed, checkpointing=checkpointing, prepare=quantize)
+    make_masks_skippable(model)
+    return model.train()  # transformers checkpoints activations only then
+
+
+def least_bytes(job: Job, mask: MaskSet | None) -> int:
+    """Bytes that a step holds at once for certain: weights, reference, gradients and moments, no activations.
+
+    Offloaded base weights are among them, because they are on the GPU while the reference is computed. Adapters,
+    indices and the moments of other packages are left out.
+    """
+    shapes = parameter_shapes(config_of(job.model_name, job.shape, job.sequence_length))
+    numel = sum(map(math.prod, shapes.values()))
+    reference = 0 if job.precomputed_reference else 2
+    if job.mode in ("dense", "adamw8bit", "galore"):
+        return numel * (2 + 2 + (4 if job.mode == "dense" else 0) + reference)
+    quantized = sum(math.prod(s) for n, s in shapes.items() if job.quantized and ".layers." in n and len(s) == 2)
+    weights = 2 * numel - quantized * 3 // 2
+    # Compact gradients, two moments, and the base weights, or over NF4 the active weights.
+    return weights + (0 if mask is None else mask.nnz * (2 + (4 if job.lean else 8) + reference))
+
+
+def prepare(job: Job, policy: nn.Module, mask: MaskSet | None = None) -> Trained:
     """The policy under the job's mode: each in the leanest form that its users have.
 
     - dense: bf16 weights and moments, fused AdamW, clipping by torch's foreach functions, and a frozen second model,
@@ -66,16 +122,17 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
     - sparse: SparseAdamW with fp32 moments and compact gradients in bf16. There is one backward pass a step and the
       dense gradients are bf16 themselves, so nothing is rounded by it. The reference is `base_weights()`.
     - tiles: the same under a mask of whole tiles; only the active tiles of weight gradients are computed.
+    - attention: the same under a mask of tiles of the attention matrices alone; experts: of these and of whole experts.
     - lora: bf16 adapters of the stated rank, fused AdamW on them, the adapters off for the reference.
     - qlora: the same on a base in NF4 with double quantization; the output layer, the embedding and norms are bf16.
     - shira: the same as lora with peft's SHiRA, whose bf16 values are at random positions of the weights.
 
     No mode has fp32 master weights. Other packages' optimizers have their own defaults of weight decay and epsilon.
     """
-    if job.mode in ("sparse", "tiles"):
-        mask = MaskSet.load(job.mask, policy)
-        keep = not job.precomputed_reference
-        return sparse_training(policy, mask, job.learning_rate, grad_dtype=torch.bfloat16, keep_base_weights=keep)
+    if mask is not None:
+        options = {**LEAN, "offload_base_weights": not job.precomputed_reference} if job.lean else {}
+        options |= {"grad_dtype": torch.bfloat16, "keep_base_weights": not job.precomputed_reference}
+        return sparse_training(policy, mask, job.learning_rate, **options)
     if job.mode in ("dense", "adamw8bit", "galore"):
         dense = dense_training(policy, job.learning_rate, copied=not job.precomputed_reference)
         if job.mode == "dense":
@@ -83,13 +140,10 @@ def prepare(job: Job, policy: nn.Module) -> Trained:
         optimizer = adamw8bit if job.mode == "adamw8bit" else galore
         return replace(dense, optimizer=optimizer(policy, job.learning_rate))
     torch.manual_seed(job.seed)
-    if job.mode == "lora":
-        adapted = add_lora(policy, job.lora_rank)
-    elif job.mode == "qlora":
-        adapted = add_qlora(policy, job.lora_rank)
-    else:
-        adapted = add_shira(policy, job.shira_rank, job.seed)
-    return adapter_training(adapted, job.learning_rate)
+    if job.mode == "shira":
+        return adapter_training(add_shira(policy, job.shira_rank, job.seed), job.learning_rate)
+    add = add_lora_to_quantized if job.quantized else add_lora
+    return adapter_training(add(policy, job.lora_rank), job.learning_rate)
 
 
 def n_trained(trained: Trained) -> int:

@@ -81,14 +81,9 @@ def quantize_linear_layers(model: nn.Module, output: nn.Module | None = None) ->
         torch.cuda.empty_cache()  # the bf16 weights are not part of the reserved memory that is measured
 
 
-def add_qlora(model: Any, rank: int) -> Any:
-    """QLoRA (https://arxiv.org/abs/2305.14314): `trainers.models.add_lora` on a quantized base; bf16 adapters."""
-    quantize_linear_layers(model, model.get_output_embeddings())
-    return add_lora_to_quantized(model, rank)
-
-
 def add_lora_to_quantized(model: Any, rank: int) -> Any:
-    """Add bf16 adapters to a model that `quantize_linear_layers` has quantized."""
+    """QLoRA (https://arxiv.org/abs/2305.14314): add bf16 adapters to a model that `quantize_linear_layers` has
+    quantized."""
     dtype = model.dtype
     model.is_loaded_in_4bit = True  # where peft looks to choose its layer
     adapted = add_lora(model, rank)

@@ -30,30 +30,25 @@ import torch
 import xxhash
 from torch import Tensor
 
+from sparse_opt import MaskSet
 from sparse_opt.errors import SparseOptError
-from sparse_opt.trainers.batches import (
-    TokenBatch,
-    chunks,
-    collate_examples,
-    load_examples,
-    load_prompts,
-    shuffled,
-)
+from sparse_opt.trainers.batches import TokenBatch, chunks, collate_examples, load_examples, load_prompts, shuffled
 from sparse_opt.trainers.console import StepTimer
 from sparse_opt.trainers.dpo import dpo_step, reference_logprobs
 from sparse_opt.trainers.graphs import GraphedSteps, require_graphs
 from sparse_opt.trainers.grpo import group_advantages, grpo_step
 from sparse_opt.trainers.grpo import reference_logprobs as rollout_reference
-from sparse_opt.trainers.models import load_model
 from sparse_opt.trainers.modes import Section, Trained, untimed
 from sparse_opt.trainers.pretrained import load_tokenizer_from
 from sparse_opt.trainers.sampling import Sampling, rollout
 from sparse_opt.trainers.shared_prompts import check_shared_prompts, collate_shared_prompts
 
-from ...harness import job_main
-from .modes import Job, held_bytes, n_tiled, n_trained, prepare
+from ...harness import job_main, limit_memory
+from .delta_log import measure_logging
+from .inputs import word_tokenizer
+from .modes import DPO_BETA, SPARSE_MODES, Job, held_bytes, least_bytes, make_policy, n_tiled, n_trained, prepare
 
-DPO_BETA, GRPO_BETA = 0.1, 0.04
+GRPO_BETA = 0.04
 
 
 Step = Callable[[int], dict[str, Tensor]]  # number of the step, from 0 -> device scalars
@@ -125,9 +120,22 @@ def even_share(batch: TokenBatch) -> Tensor:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train for `n_steps` and return what was measured, step by step."""
+    """Train for `n_steps` and return what was measured, step by step; `fits` is False if memory ran out."""
     device = torch.device(job.device)
-    tokenizer = load_tokenizer_from(job.model_name)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    mask = MaskSet.load(job.mask) if job.mask is not None and job.mode in SPARSE_MODES else None
+    least = least_bytes(job, mask)
+    if least > limit_memory(device, job.limit_gib):  # it would run out of memory, but later
+        return {"mode": job.name, "fits": False, "needs_more_than_bytes": least}
+    try:
+        return {"mode": job.name, "fits": True, **_measure(job, mask, device)}
+    except torch.OutOfMemoryError:
+        return {"mode": job.name, "fits": False, "needs_more_than_bytes": max(peak_memory(device) or 0, least)}
+
+
+def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, Any]:
+    tokenizer = word_tokenizer() if job.model_name is None else load_tokenizer_from(job.model_name)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if job.algorithm == "grpo" and tokenizer.eos_token_id is None:
         raise SparseOptError(f"the tokenizer of {job.model_name} has no EOS token, which a rollout needs")
@@ -142,8 +150,8 @@ def run(job: Job) -> dict[str, Any]:
         examples = [prompt.ids[-longest:] for prompt in prompts[: job.subset_size]]
     order = shuffled(len(examples), job.seed, 0, job.n_steps * job.batch_size)
     chosen = [[examples[k] for k in indices] for indices in chunks(order, job.batch_size)]
-    model = load_model(job.model_name, device, "bf16", gradient_checkpointing=job.gradient_checkpointing)
-    trained = prepare(job, model)
+    trained = prepare(job, make_policy(job, device), mask)
+    build_peak = peak_memory(device)
     if job.compile:
         trained.compile()
     timer = StepTimer(device)
@@ -166,13 +174,20 @@ def run(job: Job) -> dict[str, Any]:
         data = chosen
         step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, timer.section)
 
-    measured = measure_steps(trained, step, job.n_steps, timer, device)
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(data).encode())
+    if job.delta_log is not None:
+        return {"data_digest": digest, **measure_logging(job, trained, mask, step, device)}
     return {
-        "mode": job.name,
-        "data_digest": xxhash.xxh3_128_hexdigest(json.dumps(data).encode()),
-        **measured,
+        "data_digest": digest,
+        "build_peak_bytes": build_peak,
+        **measure_steps(trained, step, job.n_steps, timer, device),
         "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1)) if job.kernel_time else None,
     }
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The peak of torch's allocator in bytes; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def measure_steps(trained: Trained, step: Step, n_steps: int, timer: StepTimer, device: torch.device) -> dict[str, Any]:
@@ -205,7 +220,7 @@ def measure_steps(trained: Trained, step: Step, n_steps: int, timer: StepTimer, 
     return {
         "n_trained": n_trained(trained),
         "n_tiled": n_tiled(trained),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_memory_bytes": peak_memory(device),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
         "bytes": held_bytes(trained),
         "steps": steps,

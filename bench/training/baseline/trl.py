@@ -88,6 +88,7 @@ def run(job: Job) -> dict[str, Any]:
     metrics = [{name: finite(row[name], name, i) for name in ("loss", "grad_norm")} for i, row in enumerate(logged)]
     return {
         "mode": job.name,
+        "fits": True,
         "n_trained": trainer.sparse_mask.nnz if sparse else trainer.get_num_trainable_parameters(),
         "n_tiled": len(trainer.sparse_optimizer.tiled_parameters) if sparse else 0,
         "data_digest": xxhash.xxh3_128_hexdigest(text.encode()),

@@ -11,7 +11,6 @@ import torch
 
 from sparse_opt import backends
 from sparse_opt.bench import report, rows
-from sparse_opt.bench.delta import activate
 from sparse_opt.bench.delta import bench as delta
 from sparse_opt.bench.delta import peers as delta_peers
 from sparse_opt.bench.delta.data import KINDS, entropy_bytes, make_step, n_different
@@ -148,7 +147,7 @@ def test_a_wrong_call_is_refused(arguments, message):
 
 def test_activation_of_a_delta(tmp_path):
     out = tmp_path / "rows.json"
-    words = ["--device", "cpu", "--model_numel", "100000", "--n_rounds", "1", "--output", str(out)]
-    assert activate.main(words) == 0
+    words = ["--activate", "--device", "cpu", "--numel", "100000", "--n_rounds", "1", "--output", str(out)]
+    assert delta.main(words) == 0
     found = {(row.case["pattern"], row.case["from"]) for row in rows.read(out).rows}
     assert found == {(p, f) for p in ("element", "tile64") for f in ("the base", "another delta")}

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[train]'")
 
-from sparse_opt import MaskSet
+from sparse_opt import DeltaLog, MaskSet, backends
 from sparse_opt.bench import report, rows
 from sparse_opt.bench.rows import Run
 from sparse_opt.bench.training.baseline import main as baseline
@@ -82,6 +82,66 @@ def test_dpo_in_all_modes(tmp_path, bench, in_this_process):
     assert "x dense" in out and [path.name for path in tmp_path.iterdir()] == ["baseline.json"]
 
 
+@pytest.mark.slow
+def test_experts_are_compared_with_attention_alone(tmp_path, bench, in_this_process):
+    words = ("--shape", "tiny_moe", "--density", 0.25, "--lean", "--gradient_checkpointing", "--sequence_length", 32)
+    code, out, err = bench(
+        "dpo", "--device", "cpu", *words, "--modes", "tiles,attention,experts", "--experts", 2, "--n_steps", 3,
+        "--n_warmup", 0,
+    )  # fmt: skip
+    assert code == 0, err
+    run = rows.read(tmp_path / "baseline.json")
+    experts, attention = (metrics(run, mode=mode) for mode in ("experts", "attention"))
+    assert run.peer(experts["backward"], "without experts") == attention["backward"]
+    run.environment["machine"]["gpu"] = {"name": "NVIDIA H200"}
+    (verdict,) = [verdict for verdict in report.judge(run) if verdict.row.suite == "baseline"]
+    assert verdict.found == experts["backward"].value / attention["backward"].value and "<= 1.05" in verdict.target
+    assert "x without experts" in out and experts["backward"].case["experts"] == 2
+    # Of each of two layers, two of eight experts, of three matrices of 256 x 128.
+    difference = experts["values trained"].value - attention["values trained"].value
+    assert difference == 2 * 2 * 3 * 256 * 128
+    assert experts["gradients by tiles"].value == attention["gradients by tiles"].value + 2 * 2
+    # bf16 moments, and base weights
+    assert (experts["state"].value, experts["base"].value) == tuple(n * experts["values trained"].value for n in (4, 2))
+
+
+def test_a_mode_that_does_not_fit_is_a_row(monkeypatch, tmp_path, bench):
+    found = {"mode": "dense", "fits": False, "needs_more_than_bytes": 2**38}
+    monkeypatch.setattr(baseline, "run_in_process", lambda *args: found)
+    assert bench("dpo", "--shape", "70b", "--device", "cpu", "--modes", "dense")[0] == 0
+    (row,) = rows.read(tmp_path / "baseline.json").rows
+    assert (row.metric, row.value) == ("does not fit: more than", 2**38) and row.case["shape"] == "70b"
+
+
+needs_native = pytest.mark.skipif(
+    bool(backends.why_unavailable("cpu", "cpu")), reason="needs the native extension, as patches are timed in it alone"
+)
+LOGGED = ("dpo", "--small", "--delta_log", "--n_steps", 2, "--n_warmup", 1, "--sequence_length", 16)
+
+
+@needs_native
+def test_a_log_of_every_step_is_timed(tmp_path, bench, in_this_process):
+    words = ("--modes", "dense,sparse", "--learning_rate", 1e-4, "--work_dir", tmp_path / "work")
+    code, out, err = bench(*LOGGED, *words)
+    assert code == 0, err
+    assert list((tmp_path / "work").iterdir()) == [] and "slower by, mean" in out
+    run = rows.read(tmp_path / "baseline.json")
+    for mode in ("dense", "sparse"):
+        found = metrics(run, mode=mode)
+        assert found["step"].n == found["logged step"].n == found["append, host"].n == 6
+        difference = found["logged step"].value - found["step"].value
+        assert found["slower by, median"].value == pytest.approx(difference)
+        assert 0 < found["changed"].value <= (1 if mode == "dense" else 0.026)
+        assert found["a step in the log"].value > 0 and found["step"].case["file_system"]
+
+
+@needs_native
+def test_a_log_that_is_not_the_model_is_an_error(monkeypatch, bench, in_this_process):
+    monkeypatch.setattr(DeltaLog, "step_of", lambda self, model: None)
+    code, _, err = bench(*LOGGED, "--modes", "dense")
+    assert code == 1 and "the model has the weights of step None, logged " in err
+
+
 def metrics(run: Run, **case: Any) -> dict[str, rows.Row]:
     return {row.metric: row for row in run.matching(**case)}
 
@@ -141,6 +201,12 @@ def test_grpo_with_tiles(tmp_path, bench, run_here):
             "density 0.001 is less than one unit of tile64 in each tensor",
         ),
         (["dpo", "--small", "--modes", "dense,lora", "--mlp_only"], "--modes dense,lora draws none"),
+        (
+            ["dpo", "--small", "--delta_log", "--modes", "dense,lora"],
+            "--delta_log: --modes dense,lora: expected some of",
+        ),
+        (["dpo", "--small", "--modes", "dense", "--lean"], "--lean is of sparse, tiles, attention, experts; "),
+        (["dpo", "--small", "--modes", "experts", "--density", 0.25], "the model has no parameter of experts"),
         (["dpo", "--small", "--exclude", "*"], "no tensor of the model is chosen by include, exclude and mlp_only"),
         (["dpo", "--small", "--dataset", "pairs.jsonl"], "--dataset pairs.jsonl needs a model"),
         (
@@ -164,12 +230,11 @@ def test_a_wrong_call_ends_with_2_and_one_line(bench, words, message):
 def test_each_mode_has_its_mask(monkeypatch, bench):
     masks = {}
 
-    def load(module, name, job, folder):
+    def load(module, name, job, *others):
         if name != "dense":
             masks[name] = MaskSet.load(job["mask"])
 
     monkeypatch.setattr(baseline, "run_in_process", load)
-    monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
     bench("dpo", "--small", "--modes", "dense,sparse,tiles", "--density", 0.4, "--tile_pattern", "tile128")
     assert {mode: mask.pattern for mode, mask in masks.items()} == {"sparse": "element", "tiles": "tile128"}
     assert all(0.3 < mask.density < 0.5 for mask in masks.values())
@@ -208,6 +273,7 @@ def result(mode: str, loss: float = math.log(2), *, on_gpu: bool = False, **valu
         "peak_reserved_bytes": 2**34 if on_gpu else None,
         "bytes": {"weights": 2**32, "grad": 2**31, "base": 0},
         "kernel_s": None,
+        "fits": True,
         "steps": [copy.deepcopy(step) | {"step_s": seconds} for seconds in (9.0, 0.1, 0.2)],
         **values,
     }
@@ -262,7 +328,6 @@ def test_modes_are_compared_with_each_other():
 def test_a_wrong_result_and_a_mode_that_failed_end_with_1(monkeypatch, tmp_path, bench):
     waiting = iter([result("dense"), result("sparse", 0.7), None])
     monkeypatch.setattr(baseline, "run_in_process", lambda *args: next(waiting))
-    monkeypatch.setattr(baseline, "make_checkpoint", lambda *args, **kwargs: None)
     code, _, err = bench("dpo", "--small", "--modes", "dense,sparse,tiles", "--n_steps", 3, "--n_warmup", 1)
     assert code == 1
     assert err.splitlines() == [

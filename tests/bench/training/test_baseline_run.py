@@ -20,7 +20,7 @@ from sparse_opt.bench.training.baseline.inputs import (
     words_config,
     write_pairs,
 )
-from sparse_opt.bench.training.baseline.modes import Job, held_bytes, n_trained, prepare
+from sparse_opt.bench.training.baseline.modes import Job, held_bytes, make_policy, n_trained, prepare
 from sparse_opt.bench.training.baseline.peers import missing_package
 from sparse_opt.bench.training.baseline.results import FIRST_LOSS_ATOL, wrong_results
 from sparse_opt.bench.training.baseline.run import covered, even_share, run
@@ -179,13 +179,13 @@ def test_tiles_train_as_their_elements_do(job, tile_masks, algorithm):
 def test_sparse_trains_the_mask_alone_and_keeps_its_reference(job):
     policy = load_model(job.model_name, torch.device("cpu"), "bf16")
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-    trained = prepare(job, policy)
+    mask = MaskSet.load(job.mask, policy)
+    trained = prepare(job, policy, mask)
     assert trained.reference is policy
     sequences = [TokenSequence(list(range(3 + i, 20 + i)), 4) for i in range(4)]
     step = baseline_run.dpo_steps(trained, [collate(sequences, 0)] * 2, StepTimer(torch.device("cpu")).section)
     for i in range(2):
         step(i)
-    mask = MaskSet.load(job.mask, policy)
     moved = 0
     for name, parameter in policy.named_parameters():
         differs = (parameter != before[name]).view(-1)
@@ -226,7 +226,9 @@ def test_qlora_trains_bf16_adapters_on_a_quantized_base(job):
     policy = load_model(job.model_name, torch.device("cpu"), "bf16")
     kept = {n: p.detach().clone() for n, p in policy.named_parameters() if "proj" not in n}  # norms and the embedding
     numel = sum(parameter.numel() for name, parameter in policy.named_parameters() if "proj" in name)
-    trained = prepare(changed(job, mode="qlora"), policy)
+    job = changed(job, mode="qlora")
+    policy = make_policy(job, torch.device("cpu"))
+    trained = prepare(job, policy)
     layers = [layer.weight for layer in policy.modules() if isinstance(layer, Linear4bit)]
     assert len(layers) == 2 * 7 and all(weight.quant_state.nested for weight in layers)
     assert {weight.quant_state.quant_type for weight in layers} == {"nf4"}
@@ -270,7 +272,7 @@ def test_full_training_with_less_state_changes_all_weights_and_keeps_its_referen
 
 @pytest.mark.parametrize("mode", ["dense", "sparse", "lora"])
 def test_a_precomputed_reference_gives_the_same_losses(job, mode):
-    rows = [run(dataclasses.replace(job, mode=mode, precomputed_reference=flag)) for flag in (False, True)]
+    rows = [run(changed(job, mode=mode, precomputed_reference=flag)) for flag in (False, True)]
     losses = [[step["loss"] for step in row["steps"]] for row in rows]
     assert losses[0] == losses[1] and len(set(losses[0])) > 1
     assert "reference" in rows[0]["steps"][0]["section_s"] and "reference" not in rows[1]["steps"][0]["section_s"]
