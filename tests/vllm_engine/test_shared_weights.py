@@ -14,7 +14,7 @@ from vllm.device_allocator import AllocationData, cumem, get_mem_allocator_insta
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm_lab import EXPERTS, make_model, plain_linear
-from vllm_updates import PROMPTS, save
+from vllm_updates import PROMPTS, save, tokens_of
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
@@ -135,7 +135,7 @@ def test_a_sleeping_engine_gives_back_its_cache_alone(start, tmp_path):
     cache, weights = held_by("kv_cache"), held_by("weights")
     ids = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()
     for level in (1, 2):
-        before = generated(llm)
+        before = tokens_of(llm)
         free = torch.cuda.mem_get_info()[0]
         llm.sleep(level=level)
         assert torch.cuda.mem_get_info()[0] - free >= cache > 2**30
@@ -154,10 +154,9 @@ def test_a_sleeping_engine_gives_back_its_cache_alone(start, tmp_path):
         assert llm.wake_up() and held_by("kv_cache") == cache
         assert all(map(torch.equal, model.parameters(), trained))
         shared.update()
-        assert generated(llm) != before
-    tokens = [[token for token, _ in row] for row in generated(llm)]
-    fresh = start(save(tmp_path / "last", model), **options)
-    assert tokens == [[token for token, _ in row] for row in generated(fresh)]
+        tokens = tokens_of(llm)
+        assert tokens != before
+    assert tokens == tokens_of(start(save(tmp_path / "last", model), **options))
 
 
 # Models of vLLM without an engine around them
