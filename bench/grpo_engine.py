@@ -21,7 +21,6 @@ import math
 import os
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -74,7 +73,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     cache_bytes = tokens * shape.n_layers * 2 * shape.n_kv_heads * shape.head_dim * 2
     if limit < total and args.sleep:  # torch counts the cache also while it has no memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit + cache_bytes) / total))
-    steps, peak = watch(trainer), PeakOfGPU()
+    steps = watch(trainer)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     weights = engine.model_executor.driver_worker.get_model().parameters()
@@ -86,26 +85,8 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
         "copied_bytes": sum(weight.nbytes for weight in copies),
         "cache_tokens": tokens,
         "peak_bytes": torch.cuda.max_memory_allocated() - cache_bytes if on_gpu else None,
-        "gpu_bytes": peak.stop() if on_gpu else None,
+        "gpu_bytes": max(step["gpu_bytes"] for step in steps) if on_gpu else None,
     }
-
-
-class PeakOfGPU:
-    """The most memory of the GPU in use, of all processes, looked at ten times a second."""
-
-    def __init__(self) -> None:
-        self._peak, self._ended = 0, threading.Event()
-        if torch.cuda.is_available():
-            threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self) -> None:
-        while not self._ended.wait(0.1):
-            free, total = torch.cuda.mem_get_info()
-            self._peak = max(self._peak, total - free)
-
-    def stop(self) -> int:
-        self._ended.set()
-        return self._peak
 
 
 def bytes_of_trainer(args: Namespace) -> float:
@@ -187,6 +168,7 @@ def watch(trainer: Any) -> list[dict[str, Any]]:
     """A list to which each step of the trainer adds its seconds, and how far vLLM's log-probabilities are off."""
     transformers = importlib.import_module("transformers")
     generation, timer = trainer.vllm_generation, StepTimer(trainer.model.device)
+    generate = generation.llm.generate
     on_gpu = trainer.model.device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     logprobs, score = trainer._get_per_token_logps_and_entropies, trainer._generate_and_score_completions
@@ -205,6 +187,16 @@ def watch(trainer: Any) -> list[dict[str, Any]]:
         return (
             logprobs(*args, **kwargs) if torch.is_grad_enabled() else timed(sections.pop(0), logprobs)(*args, **kwargs)
         )
+
+    def used_bytes() -> int:
+        """Of the GPU, also by other processes, and what torch's allocator keeps."""
+        free, total = torch.cuda.mem_get_info() if on_gpu else (0, 0)
+        return total - free
+
+    def generate_awake(*args: Any, **kwargs: Any) -> Any:
+        outputs = generate(*args, **kwargs)
+        found["gpu_bytes"] = used_bytes()
+        return outputs
 
     def compared(inputs: Any) -> Any:
         batch = score(inputs)
@@ -227,8 +219,10 @@ def watch(trainer: Any) -> list[dict[str, Any]]:
             synchronize()
             step, seconds = time.perf_counter() - self._began, timer.read()
             seconds["training"] = step - sum(seconds.values())
+            found["gpu_bytes"] = max(found["gpu_bytes"], used_bytes())
             steps.append({"step_s": step, "section_s": seconds, **found})
 
+    generation.llm.generate = generate_awake
     generation.generate = timed("sampling", generation.generate)
     generation.sync_weights = timed("synchronisation", generation.sync_weights)
     trainer._get_per_token_logps_and_entropies, trainer._generate_and_score_completions = logprobs_timed, compared

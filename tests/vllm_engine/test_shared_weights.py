@@ -263,3 +263,7 @@ def test_sleep_releases_the_cache_alone(monkeypatch):
     free = 2**31
     backend.resume()
     assert mapped == set(tags) and backend.state() == "RUNNING"
+    backend.discard(("kv_cache",))  # LLM.release_kv_cache_memory
+    assert mapped == {1, 4}
+    with pytest.raises(RuntimeError, match="does not support selective discard"):
+        backend.discard(("weights",))

@@ -28,6 +28,12 @@ class CacheOnlySleep(SleepModeBackend):
             cumem.unmap_and_release(allocation.handle)
             allocation.is_asleep = True
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """What `LLM.release_kv_cache_memory` does."""
+        if tags != (_CACHE,):
+            super().discard(tags)  # not supported
+        self.suspend()
+
     def resume(self, tags: list[str] | None = None) -> None:
         """Map memory for the key-value cache, if it is among the tags.
 
