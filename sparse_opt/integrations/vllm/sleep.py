@@ -24,6 +24,7 @@ class CacheOnlySleep(SleepModeBackend):
     def suspend(self, level: int = 1) -> None:
         """Release the memory of the key-value cache; the same for each level."""
         self._state = "SUSPENDED"
+        torch.cuda.synchronize()
         for allocation in _caches(asleep=False):
             cumem.unmap_and_release(allocation.handle)
             allocation.is_asleep = True
