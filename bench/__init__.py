@@ -10,7 +10,7 @@
 | `report`, `targets.yaml`, `plot` | tables and verdicts of rows, for a terminal and for the documentation; pictures |
 | `kernels` | every op and optimizer |
 | `training` | whole steps: `baseline`, also with a delta log; `profiles` |
-| `scale`, `distributed`, `verl` | steps by model size; on several GPUs; in verl |
+| `scale`, `grpo_engine`, `distributed`, `verl` | steps by model size; next to vLLM; on several GPUs; in verl |
 | `weight_sync`, `delta` | weight updates to an engine; patches |
 | `test_bench_ops` | every op on every backend, for `pytest bench` (pytest-benchmark) |
 

@@ -21,6 +21,10 @@ BENCHMARKS = {
         "distributed.main",
         "a step on several GPUs: replicate and FSDP2, sparse and dense: time, peak memory, bytes reduced",
     ),
+    "grpo_engine": (
+        "grpo_engine",
+        "GRPO in TRL with a vLLM on the same GPU, dense, LoRA and tiles: time by section, cache, log-probabilities",
+    ),
     "kernels": (
         "kernels.table",
         "every op and optimizer on the shapes of a 3B model, with bandwidth bounds, peers and targets",

@@ -48,8 +48,9 @@ class SparseArguments:
             dtype and the weights of the checkpoint that vLLM has loaded. With `vllm_mode="server"` the server needs
             the backend `sparse_opt`, see `integrations.vllm.VLLMWeightSync`. "shared": nothing is sent, because the
             model's parameters are views of vLLM's, with `vllm_mode="colocate"` only; see
-            `integrations.vllm.share_weights`. A colocated vLLM has neither sleep mode nor tensor parallelism with
-            "sparse" and "shared".
+            `integrations.vllm.share_weights`. With `vllm_enable_sleep_mode`, vLLM then gives its key-value cache
+            back while the model trains. A colocated vLLM has no tensor parallelism with "sparse" and "shared", and no
+            sleep mode with "sparse".
         vllm_options: options of `vllm.LLM` for which TRL has no argument, with `vllm_mode="colocate"` and another
             `vllm_weights` than "full": `{"enforce_eager": True, "enable_prefix_caching": False}`.
 

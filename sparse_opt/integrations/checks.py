@@ -193,8 +193,8 @@ def of_vllm(args: Any, options: SparseArguments) -> None:
     """Check that the trainer's arguments allow these with another `vllm_weights` than "full".
 
     Raises:
-        ConfigError: vLLM is not used, or sleeps or has tensor parallelism in the trainer's process; or the arguments of
-            a run contradict each other.
+        ConfigError: vLLM is not used, or has tensor parallelism in the trainer's process, or sleeps there without
+            sharing its weights; or the arguments of a run contradict each other.
     """
     way, found = options.vllm_weights, None
     if not getattr(args, "use_vllm", False):
@@ -203,8 +203,8 @@ def of_vllm(args: Any, options: SparseArguments) -> None:
         found = f"vllm_mode is {args.vllm_mode!r}, expected 'colocate' or 'server'"
     elif way == "shared" and args.vllm_mode == "server":
         raise ConfigError("vllm_weights is 'shared', and vllm_mode is 'server', expected 'colocate': or set 'sparse'")
-    elif args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode:
-        found = "vllm_enable_sleep_mode is True, expected False: a sleeping vLLM discards the weights"
+    elif way == "sparse" and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode:
+        found = "vllm_enable_sleep_mode is True, expected False: a sleeping vLLM discards the weights; or set 'shared'"
     elif args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size != 1:
         found = f"vllm_tensor_parallel_size is {args.vllm_tensor_parallel_size}, expected 1"
     if found is not None:

@@ -10,13 +10,15 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.device_allocator import AllocationData, cumem, get_mem_allocator_instance
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm_lab import EXPERTS, make_model, plain_linear
-from vllm_updates import PROMPTS, save
+from vllm_updates import PROMPTS, save, tokens_of
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.errors import WeightSyncError
-from sparse_opt.integrations.vllm import share_weights
+from sparse_opt.integrations.vllm import share_weights, sleep
 
 
 @pytest.fixture
@@ -26,8 +28,9 @@ def start(monkeypatch):
     monkeypatch.setattr(vllm_layers, "dispatch_cpu_unquantized_gemm", plain_linear)
     engines = []
 
-    def make(folder):
-        llm = LLM(str(folder), enforce_eager=True, max_model_len=512, dtype="bfloat16", enable_prefix_caching=True)
+    def make(folder, **options):
+        defaults = {"enforce_eager": True, "max_model_len": 512, "dtype": "bfloat16", "enable_prefix_caching": True}
+        llm = LLM(str(folder), **{**defaults, **options})
         engines.append(llm)
         return llm
 
@@ -115,6 +118,48 @@ def test_an_engine_generates_with_the_trained_weights(case, start, tmp_path):
         shared.update()
 
 
+def held_by(tag):
+    """Bytes of vLLM's allocations with a tag that have memory."""
+    allocations = get_mem_allocator_instance().pointer_to_data.values()
+    return sum(data.handle[1] for data in allocations if data.tag == tag and not data.is_asleep)
+
+
+@pytest.mark.gpu
+def test_a_sleeping_engine_gives_back_its_cache_alone(start, tmp_path):
+    model = make_model("Llama", max_position_embeddings=512)
+    options = {"enforce_eager": False, "gpu_memory_utilization": 0.2}  # CUDA graphs have the addresses of the cache
+    folder = save(tmp_path / "first", model)
+    llm = start(folder, enable_sleep_mode=True, **options)
+    shared = share_weights(model, llm)
+    optimizer = SparseAdamW(model, MaskSet.random(model, density=0.25, seed=0), lr=1e-2)
+    cache, weights = held_by("kv_cache"), held_by("weights")
+    ids = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()
+    for level in (1, 2):
+        before = tokens_of(llm)
+        free = torch.cuda.mem_get_info()[0]
+        llm.sleep(level=level)
+        assert torch.cuda.mem_get_info()[0] - free >= cache > 2**30
+        assert held_by("kv_cache") == 0 and held_by("weights") == weights
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained = [parameter.detach().clone() for parameter in model.parameters()]
+        assert not all(map(torch.equal, kept, trained))
+        others = torch.empty(torch.cuda.mem_get_info()[0] - cache // 2, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match="cache takes .* are free: free memory before vLLM wakes up"):
+            llm.wake_up()
+        del others
+        assert llm.llm_engine.is_sleeping() and held_by("kv_cache") == 0
+        llm.wake_up()
+        assert not llm.llm_engine.is_sleeping() and held_by("kv_cache") == cache
+        assert all(map(torch.equal, model.parameters(), trained))
+        shared.update()
+        tokens = tokens_of(llm)
+        assert tokens != before
+    assert tokens == tokens_of(start(save(tmp_path / "last", model), **options))
+
+
 # Models of vLLM without an engine around them
 
 
@@ -124,7 +169,8 @@ def engine_of(model, **changes):
     for name, value in changes.items():
         part = config.model_config if hasattr(config.model_config, name) else config.parallel_config
         setattr(part, name, value)
-    executor = SimpleNamespace(driver_worker=SimpleNamespace(get_model=lambda: model))
+    worker = SimpleNamespace(get_model=lambda: model, sleep_mode_backend=CuMemBackend())  # of its first sleep
+    executor = SimpleNamespace(driver_worker=worker)
     return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, model_executor=executor))
 
 
@@ -184,7 +230,7 @@ def test_two_weights_that_vllm_has_once_are_refused(vllm_model):
     ("changes", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size of the vLLM engine is 2, expected 1"),
-        ({"enable_sleep_mode": True}, "has enable_sleep_mode=True, which .* start it without"),
+        ({"enable_cumem_allocator": True}, "has slept already, .* call share_weights before its first sleep"),
         ({}, "runs in another process, .* VLLM_ENABLE_V1_MULTIPROCESSING=0"),
     ],
     ids=["workers", "sleep", "process"],
@@ -195,3 +241,31 @@ def test_other_engines_are_refused(changes, message, vllm_model):
     if not changes:
         del llm.llm_engine.model_executor
     refuse(model, llm, message)
+
+
+def test_sleep_releases_the_cache_alone(monkeypatch):
+    """The backend of sleep mode, over a stand-in for CUDA's memory."""
+    tags = {1: "weights", 2: "kv_cache", 3: "kv_cache", 4: "runtime"}
+    # A handle has the device, the bytes, the address, and what the driver calls it.
+    allocations = {i: AllocationData((0, 2**30, i, 0), tag) for i, tag in tags.items()}
+    mapped, free = set(tags), 2**30
+    monkeypatch.setattr(sleep, "get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data=allocations))
+    monkeypatch.setattr(cumem, "unmap_and_release", lambda handle: mapped.remove(handle[2]))
+    monkeypatch.setattr(cumem, "create_and_map", lambda handle: mapped.add(handle[2]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**33))
+    backend = sleep.CacheOnlySleep()
+    for level in (1, 2):
+        backend.suspend(level)
+        assert mapped == {1, 4} and backend.state() == "SUSPENDED"
+    backend.resume(["weights"])
+    with pytest.raises(torch.OutOfMemoryError, match=r"takes 2\.00 GiB, and 1\.00 GiB of the GPU are free"):
+        backend.resume(["kv_cache"])
+    assert mapped == {1, 4} and backend.state() == "SUSPENDED"
+    free = 2**31
+    backend.resume()
+    assert mapped == set(tags) and backend.state() == "RUNNING"
+    backend.discard(("kv_cache",))  # LLM.release_kv_cache_memory
+    assert mapped == {1, 4}
+    with pytest.raises(RuntimeError, match="does not support selective discard"):
+        backend.discard(("weights",))

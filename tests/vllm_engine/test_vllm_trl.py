@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_client, vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
+from vllm.platforms import current_platform
 from vllm_lab import plain_linear
 
 from sparse_opt import DeltaLog, MaskSet
@@ -146,7 +147,7 @@ def test_grpo_of_trl(experts, tmp_path, colocated):
 
 
 def test_shared_weights_train_as_sent_ones(tmp_path, colocated, monkeypatch):
-    """Also with base weights as the reference, a delta log, and from a checkpoint."""
+    """Also with base weights as the reference, a delta log, from a checkpoint, and with a vLLM that sleeps."""
     monkeypatch.setattr(vllm_layers, "dispatch_cpu_unquantized_gemm", plain_linear)
     folder = make_arithmetic(tmp_path / "arithmetic") / "model"
     options = {**OPTIONS, "beta": 0.1, "save_strategy": "steps", "save_steps": 3}
@@ -174,7 +175,12 @@ def test_shared_weights_train_as_sent_ones(tmp_path, colocated, monkeypatch):
     with DeltaLog.open(tmp_path / "log") as log:
         assert all(torch.equal(weight, weights[name]) for name, weight in log.load(6).items())
 
+    # On a CPU vLLM's worker does nothing when the engine goes to sleep; its executor and its scheduler do what they do.
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
+    options["vllm_enable_sleep_mode"] = True
     resumed = run("shared")
+    assert resumed.vllm_generation.llm.llm_engine.is_sleeping()
     resumed.train(resume_from_checkpoint=str(tmp_path / "shared" / "checkpoint-3"))
     assert all(torch.equal(weight, weights[name]) for name, weight in resumed.model.state_dict().items())
+    assert resumed.vllm_generation.llm.llm_engine.is_sleeping()
     shut_down(resumed)

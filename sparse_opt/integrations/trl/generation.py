@@ -212,7 +212,7 @@ def _receive(worker: Any, engine: Any, message: bytes) -> None:
 
 
 class ColocatedGeneration(VLLMGeneration):
-    """TRL's generation in mode "colocate", without tensor parallelism and sleep mode.
+    """TRL's generation in mode "colocate", without tensor parallelism.
 
     Args:
         llm_options: of `vllm.LLM`, in addition to TRL's.
@@ -235,7 +235,7 @@ class ColocatedGeneration(VLLMGeneration):
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "max_model_len": self.max_model_length,
             "max_num_seqs": self.max_num_seqs,
-            "enable_sleep_mode": False,
+            "enable_sleep_mode": self.enable_sleep_mode,
             "model_impl": self.model_impl,
             "distributed_executor_backend": "external_launcher",
             "seed": self.accelerator.process_index,
@@ -273,6 +273,7 @@ def start(trainer: Any, llm_options: Mapping[str, Any]) -> None:
         gpu_memory_utilization=args.vllm_gpu_memory_utilization,
         max_model_length=args.vllm_max_model_length,
         max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
+        enable_sleep_mode=args.vllm_enable_sleep_mode,
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
     )
@@ -280,6 +281,8 @@ def start(trainer: Any, llm_options: Mapping[str, Any]) -> None:
 
 def share(trainer: Any, llm_options: Mapping[str, Any]) -> None:
     """Start vLLM for a GRPOTrainer as `start` does, and let the trained model have its weights.
+
+    With sleep mode, vLLM sleeps whenever TRL does not generate, and keeps the weights.
 
     Raises:
         ConfigError: as `start`.
@@ -289,4 +292,15 @@ def share(trainer: Any, llm_options: Mapping[str, Any]) -> None:
     torch.cuda.empty_cache()
     start(trainer, llm_options)
     generation = trainer.vllm_generation
-    generation.sync_weights = share_weights(trainer.model, generation.llm).update
+    shared = share_weights(trainer.model, generation.llm)
+
+    def sync_weights() -> None:
+        if generation._llm_weights_sleeping:  # for vLLM and TRL, although they are in memory
+            generation.llm.wake_up(tags=["weights"])
+            generation._llm_weights_sleeping = False
+        shared.update()
+
+    generation.sync_weights = sync_weights
+    if generation.enable_sleep_mode:
+        generation.llm.sleep(level=2)
+        generation._llm_weights_sleeping = True

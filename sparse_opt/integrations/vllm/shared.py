@@ -75,20 +75,23 @@ def share_weights(model: nn.Module, llm: Any) -> SharedWeights:
 
     Args:
         model: of transformers, in the dtypes of the engine. The engine has loaded a checkpoint of the same shapes.
-        llm: a `vllm.LLM` that runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), with one worker and without
-            sleep mode.
+        llm: a `vllm.LLM` that runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), with one worker. If it has
+            `enable_sleep_mode=True`, `llm.sleep()` of any level releases its key-value cache, and keeps the weights,
+            from now on (sleep.py). It must not have slept before.
 
     Raises:
         WeightSyncError: the engine is another one, or a parameter cannot be a view of its weights, because it is stored
             in another dtype, transposed, padded, in several parts, quantised, or packed for a kernel; the message
             names the parameter. The model has not changed.
     """
-    engine, config = _engine_in_process(llm)
+    worker, config = _worker_in_process(llm)
     named = getattr(model, "_orig_mod", model).named_parameters()  # of a model that torch.compile has wrapped
     parameters = {name: parameter for name, parameter in named if parameter.numel()}
     if holds_base_weights(parameters.values()):
         raise WeightSyncError("the model holds its base weights: call share_weights outside of base_weights()")
-    views = _views(parameters, engine, config)
+    views = _views(parameters, worker.get_model(), config)
+    if config.model_config.enable_cumem_allocator:
+        _keep_in_sleep(worker, config.model_config)
     with torch.no_grad():
         for name, view in views.items():
             view.copy_(parameters[name])
@@ -97,8 +100,8 @@ def share_weights(model: nn.Module, llm: Any) -> SharedWeights:
     return SharedWeights(model, llm)
 
 
-def _engine_in_process(llm: Any) -> tuple[nn.Module, Any]:
-    """Return the model and the configuration of an engine whose only worker is in this process."""
+def _worker_in_process(llm: Any) -> tuple[Any, Any]:
+    """Return the only worker of an engine, which is in this process, and the engine's configuration."""
     config = llm.llm_engine.vllm_config
     sizes = {
         name: getattr(config.parallel_config, name)
@@ -107,18 +110,25 @@ def _engine_in_process(llm: Any) -> tuple[nn.Module, Any]:
     for name, size in sizes.items():
         if size != 1:
             raise WeightSyncError(f"{name} of the vLLM engine is {size}, expected 1 to share weights with it")
-    if config.model_config.enable_sleep_mode:
-        raise WeightSyncError(
-            "the vLLM engine has enable_sleep_mode=True, which takes memory away that the trainer needs: start it "
-            "without, to share weights with it"
-        )
     worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     if worker is None:
         raise WeightSyncError(
             "the vLLM engine runs in another process, whose weights cannot be shared: set "
             f"VLLM_ENABLE_V1_MULTIPROCESSING=0 before it starts, or {_OTHER_WAY}"
         )
-    return worker.get_model(), config
+    return worker, config
+
+
+def _keep_in_sleep(worker: Any, model_config: Any) -> None:
+    """Let the engine keep its weights when it sleeps."""
+    from .sleep import CacheOnlySleep  # imports vLLM
+
+    model_config.sleep_mode_backend = "sparse_opt"  # the worker reads it when it first uses the backend
+    if not isinstance(worker.sleep_mode_backend, CacheOnlySleep):
+        raise WeightSyncError(
+            "the vLLM engine has slept already, and would discard the weights when it sleeps again: call share_weights "
+            "before its first sleep"
+        )
 
 
 def _views(parameters: dict[str, nn.Parameter], engine: nn.Module, config: Any) -> dict[str, Tensor]:
