@@ -75,7 +75,8 @@ def measure(args: Namespace, run: Run) -> None:
         elif part == "tiles":
             tiles.time_layers(recorder, shapes, CPU_TILE_TOKENS if cpu else TILE_TOKENS, generator)
         elif part == "experts":
-            tiles.time_experts(recorder, generator)
+            of_layer = tiles.time_experts(recorder, generator)
+            WeightRows(recorder, of_layer, generator).step_under("tile64", "compact")
         else:
             for density in DELTA_DENSITIES:
                 time_delta(recorder, delta_numel, density, generator)

@@ -232,8 +232,8 @@ def time_layers(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], gener
             recorder.time(works)
 
 
-def time_experts(recorder: Recorder, generator: torch.Generator) -> None:
-    """Time the rows of one layer's experts."""
+def time_experts(recorder: Recorder, generator: torch.Generator) -> Shapes:
+    """Time the rows of one layer's experts, and return the shapes of their weights."""
     cpu = recorder.device.type == "cpu"
     experts, tokens = (CPU_EXPERTS, CPU_TOKENS) if cpu else (SHAPES["qwen3_30b_a3b"].experts, EXPERT_TOKENS)
     operands = Operands.of_experts(experts, tokens, generator)
@@ -243,6 +243,7 @@ def time_experts(recorder: Recorder, generator: torch.Generator) -> None:
         gradients = TileGradients(operands, pattern, DENSITIES[0])
         works += _works(recorder, EXPERTS_OP, gradients, "layer", GROUPED_MM, tokens=tokens)
     recorder.time(works)
+    return operands.shapes
 
 
 def _works(recorder: Recorder, name: str, gradients: TileGradients, kind: str, peer: str, **case: Any) -> list[Work]:

@@ -102,7 +102,7 @@ class WeightRows:
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
             self.fine_fetches(masked, with_dense=i == 0)
         for pattern in PATTERNS:
-            self._pattern(pattern)
+            self.step_under(pattern, "dense")
 
     def _op_steps(self, masked: Masked) -> None:
         active = inputs.narrowed(masked.active)
@@ -228,8 +228,9 @@ class WeightRows:
         finally:
             set_l2_fetch_granularity(before, recorder.device)
 
-    def _pattern(self, pattern: str) -> None:
-        name = f"{STEP_DENSE}, {pattern}"
+    def step_under(self, pattern: str, kind: Gradients) -> None:
+        """The step under a random mask of the pattern."""
+        name = f"{STEP_NAMES[kind]}, {pattern}"
         try:
             seed = self.generator.initial_seed()
             mask = MaskSet.random(self.shapes, density=PATTERN_DENSITY, pattern=pattern, seed=seed)
@@ -239,7 +240,7 @@ class WeightRows:
         masked = Masked(mask, active_of(mask, self.recorder.device), PATTERN_DENSITY)
         works = []
         for backend in self.recorder.backends:
-            works += self._step(name, masked, "dense", backend=backend)
+            works += self._step(name, masked, kind, backend=backend)
         self.recorder.time(works)
 
     # Peers
