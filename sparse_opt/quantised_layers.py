@@ -1,7 +1,7 @@
-"""Linear layers whose weights bitsandbytes has quantised: `Linear4bit` and `Linear8bitLt`.
+"""Weights that a library has quantised, and how each format is recognised and dequantised: `FORMATS`.
 
-The names and shapes of their weights are those of the dequantised weight everywhere in this package: a mask of the
-model before it was quantised fits it.
+The names and shapes of the weights are those of the dequantised weight everywhere in this package: a mask of the model
+before it was quantised fits it.
 """
 
 from __future__ import annotations
@@ -13,120 +13,323 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SUPPORTED = "bitsandbytes Linear4bit and Linear8bitLt"
+SUPPORTED = (
+    "bitsandbytes, torchao (Int8WeightOnlyConfig, Float8WeightOnlyConfig, IntxWeightOnlyConfig) and transformers' fp8"
+)
+_METHODS = (None, "bitsandbytes", "torchao", "fp8")  # of transformers
+_FP8_MODULE = "transformers.integrations.finegrained_fp8"
 
 
 @dataclass(frozen=True, eq=False)
-class QuantisedLinear:
-    """A linear layer with a quantised weight.
+class QuantisedWeight:
+    """A weight that is quantised, of a linear layer or of a module with 3-D weights of several experts.
 
     Attributes:
-        name: of its weight in the model.
+        parameter: its name in the module.
+        name: its name in the model.
         dtype: of the dequantised weight, in which the layer computes.
-        whole: [out, in] of `dtype` on the meta device; for code that needs the weight's shape and dtype alone.
+        whole: [out, in] or [experts, ...] of `dtype` on the meta device; for code that needs shape and dtype alone.
     """
 
     module: Any
+    parameter: str
     name: str
     dtype: torch.dtype
     whole: Tensor
+    format: Format
 
     @property
     def weight(self) -> Tensor:
         """The quantised weight."""
-        weight: Tensor = self.module._parameters["weight"]
+        weight: Tensor = self.module._parameters[self.parameter]
         return weight
 
-    def dequantise_(self, out: Tensor) -> Tensor:
-        """Write the weight to `out`, contiguous [out, in] of `dtype`, and return it."""
-        bitsandbytes = sys.modules["bitsandbytes"]
-        data = self.weight.detach()
-        if self.is_4bit:
-            state = self._state()
-            # bitsandbytes writes to a given tensor on GPUs alone.
-            if state.dtype == out.dtype and out.is_cuda:
-                bitsandbytes.functional.dequantize_4bit(data, state, out=out)
-            else:
-                out.copy_(bitsandbytes.functional.dequantize_4bit(data, state))
-            return out
-        return torch.mul(data, self._scales().view(-1, 1) * (1 / 127), out=out)  # multiplied in fp32, rounded once
+    @property
+    def is_linear(self) -> bool:
+        """Whether the module computes `input @ weight.T + bias`."""
+        return isinstance(self.module, nn.Linear)
 
-    def _state(self) -> Any:
-        state = self.weight.quant_state  # type: ignore[attr-defined]
+    def dequantise_(self, out: Tensor) -> Tensor:
+        """Write the weight to `out`, contiguous and of `whole`'s shape and dtype, and return it."""
+        self.format.dequantise_(self, out)
+        return out
+
+    def dequantised(self) -> Tensor:
+        """Return the weight in new memory."""
+        return self.dequantise_(torch.empty_like(self.whole, device=self.weight.device))
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint has for the weight, by their names within the module."""
+        return self.format.stored(self)
+
+
+# Formats
+
+
+class Format:
+    """How a library stores weights. A format is added here, and to `FORMATS`."""
+
+    def weights(self, module: nn.Module, path: str) -> dict[str, tuple[int, ...]]:
+        """Return the name within the module, and the shape, of each weight that the module has in this format.
+
+        Raises:
+            ValueError: the module has a weight in a form of this format that can't be dequantised; names it.
+        """
+        raise NotImplementedError
+
+    def dtype(self, module: Any, parameter: str, default: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the layer computes; `default` is the model's."""
+        return default
+
+    def dequantise_(self, layer: QuantisedWeight, out: Tensor) -> None:
+        """See `QuantisedWeight`."""
+        raise NotImplementedError
+
+    def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
+        """See `QuantisedWeight`."""
+        raise NotImplementedError
+
+    def scales(self, module: nn.Module) -> list[str]:
+        """Return the names of those of the module's parameters that are scales of its quantised weights."""
+        return []
+
+
+class _Bitsandbytes(Format):
+    """`Linear4bit` (NF4, FP4) and `Linear8bitLt` of bitsandbytes."""
+
+    def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
+        bitsandbytes = sys.modules.get("bitsandbytes")
+        if bitsandbytes is None:
+            return {}
+        for name, found in getattr(module, "parametrizations", {}).items():
+            if any(type(each).__name__ == "Bnb4bitParametrization" for each in found):
+                raise ValueError(
+                    f"{_join(path, name)!r} is quantised by bitsandbytes' replace_parameter_4bit, expected a layer "
+                    "Linear4bit or Linear8bitLt: leave this weight unquantised"
+                )
+        if not isinstance(module, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
+            return {}
+        weight = module._parameters["weight"]
+        _require_whole(weight, path)
+        if self._is_4bit(module):
+            is_quantised = getattr(weight, "quant_state", None) is not None
+        elif module.state.has_fp16_weights:  # it quantises a weight that it trains in 16 bits
+            return {}
+        else:
+            is_quantised = weight.dtype == torch.int8
+        if not is_quantised:
+            raise ValueError(
+                f"{_join(path, 'weight')!r} is not quantised yet: move the model to its device first, as bitsandbytes "
+                "requires"
+            )
+        return {"weight": (module.out_features, module.in_features)}
+
+    def dtype(self, module: Any, parameter: str, default: torch.dtype) -> torch.dtype:
+        if not self._is_4bit(module):
+            return default
+        dtype: torch.dtype = module.compute_dtype or module.weight.quant_state.dtype
+        return dtype
+
+    def dequantise_(self, layer: QuantisedWeight, out: Tensor) -> None:
+        data = layer.weight.detach()
+        if not self._is_4bit(layer.module):
+            scales = self._row_scales(layer).view(-1, 1) * (1 / 127)
+            torch.mul(data, scales, out=out)  # multiplied in fp32, rounded once
+            return
+        dequantize = sys.modules["bitsandbytes"].functional.dequantize_4bit
+        state = self._state(layer)
+        if state.dtype == out.dtype and out.is_cuda:  # bitsandbytes writes to a given tensor on GPUs alone
+            dequantize(data, state, out=out)
+        else:
+            out.copy_(dequantize(data, state))
+
+    def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
+        data = {"weight": layer.weight.detach()}
+        if not self._is_4bit(layer.module):
+            return data | {"SCB": self._row_scales(layer)}
+        return data | {f"weight.{key}": tensor for key, tensor in self._state(layer).as_dict(packed=True).items()}
+
+    @staticmethod
+    def _is_4bit(module: Any) -> bool:
+        return isinstance(module, sys.modules["bitsandbytes"].nn.Linear4bit)
+
+    @staticmethod
+    def _state(layer: QuantisedWeight) -> Any:
+        state = layer.weight.quant_state  # type: ignore[attr-defined]
         if getattr(state, "packing_format_for_cpu", False):
             raise RuntimeError(
-                f"{self.name!r} is packed for inference on this CPU, by a forward in evaluation mode: build the "
+                f"{layer.name!r} is packed for inference on this CPU, by a forward in evaluation mode: build the "
                 "optimizer, or apply the delta, before it"
             )
         return state
 
-    def _scales(self) -> Tensor:
-        weight: Any = self.weight
-        scales: Tensor = weight.SCB if weight.SCB is not None else self.module.state.SCB
+    @staticmethod
+    def _row_scales(layer: QuantisedWeight) -> Tensor:
+        weight: Any = layer.weight
+        scales: Tensor = weight.SCB if weight.SCB is not None else layer.module.state.SCB
         return scales
 
-    def stored(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint of bitsandbytes has for the weight, by their names within the layer."""
-        data = {"weight": self.weight.detach()}
-        if not self.is_4bit:
-            return data | {"SCB": self._scales()}
-        return data | {f"weight.{key}": tensor for key, tensor in self._state().as_dict(packed=True).items()}
 
-    @property
-    def is_4bit(self) -> bool:
-        """Whether the layer is a `Linear4bit`."""
-        return isinstance(self.module, sys.modules["bitsandbytes"].nn.Linear4bit)
+class _Torchao(Format):
+    """Weights of `nn.Linear` that are tensors of torchao: int8 and fp8, and 1 to 8 bits unpacked to int8.
 
-    def dequantised(self) -> Tensor:
-        """Return the weight: [out, in] of `dtype`."""
-        return self.dequantise_(torch.empty_like(self.whole, device=self.weight.device))
+    Of its other tensors, those of packed 4 bits, torchao has no function that dequantises.
+    """
+
+    _TYPES = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
+
+    def weights(self, module: nn.Module, path: str) -> dict[str, tuple[int, ...]]:
+        torchao = sys.modules.get("torchao.utils")
+        if torchao is None:
+            return {}
+        found = {}
+        for name, param in module._parameters.items():
+            if param is None or not isinstance(getattr(param, "_local_tensor", param), torchao.TorchAOBaseTensor):
+                continue
+            _require_whole(param, path, name)
+            kind = type(param).__name__
+            if kind not in self._TYPES or not isinstance(module, nn.Linear) or name != "weight":
+                raise ValueError(
+                    f"{_join(path, name)!r} of a {type(module).__name__} is a torchao {kind}, expected "
+                    f"{', '.join(self._TYPES)} of an nn.Linear: quantise the linear layers alone, with "
+                    "Int8WeightOnlyConfig, Float8WeightOnlyConfig or IntxWeightOnlyConfig"
+                )
+            if getattr(param, "act_pre_scale", None) is not None:
+                raise ValueError(f"{_join(path, name)!r} has act_pre_scale, expected none: quantise it without AWQ")
+            found[name] = tuple(param.shape)
+        return found
+
+    def dtype(self, module: Any, parameter: str, default: torch.dtype) -> torch.dtype:
+        dtype: torch.dtype = module.weight.dtype
+        return dtype
+
+    def dequantise_(self, layer: QuantisedWeight, out: Tensor) -> None:
+        out.copy_(layer.weight.dequantize())
+
+    def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
+        weight: Any = layer.weight
+        return {f"_weight_{name}": getattr(weight, name).detach() for name in weight.__tensor_flatten__()[0]}
 
 
-def find(model: nn.Module) -> dict[str, QuantisedLinear]:
-    """Return the quantised layers by the names of their weights, every name of a layer that has several.
+class _Fp8(Format):
+    """`FP8Linear` and `FP8Experts` of transformers: blocks of float8, with one scale in fp32 or a power of two each."""
+
+    def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
+        fp8 = sys.modules.get(_FP8_MODULE)
+        if fp8 is None:
+            return {}
+        if (kind := type(module).__name__) in ("FP8GroupedLinear", "FP8Embedding"):
+            raise ValueError(
+                f"{_join(path, 'weight')!r} is of a {kind}, expected an FP8Linear: load the model with "
+                "FineGrainedFP8Config(dequantize=True)"
+            )
+        if isinstance(module, fp8.FP8Linear):
+            names = ["weight"]
+        elif isinstance(module, fp8.FP8Experts):
+            names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        else:
+            return {}
+        found = {}
+        for name in names:
+            param = module._parameters[name]
+            _require_whole(param, path, name)
+            if param.dtype == torch.int8:
+                raise ValueError(
+                    f"{_join(path, name)!r} has experts of 4 bits, expected float8: load the model with "
+                    "FineGrainedFP8Config(dequantize=True)"
+                )
+            if param.element_size() == 1:  # 2 where a shape is no multiple of the block's
+                found[name] = tuple(param.shape)
+        return found
+
+    def scales(self, module: nn.Module) -> list[str]:
+        fp8 = sys.modules.get(_FP8_MODULE)
+        if fp8 is None or not isinstance(module, (fp8.FP8Linear, fp8.FP8Experts)):
+            return []
+        return [name for name in module._parameters if name.endswith(("_scale_inv", "activation_scale"))]
+
+    def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
+        names = layer.parameter, f"{layer.parameter}_scale_inv"
+        return {name: layer.module._parameters[name].detach() for name in names}
+
+    def dequantise_(self, layer: QuantisedWeight, out: Tensor) -> None:
+        scales = layer.module._parameters[f"{layer.parameter}_scale_inv"].detach().float()
+        scales = scales.view(1, 1) if scales.ndim == 0 else scales
+        n_rows, n_columns = out.shape[-2:]
+        rows, columns = layer.module.block_size or (n_rows // scales.shape[-2], n_columns // scales.shape[-1])
+        scales = scales.repeat_interleave(rows, dim=-2)[..., :n_rows, :]
+        n_blocks = n_columns // columns
+        # Without a copy of the weight's size: float8 is exact in `out`, and products are made in fp32 and rounded once.
+        out.copy_(layer.weight.detach())
+        blocks, rest = out[..., : n_blocks * columns], out[..., n_blocks * columns :]
+        blocks.unflatten(-1, (n_blocks, columns)).mul_(scales[..., :n_blocks, None])
+        rest.mul_(scales[..., n_blocks : n_blocks + 1])
+
+
+FORMATS: tuple[Format, ...] = (_Bitsandbytes(), _Torchao(), _Fp8())
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _require_whole(weight: Tensor, path: str, name: str = "weight") -> None:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(weight, distributed.DTensor):
+        raise ValueError(f"{_join(path, name)!r} is a DTensor: a quantised base can't be sharded by fully_shard")
+
+
+# In a model
+
+
+def find(model: nn.Module) -> dict[str, QuantisedWeight]:
+    """Return the quantised weights by their names, every name of a layer that has several.
 
     Raises:
-        ValueError: a layer is not quantised yet, or is sharded.
+        ValueError: a weight is not quantised yet, is sharded, or in a form that can't be dequantised.
     """
-    bitsandbytes = sys.modules.get("bitsandbytes")
-    if bitsandbytes is None:
-        return {}
-    kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
-    made: dict[nn.Module, QuantisedLinear] = {}
+    made: dict[nn.Module, list[QuantisedWeight]] = {}
     found = {}
+    default: torch.dtype | None = None
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, kinds):
-            name = f"{path}.weight" if path else "weight"
-            if module not in made and (layer := _layer(model, module, name)) is not None:
-                made[module] = layer
-            if module in made:
-                found[name] = made[module]
+        if module not in made:
+            made[module] = []
+            for format in FORMATS:
+                for name, shape in format.weights(module, path).items():
+                    default = default or _dtype_of(model)
+                    dtype = format.dtype(module, name, default)
+                    whole = torch.empty(shape, dtype=dtype, device="meta")
+                    layer = QuantisedWeight(module, name, _join(path, name), dtype, whole, format)
+                    made[module].append(layer)
+        found.update({_join(path, layer.parameter): layer for layer in made[module]})
     return found
 
 
-def _layer(model: nn.Module, module: Any, name: str) -> QuantisedLinear | None:
-    weight = module._parameters["weight"]
-    if hasattr(type(weight), "__tensor_flatten__"):
-        raise ValueError(f"{name!r} is a {type(weight).__name__}: a quantised base can't be sharded by fully_shard")
-    dtype: torch.dtype | None = None
-    if hasattr(module, "compute_dtype"):
-        if (state := getattr(weight, "quant_state", None)) is not None:
-            dtype = module.compute_dtype or state.dtype
-    elif module.state.has_fp16_weights:  # it quantises a weight that it trains in 16 bits
-        return None
-    elif weight.dtype == torch.int8:
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.bfloat16)
-    if dtype is None:
-        raise ValueError(f"{name!r} is not quantised yet: move the model to its device first, as bitsandbytes requires")
-    shape = (module.out_features, module.in_features)
-    return QuantisedLinear(module, name, dtype, torch.empty(shape, dtype=dtype, device="meta"))
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the model's first parameter that is not quantised."""
+    for module in model.modules():
+        if not any(format.weights(module, "") for format in FORMATS):
+            for param in module._parameters.values():
+                if param is not None and param.dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    return param.dtype
+    return torch.bfloat16
+
+
+def scales_of(model: nn.Module) -> set[str]:
+    """Return the names of the model's parameters that belong to the storage of quantised weights."""
+    return {
+        _join(path, name)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for format in FORMATS
+        for name in format.scales(module)
+    }
 
 
 def require_supported(model: nn.Module) -> None:
     """Raise a ValueError that names the method by which transformers has quantised a model, if it is another one."""
     method = getattr(model, "quantization_method", None)
     method = getattr(method, "value", method)
-    if getattr(model, "is_quantized", False) and method not in (None, "bitsandbytes"):
+    if getattr(model, "is_quantized", False) and method not in _METHODS:
         raise ValueError(
             f"the model is quantised by {method!r}, expected {SUPPORTED}: load it with "
             "quantization_config=BitsAndBytesConfig(...), or dequantised"

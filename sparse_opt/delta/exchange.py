@@ -17,7 +17,7 @@ from .. import ops
 from ..errors import DeltaError
 from ..masks.positions import index_dtype
 from ..ops.bound import BoundOps
-from ..quantised_layers import QuantisedLinear
+from ..quantised_layers import QuantisedWeight
 from ..tensors import as_bits
 from .change import expanded
 
@@ -91,7 +91,7 @@ class Exchange:
         DeltaError: a quantised layer has an overlay already; names it.
     """
 
-    def __init__(self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedLinear, Tensor, int]]) -> None:
+    def __init__(self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedWeight, Tensor, int]]) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._overlays: dict[nn.Module, Overlay] = {}
         self._places: dict[str, tuple[Mapping[str, Tensor | None], str, torch.device]] = {}
@@ -99,7 +99,7 @@ class Exchange:
         self.nbytes = self._elements.nbytes + sum(overlay.nbytes for overlay in self._overlays.values())
 
     def _parts(
-        self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedLinear, Tensor, int]]
+        self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedWeight, Tensor, int]]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
         places: dict[int, tuple[Mapping[str, Tensor | None], str]] = {
             id(tensor): (owner, key)
@@ -110,7 +110,7 @@ class Exchange:
         addresses: set[int] = set()
         scratches: Mapping[Any, Scratch] = {}
         for name, tensor, new, run_length in changes:
-            if isinstance(tensor, QuantisedLinear):
+            if isinstance(tensor, QuantisedWeight):
                 scratches = scratches or _scratches(model)
                 scratch = scratches[tensor.weight.device, tensor.dtype]
                 self._overlays[tensor.module] = _overlay(tensor, scratch, new, run_length)
@@ -152,7 +152,7 @@ def _scratches(model: nn.Module) -> Mapping[Any, Scratch]:
     return scratches_of(model)
 
 
-def _overlay(layer: QuantisedLinear, scratch: Scratch, new: Tensor, run_length: int) -> Overlay:
+def _overlay(layer: QuantisedWeight, scratch: Scratch, new: Tensor, run_length: int) -> Overlay:
     from ..optim import quantised
 
     try:

@@ -35,7 +35,7 @@ from ..masks.patterns import PATTERNS
 from ..ops import bind as bind_ops
 from ..ops import tile_table
 from ..ops.tiles import TILE_SIZES
-from ..quantised_layers import QuantisedLinear
+from ..quantised_layers import QuantisedWeight
 from ..tensor_file import open_tensors
 from ..tensors import canonical_names, holds_base_weights, saved_tensors
 from .gradients import tile_backward
@@ -63,7 +63,7 @@ class Scratch:
         self.lock = threading.Lock()  # on a CPU, two threads may run layers at the same time
         self._memory = torch.empty(numel, dtype=dtype, device=device)
 
-    def view(self, layer: QuantisedLinear) -> Tensor:
+    def view(self, layer: QuantisedWeight) -> Tensor:
         """Return the part of the memory that the layer's weight takes: [out, in]."""
         return self._memory[: layer.whole.numel()].view(layer.whole.shape)
 
@@ -80,7 +80,7 @@ class Overlay:
 
     def __init__(
         self,
-        layer: QuantisedLinear,
+        layer: QuantisedWeight,
         scratch: Scratch,
         positions: Tensor,
         run_length: int,
@@ -219,7 +219,7 @@ class Overlay:
 class GradientProbe(Overlay):
     """Passes the dense gradient of a quantised weight to `receive`, after each backward pass through its layer."""
 
-    def __init__(self, layer: QuantisedLinear, scratch: Scratch, receive: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, layer: QuantisedWeight, scratch: Scratch, receive: Callable[[Tensor], None] | None) -> None:
         super().__init__(layer, scratch, torch.empty(0, dtype=torch.int32, device="cpu"), run_length=1)
         self.shows_base, self._receive = True, receive
         if receive is not None:  # autograd reaches the layer through a parameter without elements
@@ -382,7 +382,7 @@ def scratches_of(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Scr
     return found
 
 
-def _require_free(layer: QuantisedLinear) -> None:
+def _require_free(layer: QuantisedWeight) -> None:
     require_own_forward(layer)
     if (overlay := overlay_of(layer.module)) is not None and overlay.is_trained():
         raise ValueError(
@@ -391,7 +391,7 @@ def _require_free(layer: QuantisedLinear) -> None:
         )
 
 
-def require_own_forward(layer: QuantisedLinear) -> None:
+def require_own_forward(layer: QuantisedWeight) -> None:
     """Raise a ValueError if the layer has a forward that is neither its class's nor an overlay's."""
     if overlay_of(layer.module) is None and "forward" in vars(layer.module):
         raise ValueError(
@@ -524,7 +524,7 @@ def shows_base(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def current_weight(layer: QuantisedLinear) -> Tensor:
+def current_weight(layer: QuantisedWeight) -> Tensor:
     """Return the weight that the layer multiplies with: [out, in], in new memory."""
     overlay = overlay_of(layer.module)
     if overlay is None:
@@ -535,7 +535,7 @@ def current_weight(layer: QuantisedLinear) -> Tensor:
 
 
 @torch.no_grad()
-def _on_host(layer: QuantisedLinear) -> Tensor:
+def _on_host(layer: QuantisedWeight) -> Tensor:
     overlay = overlay_of(layer.module)
     if overlay is None:
         return layer.dequantised().cpu()

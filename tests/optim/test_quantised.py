@@ -1,26 +1,22 @@
-"""Active weights over a base that bitsandbytes has quantised, compared with a model of the dequantised weights."""
+"""Active weights over a quantised base, compared with a model of the dequantised weights."""
 
 import copy
 import math
 
+import launch
 import pytest
+import quantised_models
 import torch
+from quantised_models import dequantised, quantised, transformers
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import logsigmoid
 
-from sparse_opt import GraphedStep, MaskSet, SparseAdamW, SparseSGD
+from sparse_opt import GraphedStep, MaskSet, RandomMask, SparseAdamW, SparseSGD
 from sparse_opt.mask_finding import find_from_model
 from sparse_opt.optim import save_merged
 from sparse_opt.weight_sync import WeightSender
 
-bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'sparse-opt[test]'")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
-
-BASES = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4_double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-}
 # A gate of 200 rows has tiles that are cut off; norms, embeddings and the head are not quantised.
 SIZES = {"hidden_size": 128, "intermediate_size": 200}
 
@@ -33,30 +29,7 @@ def folder(tmp_path, tiny_llama):
 
 @pytest.fixture
 def load(folder, device):
-    """`load(base="nf4")`: the model as transformers quantises it; base None: not quantised."""
-
-    def make(base="nf4", **options):
-        if base is not None:
-            compute = {"bnb_4bit_compute_dtype": torch.bfloat16} if "load_in_4bit" in BASES[base] else {}
-            config = transformers.BitsAndBytesConfig(**{**BASES[base], **compute, **options})
-            options = {"quantization_config": config, "device_map": {"": 0 if device.type == "cuda" else "cpu"}}
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
-        return model.train() if base is not None else model.to(device).train()
-
-    return make
-
-
-def quantised(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt))}
-
-
-@torch.no_grad()
-def dequantised(layer):
-    """The definition: bitsandbytes' own for 4 bits, [-127, 127] times a row's largest magnitude / 127 for 8."""
-    weight = layer.weight
-    if isinstance(layer, bnb.nn.Linear4bit):
-        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-    return (weight.data * (weight.SCB.view(-1, 1) * (1 / 127))).bfloat16()
+    return lambda base="nf4": quantised_models.load(folder, base, device)
 
 
 @pytest.fixture
@@ -104,8 +77,13 @@ def weights(model, tmp_path):
     [
         ("nf4", "tile64", 0.2, SparseAdamW, None),  # gradients by tiles
         ("nf4_double", "element", 0.05, SparseSGD, "reference"),
+        ("nf4_bf16_storage", "tile64", 0.2, SparseAdamW, None),
         ("fp4", "tile64", 0.6, SparseAdamW, None),  # too dense for tiles
         ("int8", "run16", 0.1, SparseAdamW, None),
+        ("torchao_int8", "tile64", 0.2, SparseAdamW, None),
+        ("torchao_fp8", "run16", 0.1, SparseAdamW, None),
+        ("torchao_int4", "element", 0.05, SparseSGD, None),
+        ("fp8", "tile64", 0.2, SparseAdamW, None),
     ],
 )
 def test_training_is_that_of_the_dequantised_weights(
@@ -129,9 +107,9 @@ def test_training_is_that_of_the_dequantised_weights(
         assert found is None or (expected.any() and torch.equal(found, expected)), name
     ours.zero_grad(), theirs.zero_grad()
 
-    before = {name: layer.weight.data.clone() for name, layer in quantised(model).items()}
+    before = {name: dequantised(layer) for name, layer in quantised(model).items()}
     assert torch.equal(train(model, ours, device, 3), train(twin, theirs, device, 3))
-    assert all(torch.equal(before[name], layer.weight) for name, layer in quantised(model).items())
+    assert all(torch.equal(before[name], dequantised(layer)) for name, layer in quantised(model).items())
     ids = batch(device)
     with torch.no_grad(), ours.base_weights(), theirs.base_weights():
         assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
@@ -163,16 +141,17 @@ def test_the_first_dpo_loss_is_ln_2(load, device):
     assert loss() < first
 
 
-def test_checkpointing_compilation_and_autocast_give_the_same_gradients(twins, device):
+@pytest.mark.parametrize("base", ["nf4", "torchao_int8", "fp8"])
+def test_checkpointing_compilation_and_autocast_give_the_same_gradients(load, device, base):
     grads = {}
     for how in ("plain", "checkpointed", "compiled", "autocast"):
-        model, _ = twins()
+        model = load(base)
         optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1, pattern="tile64", seed=1), lr=1e-2)
         if how == "checkpointed":
             model.gradient_checkpointing_enable()
-        layer = model.model.layers[0].mlp.down_proj
-        run = torch.compile(layer, backend="eager") if how == "compiled" else layer
-        x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+        mlp = model.model.layers[0].mlp
+        run = torch.compile(mlp, backend="aot_eager") if how == "compiled" else mlp
+        x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
         if how in ("plain", "checkpointed"):
             backward(model, device)
         with torch.autocast(device.type, torch.float16, enabled=how == "autocast"):
@@ -182,6 +161,42 @@ def test_checkpointing_compilation_and_autocast_give_the_same_gradients(twins, d
         grads[how] = optimizer.compact_grad(found[name])
     assert torch.equal(grads["plain"], grads["checkpointed"])
     assert torch.equal(grads["compiled"], grads["autocast"]) and grads["compiled"].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("base", "pattern"),
+    [
+        ("nf4_double", "tile64"),
+        ("int8", "element"),
+        ("torchao_int8", "run16"),
+        ("torchao_fp8", "tile64"),
+        ("fp8", "element"),
+    ],
+)
+def test_a_captured_step_has_the_bits_of_an_eager_one(folder, base, pattern):
+    device, results = torch.device("cuda"), []
+    inputs = torch.randn(6, 32, 128, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for graphs in (False, True):
+        mlp = quantised_models.load(folder, base, device).model.layers[0].mlp
+        mask = MaskSet.random(mlp, density=0.2, pattern=pattern, seed=1)
+        optimizer = SparseAdamW(mlp, mask, lr=torch.tensor(1e-2, device=device), max_grad_norm=1.0)
+
+        def step(x, mlp=mlp, optimizer=optimizer):
+            with torch.no_grad(), optimizer.base_weights():
+                reference = mlp(x)
+            loss = (mlp(x).float() - 2 * reference.float()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = GraphedStep(step, optimizer, n_warmup=2) if graphs else step
+        losses = [call(x).clone() for x in inputs]
+        results.append((torch.stack(losses), *(p.detach() for p in optimizer.param_groups[0]["params"])))
+        assert not graphs or call.n_graphs == 1
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][0].unique().numel() == len(inputs)
 
 
 def test_a_resumed_run_has_the_same_bits(load, device, tmp_path):
@@ -229,12 +244,8 @@ def test_what_is_refused(load, device, tmp_path):
     model = load()
     mask = MaskSet.random(model, density=0.05)
     optimizer = SparseAdamW(model, mask, lr=1e-2)
-    for name, call in {
-        "set_mask": lambda: optimizer.set_mask(mask),
-        "GraphedStep": lambda: GraphedStep(lambda: None, optimizer),
-    }.items():
-        with pytest.raises(NotImplementedError, match=f"{name} is not supported for a quantised base, which 'model"):
-            call()
+    with pytest.raises(NotImplementedError, match="set_mask is not supported for a quantised base, which 'model"):
+        optimizer.set_mask(mask)
     for source in (optimizer, model):
         with pytest.raises(NotImplementedError, match="is quantised, and an engine has no place"):
             WeightSender(source, None if source is optimizer else mask)
@@ -256,10 +267,56 @@ def test_what_is_refused(load, device, tmp_path):
     with torch.no_grad(), optimizer.base_weights(), pytest.raises(RuntimeError, match="modified by an inplace|base"):
         loss.backward()
 
-    class OtherMethod(torch.nn.Linear):
-        is_quantized, quantization_method = True, "mxfp4"
 
-    with pytest.raises(ValueError, match="the model is quantised by 'mxfp4', expected bitsandbytes Linear4bit"):
-        SparseAdamW(OtherMethod(64, 64), 0.1, lr=1e-2)
-    with pytest.raises(ValueError, match="'weight' is not quantised yet"):
-        SparseAdamW(bnb.nn.Linear4bit(64, 64), 0.1, lr=1e-2)
+class OtherMethod(nn.Linear):
+    is_quantized, quantization_method = True, "mxfp4"
+
+
+def packed_by_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Linear(64, 64, bias=False)
+    scales = torch.ones(2, 64, dtype=torch.bfloat16)
+    packed = quantization.Int4Tensor(torch.zeros(64, 32, dtype=torch.int8), scales, scales, [1, 32], (64, 64))
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    return layer
+
+
+def embedding_of_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
+    quantization.quantize_(
+        model, quantization.IntxWeightOnlyConfig(), lambda module, _: isinstance(module, nn.Embedding)
+    )
+    return model
+
+
+def parameter_of_bitsandbytes():
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    layer = nn.Linear(64, 64)
+    parametrize.replace_parameter_4bit(layer, "weight")
+    return layer
+
+
+REFUSED = {
+    "the model is quantised by 'mxfp4', expected bitsandbytes, torchao": lambda: OtherMethod(64, 64),
+    "'weight' is not quantised yet": lambda: pytest.importorskip("bitsandbytes").nn.Linear4bit(64, 64),
+    "'weight' is quantised by bitsandbytes' replace_parameter_4bit": parameter_of_bitsandbytes,
+    "'weight' of a Linear is a torchao Int4Tensor, expected Int8Tensor": packed_by_torchao,
+    "'0.weight' of a Embedding is a torchao IntxUnpackedToInt8Tensor": embedding_of_torchao,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_model_in_another_format_is_refused(message):
+    model = REFUSED[message]()
+    with pytest.raises(ValueError, match=message):
+        SparseAdamW(model, RandomMask(0.1), lr=1e-2)
+
+
+@launch.ranks(2, nccl=False)
+def test_a_sharded_base_is_refused(rank):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(64, 64, quant_storage=torch.bfloat16, quant_type="nf4").to("cpu")
+    fully_shard(layer)
+    with pytest.raises(ValueError, match="'weight' is a DTensor: a quantised base can't be sharded by fully_shard"):
+        SparseAdamW(layer, RandomMask(0.1), lr=1e-2)
