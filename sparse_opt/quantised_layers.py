@@ -6,7 +6,10 @@ before it was quantised fits it.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +44,8 @@ class QuantisedWeight:
     @property
     def weight(self) -> Tensor:
         """The quantised weight."""
-        weight: Tensor = self.module._parameters[self.parameter]
+        path, _, name = self.format.stored_name(self.parameter).rpartition(".")
+        weight: Tensor = self.module.get_submodule(path)._parameters[name]
         return weight
 
     @property
@@ -62,6 +66,14 @@ class QuantisedWeight:
         """Return the tensors that a checkpoint has for the weight, by their names within the module."""
         return self.format.stored(self)
 
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Compute the output of a module with 3-D weights, of which dequantised ones are `shown`."""
+        return self.format.forward(self.module)(self.module, *inputs)
+
+    def shown(self, weight: Tensor) -> AbstractContextManager[None]:
+        """Context manager inside which the module's code finds this tensor in place of the quantised weight."""
+        return self.format.shown(self, weight)
+
 
 # Formats
 
@@ -81,8 +93,25 @@ class Format:
         """Return the dtype in which the layer computes; `default` is the model's."""
         return default
 
+    def stored_name(self, parameter: str) -> str:
+        """Return the name of the quantised parameter within the module."""
+        return parameter
+
     def dequantise_(self, layer: QuantisedWeight, out: Tensor) -> None:
         """See `QuantisedWeight`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def shown(self, layer: QuantisedWeight, weight: Tensor) -> Iterator[None]:
+        """See `QuantisedWeight`."""
+        vars(layer.module)[layer.parameter] = weight  # found before `_parameters`
+        try:
+            yield
+        finally:
+            del vars(layer.module)[layer.parameter]
+
+    def forward(self, module: Any) -> Callable[..., Tensor]:
+        """Return the function that a module with 3-D weights computes, if they are dequantised; it takes the module."""
         raise NotImplementedError
 
     def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
@@ -94,68 +123,69 @@ class Format:
         return []
 
 
-class _Bitsandbytes(Format):
-    """`Linear4bit` (NF4, FP4) and `Linear8bitLt` of bitsandbytes."""
+class _Linear8bit(Format):
+    """`Linear8bitLt` of bitsandbytes: int8, and the largest magnitude of each row."""
 
     def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
         bitsandbytes = sys.modules.get("bitsandbytes")
-        if bitsandbytes is None:
+        if bitsandbytes is None or not isinstance(module, bitsandbytes.nn.Linear8bitLt):
             return {}
-        for name, found in getattr(module, "parametrizations", {}).items():
-            if any(type(each).__name__ == "Bnb4bitParametrization" for each in found):
-                raise ValueError(
-                    f"{_join(path, name)!r} is quantised by bitsandbytes' replace_parameter_4bit, expected a layer "
-                    "Linear4bit or Linear8bitLt: leave this weight unquantised"
-                )
-        if not isinstance(module, (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)):
+        if module.state.has_fp16_weights:  # it quantises a weight that it trains in 16 bits
             return {}
-        weight = module._parameters["weight"]
-        _require_whole(weight, path)
-        if self._is_4bit(module):
-            is_quantised = getattr(weight, "quant_state", None) is not None
-        elif module.state.has_fp16_weights:  # it quantises a weight that it trains in 16 bits
+        _require_whole(module.weight, path)
+        if module.weight.dtype != torch.int8:
+            raise _not_quantised_yet(path)
+        return {"weight": (module.out_features, module.in_features)}
+
+    def dequantise_(self, layer: QuantisedWeight, out: Tensor) -> None:
+        scales = self._scales(layer).view(-1, 1) * (1 / 127)
+        torch.mul(layer.weight.detach(), scales, out=out)  # multiplied in fp32, rounded once
+
+    def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
+        return {"weight": layer.weight.detach(), "SCB": self._scales(layer)}
+
+    @staticmethod
+    def _scales(layer: QuantisedWeight) -> Tensor:
+        weight: Any = layer.weight
+        scales: Tensor = weight.SCB if weight.SCB is not None else layer.module.state.SCB
+        return scales
+
+
+class _Linear4bit(Format):
+    """`Linear4bit` of bitsandbytes: NF4 or FP4 in blocks, with scales that may be quantised too."""
+
+    def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
+        bitsandbytes = sys.modules.get("bitsandbytes")
+        if bitsandbytes is None or not isinstance(module, bitsandbytes.nn.Linear4bit):
             return {}
-        else:
-            is_quantised = weight.dtype == torch.int8
-        if not is_quantised:
-            raise ValueError(
-                f"{_join(path, 'weight')!r} is not quantised yet: move the model to its device first, as bitsandbytes "
-                "requires"
-            )
+        _require_whole(module.weight, path)
+        if getattr(module.weight, "quant_state", None) is None:
+            raise _not_quantised_yet(path)
         return {"weight": (module.out_features, module.in_features)}
 
     def dtype(self, module: Any, parameter: str, default: torch.dtype) -> torch.dtype:
-        if not self._is_4bit(module):
-            return default
         dtype: torch.dtype = module.compute_dtype or module.weight.quant_state.dtype
         return dtype
 
+    def state(self, module: Any, parameter: str) -> Any:
+        """Return bitsandbytes' `QuantState` of the weight."""
+        return module.weight.quant_state
+
     def dequantise_(self, layer: QuantisedWeight, out: Tensor) -> None:
-        data = layer.weight.detach()
-        if not self._is_4bit(layer.module):
-            scales = self._row_scales(layer).view(-1, 1) * (1 / 127)
-            torch.mul(data, scales, out=out)  # multiplied in fp32, rounded once
-            return
         dequantize = sys.modules["bitsandbytes"].functional.dequantize_4bit
-        state = self._state(layer)
+        data, state = layer.weight.detach(), self._unpacked_state(layer)
         if state.dtype == out.dtype and out.is_cuda:  # bitsandbytes writes to a given tensor on GPUs alone
             dequantize(data, state, out=out)
         else:
             out.copy_(dequantize(data, state))
 
     def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
-        data = {"weight": layer.weight.detach()}
-        if not self._is_4bit(layer.module):
-            return data | {"SCB": self._row_scales(layer)}
-        return data | {f"weight.{key}": tensor for key, tensor in self._state(layer).as_dict(packed=True).items()}
+        tensors = self._unpacked_state(layer).as_dict(packed=True)
+        data = {layer.parameter: layer.weight.detach()}
+        return data | {f"{layer.parameter}.{key}": tensor for key, tensor in tensors.items()}
 
-    @staticmethod
-    def _is_4bit(module: Any) -> bool:
-        return isinstance(module, sys.modules["bitsandbytes"].nn.Linear4bit)
-
-    @staticmethod
-    def _state(layer: QuantisedWeight) -> Any:
-        state = layer.weight.quant_state  # type: ignore[attr-defined]
+    def _unpacked_state(self, layer: QuantisedWeight) -> Any:
+        state = self.state(layer.module, layer.parameter)
         if getattr(state, "packing_format_for_cpu", False):
             raise RuntimeError(
                 f"{layer.name!r} is packed for inference on this CPU, by a forward in evaluation mode: build the "
@@ -163,11 +193,50 @@ class _Bitsandbytes(Format):
             )
         return state
 
-    @staticmethod
-    def _row_scales(layer: QuantisedWeight) -> Tensor:
-        weight: Any = layer.weight
-        scales: Tensor = weight.SCB if weight.SCB is not None else layer.module.state.SCB
-        return scales
+
+class _Parameter4bit(_Linear4bit):
+    """3-D weights of experts that bitsandbytes' `replace_parameter_4bit` has quantised, as parametrizations."""
+
+    def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
+        parametrize = sys.modules.get("bitsandbytes.nn.parametrize")
+        if parametrize is None:
+            return {}
+        found = {}
+        for name, made in getattr(module, "parametrizations", {}).items():
+            if not isinstance(made[0], parametrize.Bnb4bitParametrization):
+                continue
+            _require_whole(made.original, path, name)
+            shape = tuple(made[0].quant_state.shape)
+            if len(made) > 1 or len(shape) != 3:
+                raise ValueError(
+                    f"{_join(path, name)!r} has the shape {list(shape)} and {len(made)} parametrizations, expected the "
+                    "3-D weight of several experts with one: replace_parameter_4bit is not for other weights"
+                )
+            found[name] = shape
+        return found
+
+    def dtype(self, module: Any, parameter: str, default: torch.dtype) -> torch.dtype:
+        dtype: torch.dtype = self.state(module, parameter).dtype
+        return dtype
+
+    def state(self, module: Any, parameter: str) -> Any:
+        return module.parametrizations[parameter][0].quant_state
+
+    def stored_name(self, parameter: str) -> str:
+        return f"parametrizations.{parameter}.original"
+
+    @contextmanager
+    def shown(self, layer: QuantisedWeight, weight: Tensor) -> Iterator[None]:
+        made = layer.module.parametrizations[layer.parameter]
+        made.forward = lambda: weight
+        try:
+            yield
+        finally:
+            del made.forward
+
+    def forward(self, module: Any) -> Callable[..., Tensor]:
+        forward: Callable[..., Tensor] = type(module).forward
+        return forward
 
 
 class _Torchao(Format):
@@ -248,6 +317,13 @@ class _Fp8(Format):
             return []
         return [name for name in module._parameters if name.endswith(("_scale_inv", "activation_scale"))]
 
+    def forward(self, module: Any) -> Callable[..., Tensor]:
+        experts = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS
+        name = module.config._experts_implementation
+        name = name if name in (*experts.keys(), "eager") else "grouped_mm"  # others are for float8 alone
+        forward: Callable[..., Tensor] = experts.get_interface(name, inspect.unwrap(type(module).forward))
+        return forward
+
     def stored(self, layer: QuantisedWeight) -> dict[str, Tensor]:
         names = layer.parameter, f"{layer.parameter}_scale_inv"
         return {name: layer.module._parameters[name].detach() for name in names}
@@ -266,11 +342,16 @@ class _Fp8(Format):
         rest.mul_(scales[..., n_blocks : n_blocks + 1])
 
 
-FORMATS: tuple[Format, ...] = (_Bitsandbytes(), _Torchao(), _Fp8())
+FORMATS: tuple[Format, ...] = (_Linear4bit(), _Linear8bit(), _Parameter4bit(), _Torchao(), _Fp8())
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _not_quantised_yet(path: str) -> ValueError:
+    name = _join(path, "weight")
+    return ValueError(f"{name!r} is not quantised yet: move the model to its device first, as bitsandbytes requires")
 
 
 def _require_whole(weight: Tensor, path: str, name: str = "weight") -> None:
@@ -315,14 +396,20 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return torch.bfloat16
 
 
-def scales_of(model: nn.Module) -> set[str]:
-    """Return the names of the model's parameters that belong to the storage of quantised weights."""
-    return {
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what `model.named_parameters` does, but scales, with the name that a weight had before it was quantised."""
+    layers = {id(layer.weight): layer for layer in find(model).values()}
+    scales = {
         _join(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for format in FORMATS
         for name in format.scales(module)
     }
+    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        if (layer := layers.get(id(param))) is not None:
+            name = name.removesuffix(layer.format.stored_name(layer.parameter)) + layer.parameter
+        if name not in scales:
+            yield name, param
 
 
 def require_supported(model: nn.Module) -> None:

@@ -49,16 +49,14 @@ def named_parameters_of(
     if not isinstance(model_or_named, nn.Module):
         return dict(model_or_named)
     model = getattr(model_or_named, "_orig_mod", model_or_named)
-    scales = quantised_layers.scales_of(model)
-    named: dict[str, Tensor] = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n not in scales}
+    named: dict[str, Tensor] = dict(quantised_layers.named_parameters(model, remove_duplicate=False))
     named.update({name: layer.whole for name, layer in quantised_layers.find(model).items()})
     return named
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, without scales of quantised ones, and the persistent buffers, under all their names."""
-    scales = quantised_layers.scales_of(model)
-    yield from ((n, p) for n, p in model.named_parameters(remove_duplicate=False) if n not in scales)
+    yield from quantised_layers.named_parameters(model, remove_duplicate=False)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -84,6 +84,19 @@ def stored(model):
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
+def experts(folder, base, device):
+    """A mixture of experts whose 3-D weights are quantised: by bitsandbytes (nf4), or by transformers (fp8)."""
+    if base == "fp8":
+        return load(folder, base, device)
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize", reason="needs bitsandbytes")
+    model = load(folder, None, device)
+    for module in list(model.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.ndim == 3:
+                parametrize.replace_parameter_4bit(module, name, quant_type="nf4", compress_statistics=True)
+    return model
+
+
 @torch.no_grad()
 def dequantised(module, name="weight"):
     """The definition: the library's own function; in 8 bits of bitsandbytes, a row's largest magnitude is 127."""

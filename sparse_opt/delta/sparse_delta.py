@@ -131,7 +131,7 @@ class SparseDelta:
             raise DeltaError(f"the trained model is not of the base's architecture: {listed(differences, '; ')}")
 
         for name, weight in before.items():
-            if isinstance(weight, QuantisedWeight) and (overlay := overlay_of(weight.module)) is not None:
+            if isinstance(weight, QuantisedWeight) and (overlay := overlay_of(weight)) is not None:
                 if overlay.is_trained():
                     raise DeltaError(f"the base: {name!r} has been trained over its quantised base: load it again")
 

@@ -249,12 +249,12 @@ class SparseTrainer(RunTrainer):
 
     def _make_optimizer(self, model: torch.nn.Module) -> SparseAdamW:
         options, args = self.sparse_arguments, self.args
-        decayed = set(self.get_decay_parameter_names(model))
-        named = list(model.named_parameters())
+        decayed = {model.get_parameter(name) for name in self.get_decay_parameter_names(model)}
+        named = list(quantised_layers.named_parameters(model))
         # Frozen parameters are included, so that SparseAdamW can name those that the mask covers. `param_names` is
         # needed by a group without parameters.
         groups: list[dict[str, Any]] = [
-            {"params": [(n, p) for n, p in named if (n in decayed) == decays], "weight_decay": rate, "param_names": []}
+            {"params": [(n, p) for n, p in named if (p in decayed) == decays], "weight_decay": rate, "param_names": []}
             for decays, rate in ((True, args.weight_decay), (False, 0.0))
         ]
         shared = {name: getattr(options, name) for name in SharedOptions.__annotations__ if hasattr(options, name)}

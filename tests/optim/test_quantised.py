@@ -7,6 +7,7 @@ import launch
 import pytest
 import quantised_models
 import torch
+from moe_models import moe_model
 from quantised_models import dequantised, quantised, transformers
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -46,22 +47,22 @@ def twins(load):
     return make
 
 
-def batch(device, seed=0):
-    return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
+def batch(device, seed=0, vocabulary=97):
+    return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def backward(model, device, seed=0):
-    ids = batch(device, seed)
+def backward(model, device, seed=0, **options):
+    ids = batch(device, seed, **options)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.detach()
 
 
-def train(model, optimizer, device, steps, first=0):
+def train(model, optimizer, device, steps, first=0, **options):
     losses = []
     for seed in range(first, first + steps):
         for micro_batch in (0, 100):
-            losses.append(backward(model, device, seed + micro_batch))
+            losses.append(backward(model, device, seed + micro_batch, **options))
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses)
@@ -117,6 +118,43 @@ def test_training_is_that_of_the_dequantised_weights(
     assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
     for name, weight in weights(model, tmp_path / "merged").items():
         assert torch.equal(weight, twin.state_dict()[name].cpu()), name
+
+
+@pytest.mark.parametrize(
+    ("base", "family", "implementation"),
+    [("nf4", "gpt_oss", "grouped_mm"), ("nf4", "qwen3", "eager"), ("fp8", "qwen3", "grouped_mm")],
+)
+def test_training_of_experts_is_that_of_the_dequantised_weights(
+    tmp_path, device, deterministic, base, family, implementation
+):
+    moe_model(family, torch.bfloat16).save_pretrained(tmp_path / "model")
+    model = quantised_models.experts(tmp_path / "model", base, device)
+    save_merged(model, tmp_path / "dequantised")
+    twin = quantised_models.load(tmp_path / "dequantised", None, device)
+    for each in (model, twin):
+        each.set_experts_implementation(implementation)
+    mask = MaskSet.random(model, density=0.1, seed=1)
+    assert mask == MaskSet.random(twin, density=0.1, seed=1)
+    ours, theirs = (SparseAdamW(m, mask, lr=1e-2) for m in (model, twin))
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    assert experts in ours.quantised_parameters
+
+    twin_losses = train(twin, theirs, device, 3, vocabulary=60)
+    assert torch.equal(train(model, ours, device, 3, vocabulary=60), twin_losses)
+    with torch.no_grad(), ours.base_weights(), theirs.base_weights():
+        ids = batch(device, vocabulary=60)
+        assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
+    merged = weights(model, tmp_path / "merged")
+    assert merged.keys() == twin.state_dict().keys()
+    assert all(torch.equal(weight, twin.state_dict()[name].cpu()) for name, weight in merged.items())
+    with pytest.raises(RuntimeError, match="no place for the trained weights of 'gate_up_proj'"):
+        model.model.layers[0].mlp.experts.state_dict()
+
+    delta, other = ours.delta(), quantised_models.experts(tmp_path / "model", base, device)
+    with delta.active(other), torch.no_grad():
+        assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
+    entries = quantised_models.stored(other)
+    assert not any("parametrizations" in name for name in entries) and experts in delta.quantised_digests
 
 
 def test_the_first_dpo_loss_is_ln_2(load, device):
