@@ -249,7 +249,8 @@ class SparseTrainer(RunTrainer):
 
     def _make_optimizer(self, model: torch.nn.Module) -> SparseAdamW:
         options, args = self.sparse_arguments, self.args
-        decayed = {model.get_parameter(name) for name in self.get_decay_parameter_names(model)}
+        names = set(self.get_decay_parameter_names(model))
+        decayed = {param for name, param in model.named_parameters() if name in names}
         named = list(quantised_layers.named_parameters(model))
         # Frozen parameters are included, so that SparseAdamW can name those that the mask covers. `param_names` is
         # needed by a group without parameters.
