@@ -151,6 +151,8 @@ class SparseTrainer(RunTrainer):
         if self.sparse_arguments.vllm_weights != "full":
             checks.of_vllm(given, self.sparse_arguments)
         model = checks.named(bound).get("model")
+        if given is not None and isinstance(model, torch.nn.Module):
+            checks.of_quantised(given, self.sparse_arguments, model)  # before the constructor starts an engine
         with self._without_reference(bound), self._without_vllm(given), without_adapters(model):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)

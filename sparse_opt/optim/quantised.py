@@ -251,7 +251,7 @@ def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) ->
     Args:
         receive: by the names of quantised weights; the gradients of others are not computed.
     """
-    layers = {layer.module: layer for layer in quantised_layers.find(model).values()}
+    layers = {id(layer.weight): layer for layer in quantised_layers.find(model).values()}
     scratches = scratches_of(model)
     probes = []
     for layer in layers.values():

@@ -76,12 +76,13 @@ def test_a_delta_is_saved_with_or_in_place_of_merged_weights(lab, load, tmp_path
 
 
 def test_what_reads_the_weights_of_the_model_is_refused(lab, load, tmp_path):
-    for sparse, changes, option in (
-        (SparseArguments(delta_log_dir=tmp_path / "log"), {}, "delta_log_dir"),
-        (None, {"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"}, "load_best_model"),
+    for kind, sparse, changes, option in (
+        ("DPO", SparseArguments(delta_log_dir=tmp_path / "log"), {}, "delta_log_dir"),
+        ("DPO", None, {"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model"),
+        ("GRPO", None, {"use_vllm": True}, "use_vllm"),
     ):
         with pytest.raises(ConfigError, match=rf"{option}.* is set, and 'model.*' is quantised"):
-            lab("DPO", model=load(), mask=RandomMask(0.1), sparse=sparse, **changes)
+            lab(kind, model=load(), mask=RandomMask(0.1), sparse=sparse, **changes)
 
 
 @pytest.mark.parametrize("base", ["torchao_int8", "fp8"])

@@ -9,6 +9,7 @@ import quantised_models
 import torch
 from moe_models import moe_model
 from quantised_models import dequantised, quantised, transformers
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import logsigmoid
@@ -49,6 +50,10 @@ def twins(load):
 
 def batch(device, seed=0, vocabulary=97):
     return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+class Sequence:
+    ids, prompt_length = batch(torch.device("cpu"), vocabulary=60)[0].tolist(), 4
 
 
 def backward(model, device, seed=0, **options):
@@ -133,6 +138,10 @@ def test_training_of_experts_is_that_of_the_dequantised_weights(
     twin = quantised_models.load(tmp_path / "dequantised", None, device)
     for each in (model, twin):
         each.set_experts_implementation(implementation)
+    if implementation == "eager":
+        model.gradient_checkpointing_enable()
+    found = [find_from_model(m, method="snip", sparsity=95, sequences=[Sequence]).mask for m in (model, twin)]
+    assert found[0] == found[1]
     mask = MaskSet.random(model, density=0.1, seed=1)
     assert mask == MaskSet.random(twin, density=0.1, seed=1)
     ours, theirs = (SparseAdamW(m, mask, lr=1e-2) for m in (model, twin))
@@ -155,6 +164,23 @@ def test_training_of_experts_is_that_of_the_dequantised_weights(
         assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
     entries = quantised_models.stored(other)
     assert not any("parametrizations" in name for name in entries) and experts in delta.quantised_digests
+
+
+@pytest.mark.parametrize("block", [(64, 32), None])
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_blocks_of_fp8_that_are_cut_off(tmp_path, device, block, scale_fmt):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    generator = torch.Generator().manual_seed(0)
+    layer = fp8.FP8Linear(200, 72, block_size=block, scale_fmt=scale_fmt)
+    weight, scales = torch.randn(72, 200, generator=generator), layer.weight_scale_inv
+    layer.weight.data = weight.to(torch.float8_e4m3fn)
+    scales.data = torch.rand(scales.shape, generator=generator).add(0.5).to(scales.dtype)
+    rows, columns = block or (72, 200)
+    grid = scales.detach().float().view(-(-72 // rows), -(-200 // columns))
+    expected = layer.weight.detach().float() * grid.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:72, :200]
+    save_merged(layer.to(device), tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"weight"}
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], expected.bfloat16())
 
 
 def test_the_first_dpo_loss_is_ln_2(load, device):
@@ -261,9 +287,6 @@ def test_a_resumed_run_has_the_same_bits(load, device, tmp_path):
 
 @pytest.mark.parametrize("method", ["weight_magnitude", "snip", "fisher_gradient", "wanda"])
 def test_masks_are_found_as_in_the_dequantised_model(twins, device, deterministic, method):
-    class Sequence:
-        ids, prompt_length = batch(torch.device("cpu"))[0].tolist(), 4
-
     found = [find_from_model(m, method=method, sparsity=95, sequences=[Sequence]).mask for m in twins("nf4_double")]
     assert found[0] == found[1]
     assert any("mlp" in name and found[0][name].numel() for name in found[0].names)
