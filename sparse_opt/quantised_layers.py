@@ -201,12 +201,12 @@ class _Parameter4bit(_Linear4bit):
         parametrize = sys.modules.get("bitsandbytes.nn.parametrize")
         if parametrize is None:
             return {}
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for name, made in getattr(module, "parametrizations", {}).items():
             if not isinstance(made[0], parametrize.Bnb4bitParametrization):
                 continue
             _require_whole(made.original, path, name)
-            shape = tuple(made[0].quant_state.shape)
+            shape: tuple[int, ...] = tuple(made[0].quant_state.shape)
             if len(made) > 1 or len(shape) != 3:
                 raise ValueError(
                     f"{_join(path, name)!r} has the shape {list(shape)} and {len(made)} parametrizations, expected the "
