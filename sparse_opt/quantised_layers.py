@@ -20,7 +20,6 @@ SUPPORTED = (
     "bitsandbytes, torchao (Int8WeightOnlyConfig, Float8WeightOnlyConfig, IntxWeightOnlyConfig) and transformers' fp8"
 )
 _METHODS = (None, "bitsandbytes", "torchao", "fp8")  # of transformers
-_FP8_MODULE = "transformers.integrations.finegrained_fp8"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +78,13 @@ class QuantisedWeight:
 
 
 class Format:
-    """How a library stores weights. A format is added here, and to `FORMATS`."""
+    """How a library stores weights. A format is added here, and to `FORMATS`.
+
+    Attributes:
+        library: a module of the library; none of its weights exists before that is imported.
+    """
+
+    library: str
 
     def weights(self, module: nn.Module, path: str) -> dict[str, tuple[int, ...]]:
         """Return the name within the module, and the shape, of each weight that the module has in this format.
@@ -126,9 +131,10 @@ class Format:
 class _Linear8bit(Format):
     """`Linear8bitLt` of bitsandbytes: int8, and the largest magnitude of each row."""
 
+    library = "bitsandbytes"
+
     def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
-        bitsandbytes = sys.modules.get("bitsandbytes")
-        if bitsandbytes is None or not isinstance(module, bitsandbytes.nn.Linear8bitLt):
+        if not isinstance(module, sys.modules[self.library].nn.Linear8bitLt):
             return {}
         if module.state.has_fp16_weights:  # it quantises a weight that it trains in 16 bits
             return {}
@@ -154,9 +160,10 @@ class _Linear8bit(Format):
 class _Linear4bit(Format):
     """`Linear4bit` of bitsandbytes: NF4 or FP4 in blocks, with scales that may be quantised too."""
 
+    library = "bitsandbytes"
+
     def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
-        bitsandbytes = sys.modules.get("bitsandbytes")
-        if bitsandbytes is None or not isinstance(module, bitsandbytes.nn.Linear4bit):
+        if not isinstance(module, sys.modules[self.library].nn.Linear4bit):
             return {}
         _require_whole(module.weight, path)
         if getattr(module.weight, "quant_state", None) is None:
@@ -197,13 +204,12 @@ class _Linear4bit(Format):
 class _Parameter4bit(_Linear4bit):
     """3-D weights of experts that bitsandbytes' `replace_parameter_4bit` has quantised, as parametrizations."""
 
+    library = "bitsandbytes.nn.parametrize"
+
     def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
-        parametrize = sys.modules.get("bitsandbytes.nn.parametrize")
-        if parametrize is None:
-            return {}
         found: dict[str, tuple[int, ...]] = {}
         for name, made in getattr(module, "parametrizations", {}).items():
-            if not isinstance(made[0], parametrize.Bnb4bitParametrization):
+            if not isinstance(made[0], sys.modules[self.library].Bnb4bitParametrization):
                 continue
             _require_whole(made.original, path, name)
             shape: tuple[int, ...] = tuple(made[0].quant_state.shape)
@@ -245,15 +251,13 @@ class _Torchao(Format):
     Of its other tensors, those of packed 4 bits, torchao has no function that dequantises.
     """
 
+    library = "torchao.utils"
     _TYPES = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
 
     def weights(self, module: nn.Module, path: str) -> dict[str, tuple[int, ...]]:
-        torchao = sys.modules.get("torchao.utils")
-        if torchao is None:
-            return {}
-        found = {}
+        base, found = sys.modules[self.library].TorchAOBaseTensor, {}
         for name, param in module._parameters.items():
-            if param is None or not isinstance(getattr(param, "_local_tensor", param), torchao.TorchAOBaseTensor):
+            if param is None or not isinstance(getattr(param, "_local_tensor", param), base):
                 continue
             _require_whole(param, path, name)
             kind = type(param).__name__
@@ -283,10 +287,10 @@ class _Torchao(Format):
 class _Fp8(Format):
     """`FP8Linear` and `FP8Experts` of transformers: blocks of float8, with one scale in fp32 or a power of two each."""
 
+    library = "transformers.integrations.finegrained_fp8"
+
     def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
-        fp8 = sys.modules.get(_FP8_MODULE)
-        if fp8 is None:
-            return {}
+        fp8 = sys.modules[self.library]
         if (kind := type(module).__name__) in ("FP8GroupedLinear", "FP8Embedding"):
             raise ValueError(
                 f"{_join(path, 'weight')!r} is of a {kind}, expected an FP8Linear: load the model with "
@@ -312,8 +316,8 @@ class _Fp8(Format):
         return found
 
     def scales(self, module: nn.Module) -> list[str]:
-        fp8 = sys.modules.get(_FP8_MODULE)
-        if fp8 is None or not isinstance(module, (fp8.FP8Linear, fp8.FP8Experts)):
+        fp8 = sys.modules[self.library]
+        if not isinstance(module, (fp8.FP8Linear, fp8.FP8Experts)):
             return []
         return [name for name in module._parameters if name.endswith(("_scale_inv", "activation_scale"))]
 
@@ -345,6 +349,10 @@ class _Fp8(Format):
 FORMATS: tuple[Format, ...] = (_Linear4bit(), _Linear8bit(), _Parameter4bit(), _Torchao(), _Fp8())
 
 
+def _formats() -> list[Format]:
+    return [format for format in FORMATS if format.library in sys.modules]
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
@@ -370,14 +378,16 @@ def find(model: nn.Module) -> dict[str, QuantisedWeight]:
         ValueError: a weight is not quantised yet, is sharded, or in a form that can't be dequantised.
     """
     made: dict[nn.Module, list[QuantisedWeight]] = {}
-    found = {}
+    found: dict[str, QuantisedWeight] = {}
     default: torch.dtype | None = None
+    if not (formats := _formats()):
+        return found
     for path, module in model.named_modules(remove_duplicate=False):
         if module not in made:
             made[module] = []
-            for format in FORMATS:
+            for format in formats:
                 for name, shape in format.weights(module, path).items():
-                    default = default or _dtype_of(model)
+                    default = default or _dtype_of(model, formats)
                     dtype = format.dtype(module, name, default)
                     whole = torch.empty(shape, dtype=dtype, device="meta")
                     layer = QuantisedWeight(module, name, _join(path, name), dtype, whole, format)
@@ -386,10 +396,10 @@ def find(model: nn.Module) -> dict[str, QuantisedWeight]:
     return found
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _dtype_of(model: nn.Module, formats: list[Format]) -> torch.dtype:
     """Return the dtype of the model's first parameter that is not quantised."""
     for module in model.modules():
-        if not any(format.weights(module, "") for format in FORMATS):
+        if not any(format.weights(module, "") for format in formats):
             for param in module._parameters.values():
                 if param is not None and param.dtype in (torch.bfloat16, torch.float16, torch.float32):
                     return param.dtype
@@ -398,11 +408,11 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield what `model.named_parameters` does, but scales, with the name that a weight had before it was quantised."""
-    layers = {id(layer.weight): layer for layer in find(model).values()}
+    layers, formats = {id(layer.weight): layer for layer in find(model).values()}, _formats()
     scales = {
         _join(path, name)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for format in FORMATS
+        for path, module in (model.named_modules(remove_duplicate=False) if layers else ())
+        for format in formats
         for name in format.scales(module)
     }
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):

@@ -43,13 +43,13 @@ def load(folder, base, device, config=None):
         return transformers.AutoModelForCausalLM.from_pretrained(**plain).to(device).train()
     config = config or config_of(base)
     if base == "fp8" and device.type == "cpu":
-        return _fp8_on_cpu(transformers.AutoModelForCausalLM.from_pretrained(**plain), config).train()
+        return _with_fp8(transformers.AutoModelForCausalLM.from_pretrained(**plain), config).train()
     device_map = {"": 0 if device.type == "cuda" else "cpu"}
     options = {"quantization_config": config, "device_map": device_map}
     return transformers.AutoModelForCausalLM.from_pretrained(**plain, **options).train()
 
 
-def _fp8_on_cpu(model, config):
+def _with_fp8(model, config):
     """What `from_pretrained` makes on a GPU; without one it would dequantise."""
     from transformers.integrations import finegrained_fp8
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -87,7 +87,8 @@ def stored(model):
 def experts(folder, base, device):
     """A mixture of experts whose 3-D weights are quantised: by bitsandbytes (nf4), or by transformers (fp8)."""
     if base == "fp8":
-        return load(folder, base, device)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        return _with_fp8(plain, config_of(base)).to(device).train()
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize", reason="needs bitsandbytes")
     model = load(folder, None, device)
     for module in list(model.modules()):

@@ -285,9 +285,18 @@ def test_a_resumed_run_has_the_same_bits(load, device, tmp_path):
         SparseAdamW(load(), moved, lr=1e-2).load_state_dict(saved)
 
 
-@pytest.mark.parametrize("method", ["weight_magnitude", "snip", "fisher_gradient", "wanda"])
-def test_masks_are_found_as_in_the_dequantised_model(twins, device, deterministic, method):
-    found = [find_from_model(m, method=method, sparsity=95, sequences=[Sequence]).mask for m in twins("nf4_double")]
+@pytest.mark.parametrize(
+    ("method", "base"),
+    [
+        ("weight_magnitude", "torchao_fp8"),
+        ("snip", "torchao_int8"),
+        ("fisher_gradient", "nf4_double"),
+        ("wanda", "nf4_double"),
+        ("wanda", "fp8"),
+    ],
+)
+def test_masks_are_found_as_in_the_dequantised_model(twins, device, deterministic, method, base):
+    found = [find_from_model(m, method=method, sparsity=95, sequences=[Sequence]).mask for m in twins(base)]
     assert found[0] == found[1]
     assert any("mlp" in name and found[0][name].numel() for name in found[0].names)
 
@@ -361,7 +370,7 @@ def parameter_of_bitsandbytes():
 REFUSED = {
     "the model is quantised by 'mxfp4', expected bitsandbytes, torchao": lambda: OtherMethod(64, 64),
     "'weight' is not quantised yet": lambda: pytest.importorskip("bitsandbytes").nn.Linear4bit(64, 64),
-    "'weight' is quantised by bitsandbytes' replace_parameter_4bit": parameter_of_bitsandbytes,
+    r"'weight' has the shape \[64, 64\] and 1 parametrizations, expected the 3-D weight": parameter_of_bitsandbytes,
     "'weight' of a Linear is a torchao Int4Tensor, expected Int8Tensor": packed_by_torchao,
     "'0.weight' of a Embedding is a torchao IntxUnpackedToInt8Tensor": embedding_of_torchao,
 }
@@ -374,6 +383,7 @@ def test_a_model_in_another_format_is_refused(message):
         SparseAdamW(model, RandomMask(0.1), lr=1e-2)
 
 
+@pytest.mark.dist
 @launch.ranks(2, nccl=False)
 def test_a_sharded_base_is_refused(rank):
     bitsandbytes = pytest.importorskip("bitsandbytes")
