@@ -324,7 +324,7 @@ class _Fp8(Format):
     def forward(self, module: Any) -> Callable[..., Tensor]:
         experts = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS
         name = module.config._experts_implementation
-        name = name if name in (*experts.keys(), "eager") else "grouped_mm"  # others are for float8 alone
+        name = name if name in ("eager", "batched_mm") else "grouped_mm"  # others have no backward pass, or need float8
         forward: Callable[..., Tensor] = experts.get_interface(name, inspect.unwrap(type(module).forward))
         return forward
 

@@ -303,17 +303,17 @@ class _QuantisedExperts(torch.autograd.Function):
     """A module's own code with the merged weights, which the backward pass runs again."""
 
     @staticmethod
-    def forward(ctx: Any, module: nn.Module, overlays: list[Overlay], biases: list[Tensor], *inputs: Any) -> Tensor:
+    def forward(ctx: Any, overlays: list[Overlay], biases: list[Tensor], *inputs: Any) -> Tensor:
         # Of `inputs`, the first ones are the active weights and the biases: for autograd, and their version counters.
         ctx.save_for_backward(*inputs)
-        ctx.module, ctx.overlays, ctx.biases = module, overlays, biases
+        ctx.overlays, ctx.biases = overlays, biases
         with _merged(overlays):
             return overlays[0].layer.forward(*inputs[len(overlays) + len(biases) :])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        overlays, needed = ctx.overlays, ctx.needs_input_grad[3:]
+        overlays, needed = ctx.overlays, ctx.needs_input_grad[2:]
         first = len(overlays) + len(ctx.biases)
         again = [tensor.detach() for tensor in ctx.saved_tensors[first:]]
         with _without_autocast(grad_output.device.type), _merged(overlays) as weights, torch.enable_grad():
@@ -324,7 +324,7 @@ class _QuantisedExperts(torch.autograd.Function):
         grads = [next(found) if need else None for need in needed]
         for i, overlay in enumerate(overlays):
             grads[i] = None if grads[i] is None else overlay.gathered(grads[i])
-        return None, None, None, *grads
+        return None, None, *grads
 
 
 @contextmanager
@@ -352,7 +352,7 @@ def _eager_forward(*, is_linear: bool) -> Callable[..., Tensor]:
         biases = [param for param in self.parameters(recurse=False) if param.requires_grad]
         inputs = *(overlay.active for overlay in overlays), *biases, tokens.to(overlays[0].layer.dtype), *routes
         with _without_autocast(tokens.device.type):
-            output: Tensor = _QuantisedExperts.apply(self, overlays, biases, *inputs)
+            output: Tensor = _QuantisedExperts.apply(overlays, biases, *inputs)
             return output.to(tokens.dtype)
 
     compiled: Callable[..., Tensor] = torch.compiler.disable(linear if is_linear else experts)
