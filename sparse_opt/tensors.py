@@ -43,19 +43,20 @@ def named_parameters_of(
     """Name -> parameter, every name of a tied parameter included, in the model's order.
 
     The names of a model that `torch.compile` has wrapped are those of the model inside, without `_orig_mod.`. For a
-    quantised weight it has a tensor on the meta device with the shape and dtype of the dequantised weight.
+    quantised weight it has a tensor on the meta device with the shape and dtype of the dequantised weight; scales of
+    these weights are left out.
     """
     if not isinstance(model_or_named, nn.Module):
         return dict(model_or_named)
     model = getattr(model_or_named, "_orig_mod", model_or_named)
-    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named: dict[str, Tensor] = dict(quantised_layers.named_parameters(model, remove_duplicate=False))
     named.update({name: layer.whole for name, layer in quantised_layers.find(model).items()})
     return named
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the persistent buffers, under all their names."""
-    yield from model.named_parameters(remove_duplicate=False)
+    """Yield the parameters, without scales of quantised ones, and the persistent buffers, under all their names."""
+    yield from quantised_layers.named_parameters(model, remove_duplicate=False)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

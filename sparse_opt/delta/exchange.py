@@ -17,7 +17,7 @@ from .. import ops
 from ..errors import DeltaError
 from ..masks.positions import index_dtype
 from ..ops.bound import BoundOps
-from ..quantised_layers import QuantisedLinear
+from ..quantised_layers import QuantisedWeight
 from ..tensors import as_bits
 from .change import expanded
 
@@ -91,15 +91,15 @@ class Exchange:
         DeltaError: a quantised layer has an overlay already; names it.
     """
 
-    def __init__(self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedLinear, Tensor, int]]) -> None:
+    def __init__(self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedWeight, Tensor, int]]) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._overlays: dict[nn.Module, Overlay] = {}
+        self._overlays: list[Overlay] = []
         self._places: dict[str, tuple[Mapping[str, Tensor | None], str, torch.device]] = {}
         self._elements = ElementSwap(self._parts(model, changes))
-        self.nbytes = self._elements.nbytes + sum(overlay.nbytes for overlay in self._overlays.values())
+        self.nbytes = self._elements.nbytes + sum(overlay.nbytes for overlay in self._overlays)
 
     def _parts(
-        self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedLinear, Tensor, int]]
+        self, model: nn.Module, changes: Iterable[tuple[str, Tensor | QuantisedWeight, Tensor, int]]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
         places: dict[int, tuple[Mapping[str, Tensor | None], str]] = {
             id(tensor): (owner, key)
@@ -108,12 +108,11 @@ class Exchange:
             for key, tensor in owner.items()
         }
         addresses: set[int] = set()
-        scratches: Mapping[Any, Scratch] = {}
+        scratches: Mapping[str, Scratch] = {}
         for name, tensor, new, run_length in changes:
-            if isinstance(tensor, QuantisedLinear):
+            if isinstance(tensor, QuantisedWeight):
                 scratches = scratches or _scratches(model)
-                scratch = scratches[tensor.weight.device, tensor.dtype]
-                self._overlays[tensor.module] = _overlay(tensor, scratch, new, run_length)
+                self._overlays.append(_overlay(tensor, scratches[tensor.name], new, run_length))
                 continue
             if tensor.data_ptr() in addresses:  # tied in this model, but not in the delta's
                 continue
@@ -135,10 +134,10 @@ class Exchange:
         for name, (owner, key, device) in self._places.items():
             if owner.get(key) is not (tensor := self.tensors[name]) or tensor.device != device:
                 raise DeltaError(f"{name} of the model was replaced, or moved to another device, since it was decoded")
-        for overlay in self._overlays.values():
+        for overlay in self._overlays:
             _require_place(overlay)
         self._elements.swap_(entered=entered)
-        for overlay in self._overlays.values():
+        for overlay in self._overlays:
             if entered:
                 overlay.install()
             elif overlay.is_installed:
@@ -146,13 +145,13 @@ class Exchange:
         torch.clear_autocast_cache()  # it holds casts of the previous weights
 
 
-def _scratches(model: nn.Module) -> Mapping[Any, Scratch]:
+def _scratches(model: nn.Module) -> Mapping[str, Scratch]:
     from ..optim.quantised import scratches_of
 
     return scratches_of(model)
 
 
-def _overlay(layer: QuantisedLinear, scratch: Scratch, new: Tensor, run_length: int) -> Overlay:
+def _overlay(layer: QuantisedWeight, scratch: Scratch, new: Tensor, run_length: int) -> Overlay:
     from ..optim import quantised
 
     try:
@@ -172,7 +171,7 @@ def _require_place(overlay: Overlay) -> None:
     name = overlay.layer.name
     if overlay.was_moved:
         raise DeltaError(f"{name} of the model was replaced, or moved to another device, since it was decoded")
-    if overlay_of(overlay.layer.module) not in (None, overlay):
+    if overlay_of(overlay.layer) not in (None, overlay):
         raise DeltaError(
             f"{name} of the model has trained weights over its quantised base already, of an optimizer or a delta: "
             "load the model again, or remove that delta"

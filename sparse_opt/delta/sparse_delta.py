@@ -20,7 +20,7 @@ from .. import __version__, quantised_layers
 from ..errors import DeltaError, DeltaLogError, listed
 from ..files import DamagedFile, one_line, write_safetensors, write_text
 from ..masks.mask_set import MaskSet
-from ..quantised_layers import QuantisedLinear
+from ..quantised_layers import QuantisedWeight
 from ..tensor_file import open_tensors
 from ..tensors import (
     as_bits,
@@ -65,7 +65,7 @@ SparseDelta.from_pretrained("{repo}").apply_(model)
 """
 
 ModelOrState = nn.Module | Mapping[str, Tensor]
-Weight = Tensor | QuantisedLinear
+Weight = Tensor | QuantisedWeight
 
 
 class SparseDelta:
@@ -131,13 +131,13 @@ class SparseDelta:
             raise DeltaError(f"the trained model is not of the base's architecture: {listed(differences, '; ')}")
 
         for name, weight in before.items():
-            if isinstance(weight, QuantisedLinear) and (overlay := overlay_of(weight.module)) is not None:
+            if isinstance(weight, QuantisedWeight) and (overlay := overlay_of(weight)) is not None:
                 if overlay.is_trained():
                     raise DeltaError(f"the base: {name!r} has been trained over its quantised base: load it again")
 
         def read(spec: TensorSpec) -> tuple[Tensor, Tensor]:
             new = after[spec.name]
-            new = current_weight(new) if isinstance(new, QuantisedLinear) else new
+            new = current_weight(new) if isinstance(new, QuantisedWeight) else new
             return dense(before[spec.name]).to(new.device), new
 
         facts, digests = origin(base, mask) | dict(metadata or {}), quantised_digests(before)
@@ -269,7 +269,7 @@ class SparseDelta:
     def _base(self) -> str:
         name, revision = self.metadata.get("base_model"), self.metadata.get("base_revision")
         found = (name or "another model") + (f" at revision {revision}" if revision else "")
-        return f"{found}, quantised by bitsandbytes" if self.quantised_digests else found
+        return f"{found}, quantised" if self.quantised_digests else found
 
     # Applying it
 
@@ -327,7 +327,7 @@ class SparseDelta:
             pairs = (
                 (name, old, new, run_lengths.get(name, 1))
                 for name, old, new in self.pairs(model)
-                if name in self.changes or isinstance(old, QuantisedLinear)
+                if name in self.changes or isinstance(old, QuantisedWeight)
             )
             return Exchange(_unwrapped(model), pairs)
 
@@ -344,7 +344,7 @@ class SparseDelta:
     def _trained_weight(self, name: str, weight: Weight) -> Tensor:
         old = dense(weight)
         expected = self.quantised_digests.get(name)
-        if isinstance(weight, QuantisedLinear) and expected is not None:
+        if isinstance(weight, QuantisedWeight) and expected is not None:
             if (found := quantised_digests({name: weight})[name]) != expected:
                 raise DeltaError(
                     f"{name} has quantised bytes of the digest {found}, expected {expected}: the delta is for "
@@ -353,7 +353,7 @@ class SparseDelta:
             if StateDigest.start([old]).result()[0] != self._digests[name][0]:
                 raise DeltaError(
                     f"{name} has the base's quantised bytes, but dequantises to other bits on {old.device}: apply the "
-                    "delta on a device, and with a version of bitsandbytes, like those that it was made with"
+                    "delta on a device, and with a version of the library, like those that it was made with"
                 )
         return self.trained(name, old)
 
@@ -374,7 +374,7 @@ class SparseDelta:
             if name is None:
                 raise DeltaError(f"the model has no tensor {spec.name}: the delta is for {self._base()}")
             tensor = state[layout.aliases.get(name, name)]
-            whole = tensor.whole if isinstance(tensor, QuantisedLinear) else tensor
+            whole = tensor.whole if isinstance(tensor, QuantisedWeight) else tensor
             if (whole.dtype, tuple(whole.shape)) != (spec.torch_dtype, spec.shape):
                 is_now = f"{dtype_name(whole)} {list(whole.shape)}"
                 raise DeltaError(f"{spec.name} of the model is {is_now}, expected {spec}: load it in that dtype")
@@ -606,14 +606,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def dense(weight: Weight) -> Tensor:
     """Return the tensor itself, or the dequantised base weight of a quantised layer in new memory."""
-    return weight.dequantised() if isinstance(weight, QuantisedLinear) else weight
+    return weight.dequantised() if isinstance(weight, QuantisedWeight) else weight
 
 
 def quantised_digests(weights: Mapping[str, Weight]) -> dict[str, str]:
-    """Return name -> digest of the bytes of each quantised weight, as a checkpoint of bitsandbytes has them."""
+    """Return name -> digest of the bytes of each quantised weight, as a checkpoint has them."""
     digests = {}
     for name, layer in weights.items():
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, QuantisedWeight):
             stored = {key: tensor.detach() for key, tensor in layer.stored().items()}
             found = zip(stored.items(), StateDigest.start(list(stored.values())).result(), strict=True)
             digests[name] = combined_digest((key, dtype_name(t), tuple(t.shape), digest) for (key, t), digest in found)

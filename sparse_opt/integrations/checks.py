@@ -65,7 +65,7 @@ def of_model(model: Any) -> None:
 def of_frozen_parameters(model: nn.Module, mask: MaskSet) -> None:
     """Raise a ConfigError if the mask has active elements in a parameter that does not require grad."""
     quantised = quantised_layers.find(model)  # their active weights are parameters of the optimizer
-    for name, param in model.named_parameters():
+    for name, param in quantised_layers.named_parameters(model):
         if not param.requires_grad and name not in quantised and name in mask and mask[name].numel():
             raise ConfigError(
                 f"the mask has {mask[name].numel():,} active elements in {name!r}, which does not require grad: call "

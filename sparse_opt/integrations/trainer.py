@@ -151,6 +151,8 @@ class SparseTrainer(RunTrainer):
         if self.sparse_arguments.vllm_weights != "full":
             checks.of_vllm(given, self.sparse_arguments)
         model = checks.named(bound).get("model")
+        if given is not None and isinstance(model, torch.nn.Module):
+            checks.of_quantised(given, self.sparse_arguments, model)  # before the constructor starts an engine
         with self._without_reference(bound), self._without_vllm(given), without_adapters(model):
             super().__init__(*bound.args, **bound.kwargs)
         checks.of_model(self.model)
@@ -249,12 +251,13 @@ class SparseTrainer(RunTrainer):
 
     def _make_optimizer(self, model: torch.nn.Module) -> SparseAdamW:
         options, args = self.sparse_arguments, self.args
-        decayed = set(self.get_decay_parameter_names(model))
-        named = list(model.named_parameters())
+        names = set(self.get_decay_parameter_names(model))
+        decayed = {param for name, param in model.named_parameters() if name in names}
+        named = list(quantised_layers.named_parameters(model))
         # Frozen parameters are included, so that SparseAdamW can name those that the mask covers. `param_names` is
         # needed by a group without parameters.
         groups: list[dict[str, Any]] = [
-            {"params": [(n, p) for n, p in named if (n in decayed) == decays], "weight_decay": rate, "param_names": []}
+            {"params": [(n, p) for n, p in named if (p in decayed) == decays], "weight_decay": rate, "param_names": []}
             for decays, rate in ((True, args.weight_decay), (False, 0.0))
         ]
         shared = {name: getattr(options, name) for name in SharedOptions.__annotations__ if hasattr(options, name)}

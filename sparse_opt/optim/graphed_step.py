@@ -55,7 +55,6 @@ class GraphedStep:
     def __init__(self, function: Callable[..., Any], optimizer: SparseOptimizer, *, n_warmup: int = 3) -> None:
         if n_warmup < 1:
             raise ValueError(f"n_warmup is {n_warmup}, expected at least 1: a capture needs initialised libraries")
-        optimizer._require_no_quantised("GraphedStep")
         if optimizer.process_group is not None:
             raise ValueError("the optimizer has a process group: reductions across ranks are not captured")
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}

@@ -17,7 +17,7 @@ import json
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Never
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -35,7 +35,7 @@ from ..masks.patterns import PATTERNS
 from ..ops import bind as bind_ops
 from ..ops import tile_table
 from ..ops.tiles import TILE_SIZES
-from ..quantised_layers import QuantisedLinear
+from ..quantised_layers import QuantisedWeight
 from ..tensor_file import open_tensors
 from ..tensors import canonical_names, holds_base_weights, saved_tensors
 from .gradients import tile_backward
@@ -56,6 +56,8 @@ _SCRATCHES: WeakKeyDictionary[nn.Module, WeakValueDictionary[Any, Scratch]] = We
 class Scratch:
     """The memory into which the layers of one device and dtype make their weights, one at a time.
 
+    Experts make two weights at a time, each in memory of its own.
+
     Work on it is queued on the current stream: layers that share it must run on one stream.
     """
 
@@ -63,8 +65,8 @@ class Scratch:
         self.lock = threading.Lock()  # on a CPU, two threads may run layers at the same time
         self._memory = torch.empty(numel, dtype=dtype, device=device)
 
-    def view(self, layer: QuantisedLinear) -> Tensor:
-        """Return the part of the memory that the layer's weight takes: [out, in]."""
+    def view(self, layer: QuantisedWeight) -> Tensor:
+        """Return the part of the memory that the layer's weight takes, in its shape."""
         return self._memory[: layer.whole.numel()].view(layer.whole.shape)
 
 
@@ -80,7 +82,7 @@ class Overlay:
 
     def __init__(
         self,
-        layer: QuantisedLinear,
+        layer: QuantisedWeight,
         scratch: Scratch,
         positions: Tensor,
         run_length: int,
@@ -121,7 +123,7 @@ class Overlay:
 
     @contextmanager
     def merged(self) -> Iterator[Tensor]:
-        """Context manager with the weight that the layer multiplies with: [out, in], valid inside only."""
+        """Context manager with the weight that the layer multiplies with, valid inside only."""
         with self._scratch.lock:
             self.layer.dequantise_(self._view)
             if self.active is not None and not self.shows_base:
@@ -135,19 +137,23 @@ class Overlay:
         if self.is_installed:
             return
         module = self.layer.module
-        if (previous := overlay_of(module)) is not None:
+        if (previous := overlay_of(self.layer)) is not None:
             previous.remove()
         self._refusal = module.register_state_dict_pre_hook(_refuse_state_dict)
-        setattr(module, _ATTRIBUTE, self)
-        module.forward = types.MethodType(_eager_forward(), module)
+        vars(module).setdefault(_ATTRIBUTE, {})[self.layer.parameter] = self
+        module.forward = types.MethodType(_eager_forward(is_linear=self.layer.is_linear), module)
 
     def remove(self) -> None:
         """Undo `install`."""
         assert self._refusal is not None
         self._refusal.remove()
         self._refusal = None
-        delattr(self.layer.module, _ATTRIBUTE)
-        del self.layer.module.forward
+        module = self.layer.module
+        overlays = vars(module)[_ATTRIBUTE]
+        del overlays[self.layer.parameter]
+        if not overlays:
+            delattr(module, _ATTRIBUTE)
+            del module.forward
 
     @property
     def is_installed(self) -> bool:
@@ -168,7 +174,7 @@ class Overlay:
         """Raise a RuntimeError if the layer no longer has the weight and the overlay that the optimizer trains."""
         if self.was_moved:
             raise RuntimeError(f"{self.layer.name!r} was moved or replaced after the optimizer was built")
-        if overlay_of(self.layer.module) is not self:
+        if overlay_of(self.layer) is not self:
             raise RuntimeError(f"{self.layer.name!r} is trained by another optimizer, which was built after this one")
 
     def output(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -188,15 +194,19 @@ class Overlay:
         """
         assert self.active is not None
         if self._tiles is None:
-            dense = left.t() @ right
-            values = dense.new_empty(self.active.numel())
-            self._bound.masked_grad_gather_(values, [dense])
-            return values
+            return self.gathered(left.t() @ right)
         if self.route is not None:
             use = self.route.gradient_use()
             if use == "unused" or self.route.add_values(lambda: self._tile_values(left, right)):
                 return None
         return self._tile_values(left, right).to(self.active.dtype)
+
+    def gathered(self, dense: Tensor) -> Tensor | None:
+        """Return the active elements of the weight's gradient; None if they have been taken."""
+        assert self.active is not None
+        values = dense.new_empty(self.active.numel())
+        self._bound.masked_grad_gather_(values, [dense.contiguous()])
+        return values
 
     def _tile_values(self, left: Tensor, right: Tensor) -> Tensor:
         assert self._tiles is not None and self.active is not None
@@ -219,7 +229,7 @@ class Overlay:
 class GradientProbe(Overlay):
     """Passes the dense gradient of a quantised weight to `receive`, after each backward pass through its layer."""
 
-    def __init__(self, layer: QuantisedLinear, scratch: Scratch, receive: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, layer: QuantisedWeight, scratch: Scratch, receive: Callable[[Tensor], None] | None) -> None:
         super().__init__(layer, scratch, torch.empty(0, dtype=torch.int32, device="cpu"), run_length=1)
         self.shows_base, self._receive = True, receive
         if receive is not None:  # autograd reaches the layer through a parameter without elements
@@ -227,10 +237,10 @@ class GradientProbe(Overlay):
             elements = Segments([self._view], none, None, [0], [0], 1)
             self.active = ActiveWeight(self._view.new_empty(0), elements, layer.whole)
 
-    def active_gradient(self, left: Tensor, right: Tensor) -> Tensor | None:
-        """Pass left^T @ right on."""
+    def gathered(self, dense: Tensor) -> Tensor | None:
+        """Pass the gradient on."""
         assert self._receive is not None
-        self._receive(left.t() @ right)
+        self._receive(dense)
         return None
 
 
@@ -241,13 +251,13 @@ def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) ->
     Args:
         receive: by the names of quantised weights; the gradients of others are not computed.
     """
-    layers = {layer.module: layer for layer in quantised_layers.find(model).values()}
+    layers = {id(layer.weight): layer for layer in quantised_layers.find(model).values()}
     scratches = scratches_of(model)
     probes = []
     for layer in layers.values():
-        if overlay_of(layer.module) is not None:
+        if overlay_of(layer) is not None:
             raise ValueError(f"{layer.name!r} is trained by an optimizer or has a delta: find masks before")
-        probe = GradientProbe(layer, scratches[layer.weight.device, layer.dtype], receive.get(layer.name))
+        probe = GradientProbe(layer, scratches[layer.name], receive.get(layer.name))
         probes.append(probe)
     try:
         for probe in probes:
@@ -255,7 +265,7 @@ def probed(model: nn.Module, receive: Mapping[str, Callable[[Tensor], None]]) ->
         yield
     finally:
         for probe in probes:
-            if overlay_of(probe.layer.module) is probe:
+            if overlay_of(probe.layer) is probe:
                 probe.remove()
 
 
@@ -289,25 +299,76 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
+class _QuantisedExperts(torch.autograd.Function):
+    """A module's own code with the merged weights, which the backward pass runs again."""
+
+    @staticmethod
+    def forward(ctx: Any, overlays: list[Overlay], biases: list[Tensor], *inputs: Any) -> Tensor:
+        # Of `inputs`, the first ones are the active weights and the biases: for autograd, and their version counters.
+        ctx.save_for_backward(*inputs)
+        ctx.overlays, ctx.biases = overlays, biases
+        with _merged(overlays):
+            return overlays[0].layer.forward(*inputs[len(overlays) + len(biases) :])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        overlays, needed = ctx.overlays, ctx.needs_input_grad[2:]
+        first = len(overlays) + len(ctx.biases)
+        again = [tensor.detach() for tensor in ctx.saved_tensors[first:]]
+        with _without_autocast(grad_output.device.type), _merged(overlays) as weights, torch.enable_grad():
+            sources = [*weights, *ctx.biases, *again]
+            wanted = [tensor.requires_grad_() for tensor, need in zip(sources, needed, strict=True) if need]
+            output = overlays[0].layer.forward(*again)
+            found = iter(torch.autograd.grad(output, wanted, grad_output, allow_unused=True))
+        grads = [next(found) if need else None for need in needed]
+        for i, overlay in enumerate(overlays):
+            grads[i] = None if grads[i] is None else overlay.gathered(grads[i])
+        return None, None, *grads
+
+
+@contextmanager
+def _merged(overlays: list[Overlay]) -> Iterator[list[Tensor]]:
+    """Context manager inside which a module's code finds the merged weights in place of the quantised ones."""
+    with ExitStack() as stack:
+        weights = [stack.enter_context(overlay.merged()).detach() for overlay in overlays]
+        for overlay, weight in zip(overlays, weights, strict=True):
+            stack.enter_context(overlay.layer.shown(weight))
+        yield weights
+
+
 @functools.cache
-def _eager_forward() -> Callable[..., Tensor]:
-    """Return the forward of a layer with an overlay, which `torch.compile` leaves to Python: its graphs break there."""
+def _eager_forward(*, is_linear: bool) -> Callable[..., Tensor]:
+    """Return the forward of a layer with overlays, which `torch.compile` leaves to Python: its graphs break there."""
 
-    def forward(self: nn.Module, input: Tensor) -> Tensor:
-        return overlay_of(self).output(input, self._parameters["bias"])
+    def linear(self: nn.Module, input: Tensor) -> Tensor:
+        overlay: Overlay = vars(self)[_ATTRIBUTE]["weight"]
+        return overlay.output(input, self._parameters["bias"])
 
-    compiled: Callable[..., Tensor] = torch.compiler.disable(forward)
+    def experts(self: nn.Module, tokens: Tensor, *routes: Tensor) -> Tensor:
+        overlays: list[Overlay] = list(vars(self)[_ATTRIBUTE].values())
+        for overlay in overlays:
+            overlay.require_intact()
+        biases = [param for param in self.parameters(recurse=False) if param.requires_grad]
+        inputs = *(overlay.active for overlay in overlays), *biases, tokens.to(overlays[0].layer.dtype), *routes
+        with _without_autocast(tokens.device.type):
+            output: Tensor = _QuantisedExperts.apply(overlays, biases, *inputs)
+            return output.to(tokens.dtype)
+
+    compiled: Callable[..., Tensor] = torch.compiler.disable(linear if is_linear else experts)
     return compiled
 
 
-def overlay_of(module: nn.Module) -> Any:
-    """Return the layer's overlay, None if it has none."""
-    return getattr(module, _ATTRIBUTE, None)
+def overlay_of(layer: QuantisedWeight) -> Overlay | None:
+    """Return the weight's overlay, None if it has none."""
+    found: dict[str, Overlay] = vars(layer.module).get(_ATTRIBUTE, {})
+    return found.get(layer.parameter)
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Never:
+    name = next(iter(vars(module)[_ATTRIBUTE]))
     raise RuntimeError(
-        f"state_dict() has no place for the trained weights of {prefix + 'weight'!r}, over its quantised base: use "
+        f"state_dict() has no place for the trained weights of {prefix + name!r}, over its quantised base: use "
         "sparse_opt.optim.save_merged(model, folder), or the state_dict of the optimizer"
     )
 
@@ -353,7 +414,8 @@ def make_overlays(
         _require_free(layer)
         positions = mask.indices.get(names.get(key, ""), torch.empty(0, dtype=torch.int32, device="cpu"))
         size = _tile_size(mask.pattern, positions.numel() / layer.whole.numel(), grads, tile_backward)
-        scratch = scratches[layer.weight.device, layer.dtype]
+        size = size if layer.is_linear else None
+        scratch = scratches[layer.name]
         run_length = run_length_of(layer.whole.shape, mask.pattern)
         overlays[key] = Overlay(layer, scratch, positions, run_length, tile_size=size, backend=backend)
     for group in groups:
@@ -370,30 +432,35 @@ def whole(named: Mapping[str, Tensor], model: nn.Module | None) -> dict[str, Ten
     return {name: p.whole if isinstance(p, ActiveWeight) else tensors.get(id(p), p) for name, p in named.items()}
 
 
-def scratches_of(model: nn.Module) -> dict[tuple[torch.device, torch.dtype], Scratch]:
-    """Return the memory for the weights of the model's quantised layers, that of its overlays if it has some."""
-    largest: dict[tuple[torch.device, torch.dtype], int] = {}
-    for layer in quantised_layers.find(model).values():
-        key = layer.weight.device, layer.dtype
-        largest[key] = max(largest.get(key, 0), layer.whole.numel())
+def scratches_of(model: nn.Module) -> dict[str, Scratch]:
+    """Return the memory for each of the model's quantised weights, by name: that of its overlays if it has some."""
+    layers = quantised_layers.find(model).values()
+    keys = {layer.name: _scratch_key(layer) for layer in layers}
+    largest: dict[Any, int] = {}
+    for layer in layers:
+        largest[keys[layer.name]] = max(largest.get(keys[layer.name], 0), layer.whole.numel())
     used = _SCRATCHES.setdefault(model, WeakValueDictionary())
-    found = {key: used.get(key) or Scratch(numel, key[1], key[0]) for key, numel in largest.items()}
-    used.update(found)
-    return found
+    made = {key: used.get(key) or Scratch(numel, key[1], key[0]) for key, numel in largest.items()}
+    used.update(made)
+    return {name: made[key] for name, key in keys.items()}
 
 
-def _require_free(layer: QuantisedLinear) -> None:
+def _scratch_key(layer: QuantisedWeight) -> tuple[torch.device, torch.dtype, str]:
+    return layer.weight.device, layer.dtype, "" if layer.is_linear else layer.parameter  # experts need all at a time
+
+
+def _require_free(layer: QuantisedWeight) -> None:
     require_own_forward(layer)
-    if (overlay := overlay_of(layer.module)) is not None and overlay.is_trained():
+    if (overlay := overlay_of(layer)) is not None and overlay.is_trained():
         raise ValueError(
             f"{layer.name!r} has been trained by another optimizer over the same quantised base, or a delta is applied "
             "to it: load the model again, or remove the delta"
         )
 
 
-def require_own_forward(layer: QuantisedLinear) -> None:
+def require_own_forward(layer: QuantisedWeight) -> None:
     """Raise a ValueError if the layer has a forward that is neither its class's nor an overlay's."""
-    if overlay_of(layer.module) is None and "forward" in vars(layer.module):
+    if _ATTRIBUTE not in vars(layer.module) and "forward" in vars(layer.module):
         raise ValueError(
             f"the layer of {layer.name!r} has a forward that is not its class's, as device_map gives it over several "
             "devices: load the model on one device"
@@ -518,15 +585,15 @@ def _files(sizes: dict[str, int]) -> dict[str, list[str]]:
 
 def shows_base(model: nn.Module) -> bool:
     """Whether the model, quantised or not, is inside of `base_weights()`."""
-    overlays = (overlay_of(layer.module) for layer in quantised_layers.find(model).values())
+    overlays = (overlay_of(layer) for layer in quantised_layers.find(model).values())
     shown = any(overlay is not None and overlay.shows_base for overlay in overlays)
     return shown or holds_base_weights(model.parameters())
 
 
 @torch.no_grad()
-def current_weight(layer: QuantisedLinear) -> Tensor:
+def current_weight(layer: QuantisedWeight) -> Tensor:
     """Return the weight that the layer multiplies with: [out, in], in new memory."""
-    overlay = overlay_of(layer.module)
+    overlay = overlay_of(layer)
     if overlay is None:
         return layer.dequantised()
     with overlay.merged() as merged:
@@ -535,8 +602,8 @@ def current_weight(layer: QuantisedLinear) -> Tensor:
 
 
 @torch.no_grad()
-def _on_host(layer: QuantisedLinear) -> Tensor:
-    overlay = overlay_of(layer.module)
+def _on_host(layer: QuantisedWeight) -> Tensor:
+    overlay = overlay_of(layer)
     if overlay is None:
         return layer.dequantised().cpu()
     with overlay.merged() as merged:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from .. import quantised_layers
 from ..masks.mask_set import MaskSet, RandomMask, as_mask_set
 from ..ops.checks import FLOAT_DTYPES, STATE_DTYPES
 from ..ops.step_ops import STEP_OPS
@@ -122,7 +123,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             params = getattr(params, "_orig_mod", params)  # torch.compile prefixes every name with "_orig_mod."
             sharding.reshard(params)
             mask = as_mask_set(mask, params).resolve(params)
-            model, params = params if model is None else model, params.named_parameters()
+            model, params = params if model is None else model, quantised_layers.named_parameters(params)
         self._root = binding.model_reference(model)
         super().__init__(params, self.defaults)
         self._groups_fixed = True
@@ -210,7 +211,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         active = {id(overlay.weight): overlay.active for overlay in self._overlays if overlay.active is not None}
         params = {
             name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): active.get(id(p), p)
-            for name, p in model.named_parameters(remove_duplicate=False)
+            for name, p in quantised_layers.named_parameters(model, remove_duplicate=False)
         }
         names = [name for group in self.param_groups for name in group["param_names"]]
         if missing := [name for name in names if name not in params]:

@@ -1,14 +1,16 @@
-"""Trainers of a model that bitsandbytes has quantised."""
+"""Trainers of a quantised model."""
 
 import math
+import runpy
+from pathlib import Path
 
 import pytest
+import quantised_models
 import torch
 
 from sparse_opt import MaskSet, RandomMask, SparseDelta
 from sparse_opt.errors import ConfigError
 from sparse_opt.integrations import SparseArguments
-from sparse_opt.optim.quantised import overlay_of
 
 bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'sparse-opt[test]'")
 
@@ -48,8 +50,9 @@ def test_dpo_starts_at_ln_2_resumes_and_saves_merged_weights(lab, load, curve):
         trained[each] = plain.state_dict()
     assert all(torch.equal(weight, trained[resumed][name]) for name, weight in trained[trainer].items())
     name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, bnb.nn.Linear4bit))
-    with overlay_of(layer).merged() as merged:
-        assert torch.equal(merged.cpu(), trained[trainer][f"{name}.weight"])
+    with torch.no_grad():
+        columns = layer(torch.eye(layer.in_features, dtype=torch.bfloat16, device=lab.device))
+        assert torch.equal(columns.t().cpu(), trained[trainer][f"{name}.weight"])
 
 
 @pytest.mark.parametrize("save_weights", [True, False])
@@ -73,9 +76,37 @@ def test_a_delta_is_saved_with_or_in_place_of_merged_weights(lab, load, tmp_path
 
 
 def test_what_reads_the_weights_of_the_model_is_refused(lab, load, tmp_path):
-    for sparse, changes, option in (
-        (SparseArguments(delta_log_dir=tmp_path / "log"), {}, "delta_log_dir"),
-        (None, {"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"}, "load_best_model"),
+    for kind, sparse, changes, option in (
+        ("DPO", SparseArguments(delta_log_dir=tmp_path / "log"), {}, "delta_log_dir"),
+        ("DPO", None, {"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model"),
+        ("GRPO", None, {"use_vllm": True}, "use_vllm"),
     ):
         with pytest.raises(ConfigError, match=rf"{option}.* is set, and 'model.*' is quantised"):
-            lab("DPO", model=load(), mask=RandomMask(0.1), sparse=sparse, **changes)
+            lab(kind, model=load(), mask=RandomMask(0.1), sparse=sparse, **changes)
+
+
+@pytest.mark.parametrize("base", ["torchao_int8", "fp8"])
+def test_a_trainer_takes_the_other_formats(lab, tmp_path, curve, base):
+    model = quantised_models.load(lab.folder, base, lab.device)
+    trainer = lab("DPO", model=model, mask=RandomMask(0.1), max_steps=2, learning_rate=1e-2)
+    trainer.train()
+    assert curve(trainer)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert len(trainer.sparse_optimizer.quantised_parameters) == 14
+    trainer.save_model(tmp_path / "merged")
+    merged = quantised_models.load(tmp_path / "merged", None, lab.device)
+    ids = torch.arange(20, device=lab.device)[None]
+    assert torch.equal(merged(input_ids=ids).logits, trainer.model(input_ids=ids).logits)
+
+
+def test_the_example(lab, tmp_path, curve):
+    lab.rows("DPO").to_json(tmp_path / "pairs.jsonl")
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "dpo_over_4bit.py"))
+    options = {"model": lab.folder, "dataset": tmp_path / "pairs.jsonl", "output_dir": tmp_path / "run", "max_steps": 2}
+    options["density"] = 1.0  # weights of one tile
+    trainer = example["main"]([f"--{name}={value}" for name, value in options.items()])
+    assert curve(trainer)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    merged = quantised_models.load(tmp_path / "run", None, lab.device)
+    ids, base = torch.arange(20, device=lab.device)[None], quantised_models.load(lab.folder, "nf4_double", lab.device)
+    expected = merged(input_ids=ids).logits
+    with torch.no_grad(), SparseDelta.from_pretrained(tmp_path / "run" / "delta").active(base):
+        assert torch.equal(base(input_ids=ids).logits, expected)

@@ -1,26 +1,24 @@
-"""Active weights over a base that bitsandbytes has quantised, compared with a model of the dequantised weights."""
+"""Active weights over a quantised base, compared with a model of the dequantised weights."""
 
 import copy
 import math
 
+import launch
 import pytest
+import quantised_models
 import torch
+from moe_models import moe_model
+from quantised_models import dequantised, quantised, transformers
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import logsigmoid
 
-from sparse_opt import GraphedStep, MaskSet, SparseAdamW, SparseSGD
+from sparse_opt import GraphedStep, MaskSet, RandomMask, SparseAdamW, SparseSGD
 from sparse_opt.mask_finding import find_from_model
 from sparse_opt.optim import save_merged
 from sparse_opt.weight_sync import WeightSender
 
-bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'sparse-opt[test]'")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
-
-BASES = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4_double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-}
 # A gate of 200 rows has tiles that are cut off; norms, embeddings and the head are not quantised.
 SIZES = {"hidden_size": 128, "intermediate_size": 200}
 
@@ -33,30 +31,7 @@ def folder(tmp_path, tiny_llama):
 
 @pytest.fixture
 def load(folder, device):
-    """`load(base="nf4")`: the model as transformers quantises it; base None: not quantised."""
-
-    def make(base="nf4", **options):
-        if base is not None:
-            compute = {"bnb_4bit_compute_dtype": torch.bfloat16} if "load_in_4bit" in BASES[base] else {}
-            config = transformers.BitsAndBytesConfig(**{**BASES[base], **compute, **options})
-            options = {"quantization_config": config, "device_map": {"": 0 if device.type == "cuda" else "cpu"}}
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
-        return model.train() if base is not None else model.to(device).train()
-
-    return make
-
-
-def quantised(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt))}
-
-
-@torch.no_grad()
-def dequantised(layer):
-    """The definition: bitsandbytes' own for 4 bits, [-127, 127] times a row's largest magnitude / 127 for 8."""
-    weight = layer.weight
-    if isinstance(layer, bnb.nn.Linear4bit):
-        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-    return (weight.data * (weight.SCB.view(-1, 1) * (1 / 127))).bfloat16()
+    return lambda base="nf4": quantised_models.load(folder, base, device)
 
 
 @pytest.fixture
@@ -73,22 +48,26 @@ def twins(load):
     return make
 
 
-def batch(device, seed=0):
-    return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
+def batch(device, seed=0, vocabulary=97):
+    return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def backward(model, device, seed=0):
-    ids = batch(device, seed)
+class Sequence:
+    ids, prompt_length = batch(torch.device("cpu"), vocabulary=60)[0].tolist(), 4
+
+
+def backward(model, device, seed=0, **options):
+    ids = batch(device, seed, **options)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.detach()
 
 
-def train(model, optimizer, device, steps, first=0):
+def train(model, optimizer, device, steps, first=0, **options):
     losses = []
     for seed in range(first, first + steps):
         for micro_batch in (0, 100):
-            losses.append(backward(model, device, seed + micro_batch))
+            losses.append(backward(model, device, seed + micro_batch, **options))
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(losses)
@@ -104,8 +83,13 @@ def weights(model, tmp_path):
     [
         ("nf4", "tile64", 0.2, SparseAdamW, None),  # gradients by tiles
         ("nf4_double", "element", 0.05, SparseSGD, "reference"),
+        ("nf4_bf16_storage", "tile64", 0.2, SparseAdamW, None),
         ("fp4", "tile64", 0.6, SparseAdamW, None),  # too dense for tiles
         ("int8", "run16", 0.1, SparseAdamW, None),
+        ("torchao_int8", "tile64", 0.2, SparseAdamW, None),
+        ("torchao_fp8", "run16", 0.1, SparseAdamW, None),
+        ("torchao_int4", "element", 0.05, SparseSGD, None),
+        ("fp8", "tile64", 0.2, SparseAdamW, None),
     ],
 )
 def test_training_is_that_of_the_dequantised_weights(
@@ -129,9 +113,9 @@ def test_training_is_that_of_the_dequantised_weights(
         assert found is None or (expected.any() and torch.equal(found, expected)), name
     ours.zero_grad(), theirs.zero_grad()
 
-    before = {name: layer.weight.data.clone() for name, layer in quantised(model).items()}
+    before = {name: dequantised(layer) for name, layer in quantised(model).items()}
     assert torch.equal(train(model, ours, device, 3), train(twin, theirs, device, 3))
-    assert all(torch.equal(before[name], layer.weight) for name, layer in quantised(model).items())
+    assert all(torch.equal(before[name], dequantised(layer)) for name, layer in quantised(model).items())
     ids = batch(device)
     with torch.no_grad(), ours.base_weights(), theirs.base_weights():
         assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
@@ -139,6 +123,64 @@ def test_training_is_that_of_the_dequantised_weights(
     assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
     for name, weight in weights(model, tmp_path / "merged").items():
         assert torch.equal(weight, twin.state_dict()[name].cpu()), name
+
+
+@pytest.mark.parametrize(
+    ("base", "family", "implementation"),
+    [("nf4", "gpt_oss", "grouped_mm"), ("nf4", "qwen3", "eager"), ("fp8", "qwen3", "grouped_mm")],
+)
+def test_training_of_experts_is_that_of_the_dequantised_weights(
+    tmp_path, device, deterministic, base, family, implementation
+):
+    moe_model(family, torch.bfloat16).save_pretrained(tmp_path / "model")
+    model = quantised_models.experts(tmp_path / "model", base, device)
+    save_merged(model, tmp_path / "dequantised")
+    twin = quantised_models.load(tmp_path / "dequantised", None, device)
+    for each in (model, twin):
+        each.set_experts_implementation(implementation)
+    if implementation == "eager":
+        model.gradient_checkpointing_enable()
+    found = [find_from_model(m, method="snip", sparsity=95, sequences=[Sequence]).mask for m in (model, twin)]
+    assert found[0] == found[1]
+    mask = MaskSet.random(model, density=0.1, seed=1)
+    assert mask == MaskSet.random(twin, density=0.1, seed=1)
+    ours, theirs = (SparseAdamW(m, mask, lr=1e-2) for m in (model, twin))
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    assert experts in ours.quantised_parameters
+
+    twin_losses = train(twin, theirs, device, 3, vocabulary=60)
+    assert torch.equal(train(model, ours, device, 3, vocabulary=60), twin_losses)
+    with torch.no_grad(), ours.base_weights(), theirs.base_weights():
+        ids = batch(device, vocabulary=60)
+        assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
+    merged = weights(model, tmp_path / "merged")
+    assert merged.keys() == twin.state_dict().keys()
+    assert all(torch.equal(weight, twin.state_dict()[name].cpu()) for name, weight in merged.items())
+    with pytest.raises(RuntimeError, match="no place for the trained weights of 'gate_up_proj'"):
+        model.model.layers[0].mlp.experts.state_dict()
+
+    delta, other = ours.delta(), quantised_models.experts(tmp_path / "model", base, device)
+    with delta.active(other), torch.no_grad():
+        assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
+    entries = quantised_models.stored(other)
+    assert not any("parametrizations" in name for name in entries) and experts in delta.quantised_digests
+
+
+@pytest.mark.parametrize("block", [(64, 32), None])
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_blocks_of_fp8_that_are_cut_off(tmp_path, device, block, scale_fmt):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    generator = torch.Generator().manual_seed(0)
+    layer = fp8.FP8Linear(200, 72, block_size=block, scale_fmt=scale_fmt)
+    weight, scales = torch.randn(72, 200, generator=generator), layer.weight_scale_inv
+    layer.weight.data = weight.to(torch.float8_e4m3fn)
+    scales.data = torch.rand(scales.shape, generator=generator).add(0.5).to(scales.dtype)
+    rows, columns = block or (72, 200)
+    grid = scales.detach().float().view(-(-72 // rows), -(-200 // columns))
+    expected = layer.weight.detach().float() * grid.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:72, :200]
+    save_merged(layer.to(device), tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"weight"}
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], expected.bfloat16())
 
 
 def test_the_first_dpo_loss_is_ln_2(load, device):
@@ -163,16 +205,17 @@ def test_the_first_dpo_loss_is_ln_2(load, device):
     assert loss() < first
 
 
-def test_checkpointing_compilation_and_autocast_give_the_same_gradients(twins, device):
+@pytest.mark.parametrize("base", ["nf4", "torchao_int8", "fp8"])
+def test_checkpointing_compilation_and_autocast_give_the_same_gradients(load, device, base):
     grads = {}
     for how in ("plain", "checkpointed", "compiled", "autocast"):
-        model, _ = twins()
+        model = load(base)
         optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1, pattern="tile64", seed=1), lr=1e-2)
         if how == "checkpointed":
             model.gradient_checkpointing_enable()
-        layer = model.model.layers[0].mlp.down_proj
-        run = torch.compile(layer, backend="eager") if how == "compiled" else layer
-        x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+        mlp = model.model.layers[0].mlp
+        run = torch.compile(mlp, backend="aot_eager") if how == "compiled" else mlp
+        x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
         if how in ("plain", "checkpointed"):
             backward(model, device)
         with torch.autocast(device.type, torch.float16, enabled=how == "autocast"):
@@ -182,6 +225,42 @@ def test_checkpointing_compilation_and_autocast_give_the_same_gradients(twins, d
         grads[how] = optimizer.compact_grad(found[name])
     assert torch.equal(grads["plain"], grads["checkpointed"])
     assert torch.equal(grads["compiled"], grads["autocast"]) and grads["compiled"].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("base", "pattern"),
+    [
+        ("nf4_double", "tile64"),
+        ("int8", "element"),
+        ("torchao_int8", "run16"),
+        ("torchao_fp8", "tile64"),
+        ("fp8", "element"),
+    ],
+)
+def test_a_captured_step_has_the_bits_of_an_eager_one(folder, base, pattern):
+    device, results = torch.device("cuda"), []
+    inputs = torch.randn(6, 32, 128, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for graphs in (False, True):
+        mlp = quantised_models.load(folder, base, device).model.layers[0].mlp
+        mask = MaskSet.random(mlp, density=0.2, pattern=pattern, seed=1)
+        optimizer = SparseAdamW(mlp, mask, lr=torch.tensor(1e-2, device=device), max_grad_norm=1.0)
+
+        def step(x, mlp=mlp, optimizer=optimizer):
+            with torch.no_grad(), optimizer.base_weights():
+                reference = mlp(x)
+            loss = (mlp(x).float() - 2 * reference.float()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = GraphedStep(step, optimizer, n_warmup=2) if graphs else step
+        losses = [call(x).clone() for x in inputs]
+        results.append((torch.stack(losses), *(p.detach() for p in optimizer.param_groups[0]["params"])))
+        assert not graphs or call.n_graphs == 1
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][0].unique().numel() == len(inputs)
 
 
 def test_a_resumed_run_has_the_same_bits(load, device, tmp_path):
@@ -206,12 +285,18 @@ def test_a_resumed_run_has_the_same_bits(load, device, tmp_path):
         SparseAdamW(load(), moved, lr=1e-2).load_state_dict(saved)
 
 
-@pytest.mark.parametrize("method", ["weight_magnitude", "snip", "fisher_gradient", "wanda"])
-def test_masks_are_found_as_in_the_dequantised_model(twins, device, deterministic, method):
-    class Sequence:
-        ids, prompt_length = batch(torch.device("cpu"))[0].tolist(), 4
-
-    found = [find_from_model(m, method=method, sparsity=95, sequences=[Sequence]).mask for m in twins("nf4_double")]
+@pytest.mark.parametrize(
+    ("method", "base"),
+    [
+        ("weight_magnitude", "torchao_fp8"),
+        ("snip", "torchao_int8"),
+        ("fisher_gradient", "nf4_double"),
+        ("wanda", "nf4_double"),
+        ("wanda", "fp8"),
+    ],
+)
+def test_masks_are_found_as_in_the_dequantised_model(twins, device, deterministic, method, base):
+    found = [find_from_model(m, method=method, sparsity=95, sequences=[Sequence]).mask for m in twins(base)]
     assert found[0] == found[1]
     assert any("mlp" in name and found[0][name].numel() for name in found[0].names)
 
@@ -229,12 +314,8 @@ def test_what_is_refused(load, device, tmp_path):
     model = load()
     mask = MaskSet.random(model, density=0.05)
     optimizer = SparseAdamW(model, mask, lr=1e-2)
-    for name, call in {
-        "set_mask": lambda: optimizer.set_mask(mask),
-        "GraphedStep": lambda: GraphedStep(lambda: None, optimizer),
-    }.items():
-        with pytest.raises(NotImplementedError, match=f"{name} is not supported for a quantised base, which 'model"):
-            call()
+    with pytest.raises(NotImplementedError, match="set_mask is not supported for a quantised base, which 'model"):
+        optimizer.set_mask(mask)
     for source in (optimizer, model):
         with pytest.raises(NotImplementedError, match="is quantised, and an engine has no place"):
             WeightSender(source, None if source is optimizer else mask)
@@ -256,10 +337,57 @@ def test_what_is_refused(load, device, tmp_path):
     with torch.no_grad(), optimizer.base_weights(), pytest.raises(RuntimeError, match="modified by an inplace|base"):
         loss.backward()
 
-    class OtherMethod(torch.nn.Linear):
-        is_quantized, quantization_method = True, "mxfp4"
 
-    with pytest.raises(ValueError, match="the model is quantised by 'mxfp4', expected bitsandbytes Linear4bit"):
-        SparseAdamW(OtherMethod(64, 64), 0.1, lr=1e-2)
-    with pytest.raises(ValueError, match="'weight' is not quantised yet"):
-        SparseAdamW(bnb.nn.Linear4bit(64, 64), 0.1, lr=1e-2)
+class OtherMethod(nn.Linear):
+    is_quantized, quantization_method = True, "mxfp4"
+
+
+def packed_by_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Linear(64, 64, bias=False)
+    scales = torch.ones(2, 64, dtype=torch.bfloat16)
+    packed = quantization.Int4Tensor(torch.zeros(64, 32, dtype=torch.int8), scales, scales, [1, 32], (64, 64))
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    return layer
+
+
+def embedding_of_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
+    quantization.quantize_(
+        model, quantization.IntxWeightOnlyConfig(), lambda module, _: isinstance(module, nn.Embedding)
+    )
+    return model
+
+
+def parameter_of_bitsandbytes():
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    layer = nn.Linear(64, 64)
+    parametrize.replace_parameter_4bit(layer, "weight")
+    return layer
+
+
+REFUSED = {
+    "the model is quantised by 'mxfp4', expected bitsandbytes, torchao": lambda: OtherMethod(64, 64),
+    "'weight' is not quantised yet": lambda: pytest.importorskip("bitsandbytes").nn.Linear4bit(64, 64),
+    r"'weight' has the shape \[64, 64\] and 1 parametrizations, expected the 3-D weight": parameter_of_bitsandbytes,
+    "'weight' of a Linear is a torchao Int4Tensor, expected Int8Tensor": packed_by_torchao,
+    "'0.weight' of a Embedding is a torchao IntxUnpackedToInt8Tensor": embedding_of_torchao,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_model_in_another_format_is_refused(message):
+    model = REFUSED[message]()
+    with pytest.raises(ValueError, match=message):
+        SparseAdamW(model, RandomMask(0.1), lr=1e-2)
+
+
+@pytest.mark.dist
+@launch.ranks(2, nccl=False)
+def test_a_sharded_base_is_refused(rank):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(64, 64, quant_storage=torch.bfloat16, quant_type="nf4").to("cpu")
+    fully_shard(layer)
+    with pytest.raises(ValueError, match="'weight' is a DTensor: a quantised base can't be sharded by fully_shard"):
+        SparseAdamW(layer, RandomMask(0.1), lr=1e-2)
