@@ -214,8 +214,10 @@ void gather_partly_(const TensorView& out, TensorList dense, const TensorView& i
 // the whole list from first_partials[i] on.
 void tile_weight_grad_partly_(const TensorView& out, TensorList grad_outputs, TensorList inputs,
                               const TensorView& tiles, Ints starts, Ints ends, int64_t tile_size, bool accumulate,
-                              const TensorView& partial_sums, Ints first_partials, const OptionalTensor& found_inf) {
-  const TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, accumulate, found_inf);
+                              const TensorView& partial_sums, Ints first_partials, const OptionalTensor& found_inf,
+                              const OptionalTensor& token_offsets) {
+  TileCall call(out, grad_outputs, inputs, tiles, starts, ends, tile_size, accumulate, found_inf);
+  call.set_token_offsets(token_offsets, tiles.device);
   call.check_partly(partial_sums, first_partials);
   Cuda::tiles_partly(call.args, partial_sums.as<float>(), first_partials.data(), tiles.device.index);
 }

@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # torch's attention, registered under another name so that `_mask` makes its masks.
 SKIPPABLE_ATTENTION = "sparse_opt_sdpa"
 # Models whose layers attend to all previous tokens, unless a window is set.
-_CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+_CAUSAL_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 def load_model(source: str | Path, device: torch.device, dtype: str, *, gradient_checkpointing: bool = False) -> Any:

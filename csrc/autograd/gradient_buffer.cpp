@@ -85,7 +85,7 @@ GradientBuffer::GradientBuffer(std::shared_ptr<const BoundParams> bound, at::Ten
     max_tile_bytes_ = kMaxTileBytes;
     for (size_t i = 0; i < bound_->params.size(); ++i) {
       const at::Tensor& param = bound_->params[i];
-      matrices_.emplace_back(tiles_->has(i) ? param.size(0) : 0, tiles_->has(i) ? param.size(1) : 0);
+      matrices_.emplace_back(tiles_->has(i) ? param.size(-2) : 0, tiles_->has(i) ? param.size(-1) : 0);
     }
   }
   if (values_.is_cuda()) allocate_partial_sums();
@@ -146,7 +146,9 @@ void GradientBuffer::enqueue(Queue& queue, Gradient gradient, int64_t bytes) {
   const c10::Stream stream = current_stream(values_.device());
   const at::ScalarType dtype = gradient.left.scalar_type();
   const bool accumulate = received_[gradient.i];
-  if (queue.accumulate != accumulate || queue.dtype != dtype || queue.stream != stream) flush(queue);
+  const bool of_experts =
+      gradient.token_offsets.has_value() || (!queue.list.empty() && queue.list.front().token_offsets.has_value());
+  if (queue.accumulate != accumulate || queue.dtype != dtype || queue.stream != stream || of_experts) flush(queue);
   received_[gradient.i] = true;
   queue.list.push_back(std::move(gradient));
   queue.accumulate = accumulate;
@@ -284,11 +286,12 @@ bool GradientBuffer::receive_tiles(size_t i, const at::Tensor& left, const at::T
 }
 
 void GradientBuffer::add_tiles_(const std::vector<int64_t>& which, const std::vector<at::Tensor>& lefts,
-                                const std::vector<at::Tensor>& rights) {
+                                const std::vector<at::Tensor>& rights,
+                                const std::vector<std::optional<at::Tensor>>& token_offsets) {
   const Lock lock(*this);
   for (size_t k = 0; k < which.size(); ++k) check_tile_operands(which[k], lefts.at(k), rights.at(k));
   flush(tile_products_);  // the order of a product's additions may depend on the others of its launch
-  for (size_t k = 0; k < which.size(); ++k) queue_tiles(which[k], lefts[k], rights[k]);
+  for (size_t k = 0; k < which.size(); ++k) queue_tiles(which[k], lefts[k], rights[k], token_offsets.at(k));
   flush(tile_products_);
 }
 
@@ -299,7 +302,8 @@ void GradientBuffer::check_tile_operands(size_t i, const at::Tensor& left, const
                    ", ", right.size(-1), "], but had [", rows, ", ", columns, "] when its mask was bound");
 }
 
-void GradientBuffer::queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right) {
+void GradientBuffer::queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right,
+                                 const std::optional<at::Tensor>& token_offsets) {
   const auto new_bytes = [&](const at::Tensor& tensor) {
     const bool counted = std::any_of(tile_products_.list.begin(), tile_products_.list.end(), [&](const Gradient& p) {
       return p.left.is_alias_of(tensor) || p.right.is_alias_of(tensor);
@@ -307,7 +311,7 @@ void GradientBuffer::queue_tiles(size_t i, const at::Tensor& left, const at::Ten
     return counted ? 0 : storage_bytes(tensor);
   };
   const int64_t bytes = new_bytes(left) + new_bytes(right);
-  enqueue(tile_products_, {i, left, right, version_of(left), version_of(right)}, bytes);
+  enqueue(tile_products_, {i, left, right, version_of(left), version_of(right), token_offsets}, bytes);
   tile_products_.tiles += tiles_->ends[i] - tiles_->starts[i];
   received_tiles_[i] = true;
 }
@@ -319,7 +323,7 @@ void GradientBuffer::multiply_tiles_(const Queue& queue) {
   std::vector<int64_t> starts, ends, first_partials;
   for (const Gradient& p : queue.list) {
     SPARSE_OPT_CHECK(version_of(p.left) == p.left_version && version_of(p.right) == p.right_version,
-                     "the input or the output gradient of the linear layer with params[", p.i,
+                     "the input or the output gradient of the layer with params[", p.i,
                      "] was changed in place before its weight gradient was computed; build the optimizer with "
                      "tile_backward=False");
     lefts.push_back(p.left.contiguous());
@@ -329,6 +333,7 @@ void GradientBuffer::multiply_tiles_(const Queue& queue) {
     if (partial_sums_.defined()) first_partials.push_back(first_partial_[p.i]);
   }
   begin_pass(queue.list, Pass::kTiles);
+  const std::optional<at::Tensor>& token_offsets = queue.list.front().token_offsets;
   // On a CPU the op writes one sum for each product, and the products may be of any of the parameters.
   at::Tensor sums = partial_sums_;
   if (!sums.defined()) sums = at::empty({static_cast<int64_t>(lefts.size())}, sum_sq_.options());
@@ -337,6 +342,7 @@ void GradientBuffer::multiply_tiles_(const Queue& queue) {
     const TensorView sum_view = view_of(sums);
     TileCall call(view_of(values_), left_views, right_views, view_of(table), starts, ends, tile_size, queue.accumulate,
                   view_of(found_inf_));
+    call.set_token_offsets(view_of(token_offsets), view_of(values_).device);
     if (partial_sums_.defined()) {
       call.check_partly(sum_view, first_partials);
       kernels->tiles_partly(call.args, sum_view.as<float>(), first_partials.data(), values_.device().index());
@@ -347,11 +353,11 @@ void GradientBuffer::multiply_tiles_(const Queue& queue) {
   };
   if (partial_sums_.defined()) {
     call_native("sparse_opt_native::tile_weight_grad_partly_", direct, values_, lefts, rights, table, starts, ends,
-                tile_size, queue.accumulate, sums, first_partials, found_inf_);
+                tile_size, queue.accumulate, sums, first_partials, found_inf_, token_offsets);
     return;
   }
   call_native("sparse_opt_native::tile_weight_grad_", direct, values_, lefts, rights, table, starts, ends, tile_size,
-              std::optional<at::Tensor>(), queue.accumulate, sums, found_inf_, std::optional<at::Tensor>());
+              std::optional<at::Tensor>(), queue.accumulate, sums, found_inf_, token_offsets);
   for (size_t k = 0; k < queue.list.size(); ++k)
     sum_sq_.mutable_data_ptr<float>()[queue.list[k].i] = sums.const_data_ptr<float>()[k];
 }

@@ -15,7 +15,7 @@
 
 namespace sparse_opt {
 
-// The active tiles of those parameters that have any; these are matrices.
+// The active tiles of those parameters that have any; these are matrices, or the stacked matrices of experts.
 struct Tiles {
   at::Tensor table;                   // [tiles, 4], as tile_weight_grad_ takes it
   std::vector<int64_t> starts, ends;  // of each parameter's rows in the table
@@ -36,9 +36,10 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   // until finish(); then one launch gathers them.
   void add_dense_(int64_t i, const at::Tensor& grad);
   // Add the active tiles of left^T @ right, of [tokens, rows] and [tokens, columns], of each of these parameters. One
-  // launch computes all that have one dtype, and are all the first ones of their parameters or none of them.
+  // launch computes all that have one dtype, and are all the first ones of their parameters or none of them. For
+  // experts there are token_offsets, as in tiles.h, and each has a launch of its own.
   void add_tiles_(const std::vector<int64_t>& which, const std::vector<at::Tensor>& lefts,
-                  const std::vector<at::Tensor>& rights);
+                  const std::vector<at::Tensor>& rights, const std::vector<std::optional<at::Tensor>>& token_offsets);
   // Add the gradient's active elements: fp32, [the parameter's slots].
   void add_values_(int64_t i, const at::Tensor& values);
   // Set to inf when a gradient that is added is not finite.
@@ -81,6 +82,7 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
     at::Tensor left;  // or the dense gradient
     at::Tensor right = {};
     uint32_t left_version = 0, right_version = 0;  // to notice changes in place
+    std::optional<at::Tensor> token_offsets = {};  // of experts
   };
   // Gradients that one launch can add: all of one dtype, from one stream, and all the first ones or none of them.
   struct Queue {
@@ -103,7 +105,8 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   void add_dense(size_t i, const at::Tensor& grad);
   bool can_gather(size_t i, const at::Tensor& grad) const;
   void check_tile_operands(size_t i, const at::Tensor& left, const at::Tensor& right) const;
-  void queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right);
+  void queue_tiles(size_t i, const at::Tensor& left, const at::Tensor& right,
+                   const std::optional<at::Tensor>& token_offsets = {});
   void gather_(const Queue& queue);
   void multiply_tiles_(const Queue& queue);
   void finish_after_backward();

@@ -137,7 +137,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<GradientBuffer, std::shared_ptr<GradientBuffer>>(m, "GradientBuffer", "See gradient_buffer.h.")
       .def("add_dense_", &GradientBuffer::add_dense_, "i"_a, "grad"_a, Unlocked())
-      .def("add_tiles_", &GradientBuffer::add_tiles_, "which"_a, "lefts"_a, "rights"_a, Unlocked())
+      .def("add_tiles_", &GradientBuffer::add_tiles_, "which"_a, "lefts"_a, "rights"_a, "token_offsets"_a, Unlocked())
       .def("add_values_", &GradientBuffer::add_values_, "i"_a, "values"_a, Unlocked())
       .def("set_found_inf", &GradientBuffer::set_found_inf, "found_inf"_a, Unlocked())
       .def("set_direct", &GradientBuffer::set_direct, "direct"_a, Unlocked())

@@ -203,7 +203,6 @@ class Tiles:
     ends: list[int]
     tile_size: int
     _first_rows: dict[int, list[int]] = field(default_factory=dict)
-    _own_tables: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Segments, which: Collection[int], tile_size: int) -> Tiles:
@@ -222,14 +221,6 @@ class Tiles:
     def has(self, i: int) -> bool:
         """Whether parameter i is tiled."""
         return self.starts[i] < self.ends[i]
-
-    def of_first_slot(self, i: int, first_slot: int) -> Tensor:
-        """Return the tiles of parameter i, as a table whose slots count from its first one, `first_slot`."""
-        if i not in self._own_tables:
-            own = self.table[self.starts[i] : self.ends[i]].clone()
-            own[:, 2] -= first_slot
-            self._own_tables[i] = own
-        return self._own_tables[i]
 
     def of_rows(self, i: int, begin: int, end: int) -> Tensor:
         """Return the tiles of rows [begin, end) of parameter i, as a table for the matrix of these rows.

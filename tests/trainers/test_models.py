@@ -6,7 +6,16 @@ import pytest
 import torch
 from small_models import small
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from sparse_opt.trainers.batches import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
@@ -35,7 +44,9 @@ class Masks:
         return [mask is not None for mask in made]
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig])
+@pytest.mark.parametrize(
+    "config_class", [LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, MixtralConfig, Qwen3MoeConfig]
+)
 def test_right_padding_needs_no_mask(monkeypatch, config_class):
     model = small(config_class, **({"sliding_window": None} if config_class is MistralConfig else {}))
     masks = Masks(model, monkeypatch)

@@ -325,9 +325,10 @@ class Receiver:
                 return False
             for product in products:
                 collector.require_accepting(buffer.names[product.i])
-                buffer.require_numel(product.i, product.left.shape[-1] * product.right.shape[-1])
+                experts = 1 if product.token_offsets is None else len(product.token_offsets)
+                buffer.require_numel(product.i, experts * product.left.shape[-1] * product.right.shape[-1])
             collector.begin(buffer)
-            buffer.add_tiles([Product(i, left.detach(), right.detach()) for i, left, right in products])
+            buffer.add_tiles([p._replace(left=p.left.detach(), right=p.right.detach()) for p in products])
         return True
 
     def receive_values(self, i: int, compute: Callable[[], Tensor]) -> bool:

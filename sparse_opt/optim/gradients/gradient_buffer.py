@@ -16,23 +16,15 @@ from ..segments import Segments, Tiles
 
 
 class Product(NamedTuple):
-    """The gradient of parameter i of a buffer, as left^T @ right."""
+    """The gradient of parameter i of a buffer, as left^T @ right, or that of each expert."""
 
     i: int
     left: Tensor  # [tokens, rows]
     right: Tensor  # [tokens, columns]
+    token_offsets: Tensor | None = None  # of experts, by whom the tokens are sorted: as in `tile_weight_grad_`
 
 
-def write_tiles(
-    ops: Any,
-    values: Tensor,
-    left: Tensor,
-    right: Tensor,
-    tiles: Tensor,
-    tile_size: int,
-    *,
-    token_offsets: Tensor | None = None,
-) -> None:
+def write_tiles(ops: Any, values: Tensor, left: Tensor, right: Tensor, tiles: Tensor, tile_size: int) -> None:
     """Write the active tiles of one matrix, left^T @ right, by `ops.tile_weight_grad_`, whose arguments these are."""
     ops.tile_weight_grad_(
         values,
@@ -46,7 +38,6 @@ def write_tiles(
         accumulate=False,
         sum_sq=None,
         found_inf=None,
-        token_offsets=token_offsets,
     )
 
 
@@ -112,20 +103,6 @@ class GradientBuffer(Segments, ABC):
             tiles[:, 2] -= start
             write_tiles(self.ops, values, left, right, tiles, self.tiles.tile_size)
             del left  # free it before the next part is computed
-        return values
-
-    def tiles_of_experts(self, i: int, left: Tensor, right: Tensor, token_offsets: Tensor) -> Tensor:
-        """Compute the active tiles of each expert's left^T @ right, as `tile_rows`.
-
-        Args:
-            left, right: [tokens, rows] and [tokens, columns] of an expert's matrix, sorted by expert.
-            token_offsets: as in `tile_weight_grad_`.
-        """
-        assert self.tiles is not None
-        tiles = self.tiles.of_first_slot(i, self.starts[i])
-        values = torch.empty(self.ends[i] - self.starts[i], dtype=torch.float32, device=self.device)
-        left, right = left.detach(), right.detach()
-        write_tiles(self.ops, values, left, right, tiles, self.tiles.tile_size, token_offsets=token_offsets)
         return values
 
     # Receiving gradients from autograd without the collector, if the implementation can
@@ -235,8 +212,7 @@ class NativeGradientBuffer(GradientBuffer):
         self._native.add_dense_(i, grad)
 
     def add_tiles(self, products: Sequence[Product]) -> None:
-        which, lefts, rights = (list(column) for column in zip(*products, strict=True))
-        self._native.add_tiles_(which, lefts, rights)
+        self._native.add_tiles_(*(list(column) for column in zip(*products, strict=True)))
 
     def add_values(self, i: int, values: Tensor) -> None:
         self._native.add_values_(i, values)

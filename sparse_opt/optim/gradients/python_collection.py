@@ -40,7 +40,7 @@ class PythonGradientBuffer(GradientBuffer):
 
     def add_tiles(self, products: Sequence[Product]) -> None:
         assert self.tiles is not None
-        for i, left, right in products:
+        for i, left, right, token_offsets in products:
             self.ops.tile_weight_grad_(
                 self.values,
                 [left.contiguous()],
@@ -53,6 +53,7 @@ class PythonGradientBuffer(GradientBuffer):
                 accumulate=self._received[i],
                 sum_sq=self.sum_sq[i : i + 1],
                 found_inf=self.found_inf,
+                token_offsets=token_offsets,
             )
             self._received[i] = self._received_tiles[i] = True
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .collector import Receiver
+from .gradient_buffer import Product
 from .tile_backward import LOST_OPTIMIZER, Route, has_others_hooks, library, route_of_number, use_in_compiled
 
 # Other implementations have kernels of their own, which may round differently.
@@ -59,10 +60,7 @@ class ExpertsRoute(Route):
     def add_grouped_product(self, left: Tensor, right: Tensor, token_offsets: Tensor) -> bool:
         """Add the product of each expert's rows of left^T and right to the compact gradient, as `add_product`."""
         receiver = self.receiver()
-        if receiver is None:
-            return False
-        buffer = receiver.buffer
-        return receiver.receive_values(self.i, lambda: buffer.tiles_of_experts(self.i, left, right, token_offsets))
+        return receiver is not None and receiver.receive_tiles([Product(self.i, left, right, token_offsets)])
 
 
 def _attribute(name: str) -> str:
