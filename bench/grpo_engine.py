@@ -39,9 +39,9 @@ from sparse_opt.trainers.console import StepTimer
 from .harness import Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
 from .models import make_model, masked_shapes, n_parameters, without_weights
 from .rows import Case, Row, Run
-from .scale import LEAN
 from .shapes import SHAPES
 from .training.baseline.inputs import make_checkpoint, preference_pairs, word_tokenizer, words_config
+from .training.baseline.modes import LEAN
 
 MODES = ("dense", "lora", "tiles", "tiles_sent")
 CUDA_BYTES = 2 * 2**30  # of contexts and libraries
@@ -154,7 +154,7 @@ def make_trainer(args: Namespace, memory_share: float) -> Any:
         **common,
         mask=MaskSet.random(masked_shapes(config), density=args.density, pattern="tile64", seed=args.seed),
         sparse=integrations.SparseArguments(
-            vllm_weights="shared" if shared else "sparse", vllm_options=llm_options, **LEAN
+            vllm_weights="shared" if shared else "sparse", vllm_options=llm_options, grad_dtype=torch.bfloat16, **LEAN
         ),
     )
 

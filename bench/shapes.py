@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Shapes = dict[str, tuple[int, int]]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def llama_matrices(shape: Shape) -> Shapes:
     """
     queries, keys = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     hidden, intermediate = shape.hidden, shape.intermediate
-    shapes: Shapes = {"model.embed_tokens.weight": (shape.vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, hidden)}
     for layer in range(shape.n_layers):
         name = f"model.layers.{layer}"
         shapes |= {
