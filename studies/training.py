@@ -20,7 +20,9 @@ from safetensors.torch import load_file
 from sparse_opt import MaskSet
 from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
+from sparse_opt.files import new_folder
 from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.optim import save_merged
 from sparse_opt.optim.sparse_optimizer import SparseOptimizer
 
 
@@ -65,8 +67,9 @@ ROOT = Path(__file__).parents[1]
 TUNING_SEED = 1000
 EARLY = (2, 5, 10)  # percent of the steps of a dense run
 WHOLE = ("dense", "sgd", "again", "subnetwork")
-ADAPTERS = ("lora", "shira", "supertuning")
+ADAPTERS = ("lora", "qlora", "shira", "supertuning")
 SOURCES = ("random", "magnitude", "fisher", "snip", "found", *(f"early{percent}" for percent in EARLY))
+NF4 = {"dtype": "bfloat16", "load_in_4bit": True, "use_bnb_nested_quant": True}  # TRL's options; NF4 is their default
 
 
 class Trained(NamedTuple):
@@ -80,7 +83,7 @@ class Trained(NamedTuple):
     def parse(cls, word: str) -> Trained:
         source, _, rest = word.partition(":")
         amount, _, pattern = rest.partition(":")
-        is_mask = source in (*SOURCES, "lean")
+        is_mask = source in (*SOURCES, "lean", "nf4")
         if source in WHOLE and not rest:
             return cls(source)
         if (
@@ -99,9 +102,18 @@ class Trained(NamedTuple):
     def is_mask(self) -> bool:
         return self.pattern is not None
 
+    @property
+    def has_nf4_base(self) -> bool:
+        return self.source in ("nf4", "qlora")
 
-def train(algorithm: str, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+
+def train(
+    algorithm: str, options: Mapping[str, Any], folder: Path, *, merge_into: Path | None = None
+) -> dict[str, Any]:
     """Train by `sparse-opt train ALGORITHM` in this process; the model is in `folder`, whose files are removed first.
+
+    Args:
+        merge_into: the model that adapters are merged into; None: that of the options.
 
     Returns:
         log, the rows that TRL logged; step_time_s (median), optimizer_bytes with gradients, and on a GPU
@@ -149,7 +161,7 @@ def train(algorithm: str, options: Mapping[str, Any], folder: Path) -> dict[str,
         from peft import PeftModel
 
         measured["n_trained"] = sum(tensor.numel() for tensor in load_file(adapter).values())
-        model, tokenizer = load(options["model_name_or_path"])
+        model, tokenizer = load(merge_into or options["model_name_or_path"])
         PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return measured
@@ -215,9 +227,22 @@ def answers(
 
 def options_for(trained: Trained) -> dict[str, Any]:
     """The options of `sparse-opt train` for what is trained, without a mask."""
-    if trained.source == "lora":
-        return {"use_peft": "true", "lora_r": int(trained.amount or 0), "lora_target_modules": "all-linear"}
+    if trained.source in ("lora", "qlora"):
+        adapters = {"use_peft": "true", "lora_r": int(trained.amount or 0), "lora_target_modules": "all-linear"}
+        return adapters | (NF4 if trained.has_nf4_base else {})
     return {"optim": "sgd"} if trained.source == "sgd" else {}
+
+
+def dequantise(start: Path, folder: Path) -> None:
+    """Write the weights that a base in NF4 has, dequantised, to a new folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import ModelConfig, get_quantization_config
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"quantization_config": get_quantization_config(ModelConfig(**NF4)), "device_map": {"": device}}
+    with new_folder(folder) as aside:
+        save_merged(AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16, **options), aside)
+        AutoTokenizer.from_pretrained(start).save_pretrained(aside)
 
 
 def make_mask(
@@ -261,9 +286,20 @@ def make_mask(
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a process of its own."""
+    """Call a function in a process of its own, on the first GPU that is visible."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
+        return pool.submit(_on_gpu, next(iter(visible_gpus()), ""), function, *args).result()
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [*map(str, range(torch.cuda.device_count()))] if given is None else list(filter(None, given.split(",")))
+
+
+def _on_gpu(gpu: str, function: Callable[..., Any], *args: Any) -> Any:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before CUDA starts in this process
+    return function(*args)
 
 
 def work(
@@ -273,8 +309,10 @@ def work(
 
     Args:
         jobs: called after each job; yields those that are left and can begin, in their order.
+        workers: processes at once, spread over the GPUs that are visible.
     """
     running: dict[Any, Any] = {}
+    gpu_of: dict[Any, str] = {}
     failed: set[Any] = set()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         while True:
@@ -282,7 +320,9 @@ def work(
                 if len(running) == workers:
                     break
                 if job not in failed and job not in running.values():
-                    running[pool.submit(do, job)] = job
+                    used = [gpu_of[other] for other in running.values()]
+                    gpu_of[job] = min(visible_gpus(), key=used.count, default="")
+                    running[pool.submit(_on_gpu, gpu_of[job], do, job)] = job
             if not running:
                 return len(failed)
             for future in wait(running, return_when=FIRST_COMPLETED).done:

@@ -88,6 +88,12 @@ def read_parts(settings: Mapping[str, Any]) -> list[Part]:
     return parts
 
 
+def read_settings(plan: Path) -> dict[str, Any]:
+    """The settings in a file, and those of the file that its `like` names, which it takes for all others."""
+    settings: dict[str, Any] = yaml.safe_load(plan.read_text(encoding="utf-8"))
+    return read_settings(plan.parent / settings.pop("like")) | settings if "like" in settings else settings
+
+
 class Study:
     """The plan with the finished runs in a folder.
 
@@ -99,7 +105,7 @@ class Study:
     """
 
     def __init__(self, folder: Path, plan: Path = PLAN):
-        self.folder, self.settings = folder, yaml.safe_load(plan.read_text(encoding="utf-8"))
+        self.folder, self.settings = folder, read_settings(plan)
         self.parts, self.tasks = read_parts(self.settings), self.settings["tasks"]
         self.rows: dict[Run, dict[str, Any]] = {}
         self._by_subject: dict[tuple[Subject, int | None], list[dict[str, Any]]] = defaultdict(list)
@@ -183,7 +189,7 @@ class Study:
         rate = float(settings["learning_rates"][subject.algorithm])
         if trained.source == "sgd":
             rate = float(settings["sgd_rate"])
-        elif trained.source == "lora":
+        elif trained.source in ("lora", "qlora"):
             rate *= 10
         elif trained.amount is not None:
             percent = trained.amount * (settings["lora"]["percent"] if trained.source in ADAPTERS else 1)

@@ -42,7 +42,7 @@ def verdict_table(study: Study) -> str:
 
 
 def difference_table(study: Study) -> str:
-    """The comparisons that the verdicts on claims 3 to 6 and 8 are from."""
+    """The comparisons that the verdicts on claims 3 to 6, 8 and 9 are from."""
     words = {True: "yes", False: "no", None: "not shown"}
     rows = [
         (str(claim), task, str(first), str(second), f"{found.value:+.3f}", f"{found.error:.3f}", words[found.not_below])
@@ -191,8 +191,10 @@ def score_table(study: Study) -> str:
     of_grpo = [part for part in study.parts if part.subject.algorithm == "grpo"]
     of_grpo = [part for part in of_grpo if part.claims and (len(part.seeds) != 1 or not part.trained.is_mask)]
     for task in study.tasks:
-        if start := study.starts.get(task):
-            rows.append((task, "nothing", "", "", f"{start['accuracy']:.3f}", "", "", "", *forgotten([start]), ""))
+        for base in ("", ":nf4"):
+            if start := study.starts.get(task + base):
+                found = (f"{start['accuracy']:.3f}", "", "", "", "", *forgotten([start]))
+                rows.append((task, f"nothing{base}", "", "", *found, ""))
         for part in of_grpo:
             if part.subject.task == task and (runs := study.rows_of(part)):
                 step = study.step_seconds.get(study.timed_as(part.subject))
@@ -206,12 +208,13 @@ def score_table(study: Study) -> str:
                         seeds_text(runs) if has_seeds(runs) else "tuning",
                         f"{mean(run['changed_bf16'] for run in runs):.1%}",
                         mean_of(runs, "optimizer_bytes", "{:,.1f}", 1e-6),
+                        mean_of(runs, "peak_memory_bytes", "{:.2f}", 1e-9),
                         *forgotten(runs),
                         "" if step is None else f"{step:.2f}",
                     )
                 )
     headers = ("task", "trained", "values", "learning rate", "held out", "seeds", "bf16 changed", "optimizer MB",
-               "perplexity", "other tasks", "s a step")  # fmt: skip
+               "peak GB", "perplexity", "other tasks", "s a step")  # fmt: skip
     return markdown_table(headers, rows, n_words=2)
 
 

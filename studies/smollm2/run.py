@@ -3,6 +3,7 @@
     python -m studies.smollm2.run --output_dir study --workers 8
     python -m studies.smollm2.run --output_dir study --claims 1 4 --dry_run
     python -m studies.smollm2.run --output_dir small --plan studies/learning/small.yaml    # on a CPU
+    python -m studies.smollm2.run --output_dir quantised --plan studies/smollm2/quantised.yaml
 
 Everything that is trained has learning rates of its own: tuning makes one run with a seed of its own at each of a few
 rates, scored on questions that are neither trained on nor held out, and further ones while the best is the lowest or
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import shutil
 import sys
 import time
@@ -26,7 +28,21 @@ import torch
 from sparse_opt.bench.rows import environment
 from sparse_opt.errors import ConfigError
 
-from ..training import EARLY, Trained, answers, in_process, make_mask, options_for, read_rows, train, work, write_rows
+from ..training import (
+    EARLY,
+    NF4,
+    Trained,
+    answers,
+    dequantise,
+    in_process,
+    make_mask,
+    options_for,
+    read_rows,
+    train,
+    visible_gpus,
+    work,
+    write_rows,
+)
 from .measures import make_texts, measure_update, scores
 from .plan import FINDING_SEED, OF_DENSE, PLAN, Part, Run, Study
 
@@ -49,20 +65,24 @@ def prepare(study: Study, parts: Sequence[Part]) -> None:
     else:
         _make_arithmetic(study)
     make_texts(folder / "texts.jsonl", start_of(study), **settings["texts"])
+    over_nf4 = start_of(study, nf4=True)
+    if (has_nf4 := any(part.trained.has_nf4_base for part in parts)) and not over_nf4.is_dir():
+        dequantise(start_of(study), over_nf4)
     for task in study.tasks:
         of_task = [part for part in parts if part.subject.task == task]
         if any(part.subject.algorithm != "grpo" or part.trained.source in ("fisher", "snip") for part in of_task):
             _make_answers(study, folder / "questions" / task)
         if any(part.trained.source in early_steps(study) for part in of_task):
             _find(study, task)
-        if task not in study.starts:
-            study.starts[task] = scores(study, task, start_of(study))
-            (folder / "starts.json").write_text(json.dumps(study.starts, indent=1), encoding="utf-8")
+        for name, start in {task: start_of(study), **({f"{task}:nf4": over_nf4} if has_nf4 else {})}.items():
+            if name not in study.starts:
+                study.starts[name] = scores(study, task, start)
+                (folder / "starts.json").write_text(json.dumps(study.starts, indent=1), encoding="utf-8")
 
 
-def start_of(study: Study) -> Path:
-    """The weights that every run starts from."""
-    return study.folder / ("model" if study.settings["model"] == "smollm2" else "start")
+def start_of(study: Study, *, nf4: bool = False) -> Path:
+    """The weights that every run starts from; over a base in NF4, what quantising these and dequantising gives."""
+    return study.folder / (("model" if study.settings["model"] == "smollm2" else "start") + ("_nf4" if nf4 else ""))
 
 
 def _make_arithmetic(study: Study) -> None:
@@ -132,8 +152,9 @@ def options_of(study: Study, run: Run) -> dict[str, Any]:
         options["reward_funcs"] = settings["reward"]
     if run.n_steps is not None:
         options["max_steps"] = run.n_steps
-    if trained.source == "lean":
+    if trained.source in ("lean", "nf4"):
         options |= dict.fromkeys(("dtype", "state_dtype", "grad_dtype"), "bfloat16") | {"stochastic_rounding": "true"}
+        options |= NF4 if trained.has_nf4_base else {}
         trained = trained._replace(source="random")
     if not trained.is_mask:
         return options | options_for(trained)
@@ -150,11 +171,13 @@ def options_of(study: Study, run: Run) -> dict[str, Any]:
 def do(study: Study, run: Run) -> dict[str, Any]:
     """Train, measure and remove the weights of a run."""
     began, folder = time.perf_counter(), study.folder / "runs" / run.name
-    measured = train("sft" if run.algorithm == "rft" else run.algorithm, options_of(study, run), folder)
+    start = start_of(study, nf4=Trained.parse(run.trained).has_nf4_base)
+    algorithm = "sft" if run.algorithm == "rft" else run.algorithm
+    measured = train(algorithm, options_of(study, run), folder, merge_into=start)
     log = measured.pop("log")
     if run.algorithm == "grpo":
         measured["rewards"] = {row["step"]: row["reward"] for row in log if "reward" in row and row["step"] % 5 == 0}
-    measured |= measure_update(start_of(study), folder) | scores(study, run.task, folder)
+    measured |= measure_update(start, folder) | scores(study, run.task, folder)
     shutil.rmtree(folder)
     return measured | {"seconds": time.perf_counter() - began}
 
@@ -169,13 +192,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output_dir", type=Path, required=True, help="model, questions, runs and results")
     parser.add_argument("--plan", type=Path, default=PLAN, help="settings and plan (%(default)s)")
     parser.add_argument("--claims", type=int, nargs="+", help="the runs of these claims only")
-    parser.add_argument("--workers", type=int, default=1, help="runs at once on one GPU; their times are not compared")
+    parser.add_argument("--workers", type=int, default=1, help="runs at once; with several on a GPU, no times")
     parser.add_argument("--dry_run", action="store_true", help="print the runs that can begin now")
     args = parser.parse_args(argv)
     folder = args.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     study = Study(folder, args.plan)
-    header = {"settings": study.settings_digest(), "jobs": args.workers}
+    header = {"settings": study.settings_digest(), "jobs": math.ceil(args.workers / max(1, len(visible_gpus())))}
     if study.digest not in (None, header["settings"]):
         raise ConfigError(f"{folder}/results.jsonl has runs of settings {study.digest}, and {args.plan} has "
                           f"{header['settings']}: choose another --output_dir")  # fmt: skip

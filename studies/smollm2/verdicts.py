@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..training import TUNING_SEED, Trained
 from .plan import OF_DENSE, Part, Run, Study, Subject
 
-OF_SCORES = (3, 4, 5, 6, 8)  # claims whose verdict is from differences of scores
+OF_SCORES = (3, 4, 5, 6, 8, 9)  # claims whose verdict is from differences of scores
 MARGIN, GAIN = 0.05, 0.1  # of accuracy
 FEW, MANY, FULL_RANK = 0.35, 0.6, 0.95  # claim 1; 5-30 % and 85-94 % are the published shares
 MORE_THAN_CHANCE = 1.1  # claim 2: common weights of two runs, in multiples of chance
@@ -64,7 +64,7 @@ def verdict(study: Study, claim: int, tasks: Sequence[str]) -> str:
     parts, by_task = study.of_claim(claim, tasks), {task: study.of_claim(claim, [task]) for task in tasks}
     if not all(map(study.is_finished, parts)):
         return "not shown"
-    if claim in OF_SCORES and not all(_learned(study, task, found) for task, found in by_task.items()):
+    if claim in OF_SCORES and not all(_learned(study, claim, task, found) for task, found in by_task.items()):
         return "not shown"
     if claim == 7:
         outcomes = [_same_law(study, by_task)]
@@ -81,9 +81,10 @@ def scores(study: Study, parts: Parts) -> dict[Trained, Score]:
     return {part.trained: score_of(runs) for part in parts if (runs := study.seeds_of(part))}
 
 
-def _learned(study: Study, task: str, parts: Parts) -> bool:
-    dense = scores(study, parts).get(Trained("dense"))
-    return dense is not None and task in study.starts and dense.mean - study.starts[task]["accuracy"] >= GAIN
+def _learned(study: Study, claim: int, task: str, parts: Parts) -> bool:
+    source = "lean" if claim == 9 else "dense"
+    first = next((score for trained, score in scores(study, parts).items() if trained.source == source), None)
+    return first is not None and task in study.starts and first.mean - study.starts[task]["accuracy"] >= GAIN
 
 
 def _few_weights(study: Study, claim: int, parts: Parts) -> bool | None:
@@ -133,6 +134,8 @@ def compared(study: Study, claim: int, parts: Parts) -> dict[tuple[Trained, Trai
     elif claim == 8:
         pairs = [(lean, lean._replace(source="random")) for lean in found if lean.source == "lean"]
         pairs = [pair for pair in pairs if pair[1] in found]
+    elif claim == 9:
+        pairs = [(mask, other) for mask in found if mask.source == "nf4" for other in found if other != mask]
     else:
         of_claim: dict[int, Callable[[Trained], bool]] = {
             3: lambda trained: trained.source == "subnetwork",

@@ -1,5 +1,6 @@
 """Trainers of a quantised model."""
 
+import json
 import math
 import runpy
 from pathlib import Path
@@ -9,6 +10,7 @@ import quantised_models
 import torch
 
 from sparse_opt import MaskSet, RandomMask, SparseDelta
+from sparse_opt.cli.main import main
 from sparse_opt.errors import ConfigError
 from sparse_opt.integrations import SparseArguments
 
@@ -96,6 +98,24 @@ def test_a_trainer_takes_the_other_formats(lab, tmp_path, curve, base):
     merged = quantised_models.load(tmp_path / "merged", None, lab.device)
     ids = torch.arange(20, device=lab.device)[None]
     assert torch.equal(merged(input_ids=ids).logits, trainer.model(input_ids=ids).logits)
+
+
+def test_the_command_line_quantises_a_base_for_a_mask(lab, tmp_path):
+    lab.rows("DPO").to_json(tmp_path / "pairs.jsonl")
+    options = {
+        "model_name_or_path": lab.folder,
+        "dataset_name": tmp_path / "pairs.jsonl",
+        "output_dir": tmp_path / "run",
+    }
+    options |= {"load_in_4bit": "true", "dtype": "bfloat16", "mask_density": 0.1, "max_steps": 2, "learning_rate": 1e-2}
+    options |= {"per_device_train_batch_size": 2, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+    assert main(["train", "dpo", *(f"--{name}={value}" for name, value in options.items())]) == 0
+    state = json.loads((tmp_path / "run/trainer_state.json").read_text())
+    assert state["log_history"][0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    base = quantised_models.load(lab.folder, "nf4", lab.device)
+    merged, name = quantised_models.load(tmp_path / "run", None, lab.device), "model.layers.0.mlp.up_proj"
+    trained, before = merged.get_submodule(name).weight, quantised_models.dequantised(base.get_submodule(name))
+    assert 0 < (trained != before).float().mean() < 0.2  # the rest is the dequantised base
 
 
 def test_the_example(lab, tmp_path, curve):

@@ -13,6 +13,7 @@ from studies.learning import report as learning
 from studies.smollm2 import run as runner
 from studies.smollm2.plan import PLAN, Run, Study
 from studies.smollm2.report import RESULTS, TABLES
+from studies.smollm2.verdicts import verdict
 from studies.subnetwork import run as subnetwork
 from studies.training import ROOT, TUNING_SEED, fill_tables
 
@@ -81,9 +82,9 @@ def test_no_run_of_the_kept_study_is_missing_and_all_are_in_the_plan():
     assert {(run.subject, run.n_steps) for run in kept.rows} == planned
 
 
-@pytest.mark.parametrize("name", ["small", "large", "tiles"])
-def test_the_plans_of_arithmetic_can_begin(name, tmp_path):
-    plan = Study(tmp_path, Path(learning.__file__).with_name(f"{name}.yaml"))
+@pytest.mark.parametrize("name", ["learning/small", "learning/large", "learning/tiles", "smollm2/quantised"])
+def test_the_other_plans_can_begin(name, tmp_path):
+    plan = Study(tmp_path, ROOT / f"studies/{name}.yaml")
     assert {run.seed for run in runner.jobs(plan, plan.parts)} == {TUNING_SEED}
     assert {part.subject.algorithm for part in plan.parts} <= plan.settings.keys()
 
@@ -94,6 +95,13 @@ def test_each_part_is_tuned_and_runs_its_seeds_at_the_best_rate(study):
     assert [run.seed for run in runs if run.trained == "dense"] == [TUNING_SEED] * 3 + [0, 1, 2]
     (again,) = (run for run in runs if run.trained == "again")
     assert again.learning_rate == 1e-5 and again.seed == 0
+
+
+@pytest.mark.parametrize(("lower", "expected"), [("", "holds"), ("nf4", "does not hold"), ("qlora", "holds")])
+def test_a_base_in_nf4_is_compared_with_bf16_and_qlora(study, lower, expected):
+    plan = study({"trained": ["lean:2.5:tile64", "nf4:2.5:tile64", "qlora:16"], "claims": [9]})
+    finish(plan, lambda run: 0.7 if run.trained.startswith(lower or "none") else 0.9)
+    assert verdict(plan, 9, plan.tasks) == expected
 
 
 def test_results_survive_a_kill_and_are_not_mixed(study, tmp_path):
@@ -112,21 +120,27 @@ def test_results_survive_a_kill_and_are_not_mixed(study, tmp_path):
 
 @pytest.mark.slow
 def test_a_tiny_study_from_start_to_end(tmp_path, capsys):
+    for package in ("bitsandbytes", "peft"):
+        pytest.importorskip(package, reason="needs bitsandbytes and peft: pip install 'sparse-opt[test]'")
     plan = yaml.safe_load((Path(learning.__file__).with_name("small.yaml")).read_text())
     plan["start"]["max_steps"], plan["grpo"]["max_steps"], plan["factors"] = 20, 2, [1]
-    plan["plan"] = [[{"tasks": ["sums"], "trained": ["dense", "random:2.5:run16"], "claims": [4], "seeds": []}]]
+    trained = ["dense", "random:2.5:run16", "nf4:2.5:run16", "qlora:4"]
+    plan["plan"] = [[{"tasks": ["sums"], "trained": trained, "claims": [4], "seeds": []}]]
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     words = ["--output_dir", str(tmp_path / "out"), "--plan", str(tmp_path / "plan.yaml")]
     assert runner.main(words) == 0
-    dense, sparse = Study(tmp_path / "out", tmp_path / "plan.yaml").rows.values()
+    finished = Study(tmp_path / "out", tmp_path / "plan.yaml")
+    dense, sparse, over_nf4, adapters = finished.rows.values()
     assert 0 < sparse["changed_bf16"] <= 0.026 < dense["changed_bf16"]
+    assert 0 < over_nf4["changed_fp32"] <= 0.026 < adapters["changed_fp32"]  # from the dequantised base
+    assert over_nf4["n_trained"] == sparse["n_trained"] and finished.starts.keys() == {"sums", "sums:nf4"}
     assert sparse["n_trained"] == 1760 and sparse["optimizer_bytes"] < dense["optimizer_bytes"]
     assert sparse["learning_rate"] == pytest.approx(3e-4 * 40**0.75, rel=1e-5)
     capsys.readouterr()
     assert runner.main([*words, "--dry_run"]) == 0 and capsys.readouterr().out.strip() == ""
     file = tmp_path / "out/results.jsonl"
-    file.write_bytes(file.read_bytes()[:-20])  # killed while the second was written
+    file.write_bytes(file.read_bytes()[:-20])  # killed while the last was written
     assert runner.main([*words, "--dry_run"]) == 0
-    assert capsys.readouterr().out.split() == [f"grpo_sums_random_2.5_run16_lr{sparse['learning_rate']:g}_seed1000"]
+    assert capsys.readouterr().out.split() == [f"grpo_sums_qlora_4_lr{adapters['learning_rate']:g}_seed1000"]
     with pytest.raises(ConfigError, match="choose another --output_dir"):
         runner.main(["--output_dir", str(tmp_path / "out"), "--plan", str(PLAN)])

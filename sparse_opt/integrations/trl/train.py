@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer, get_peft_config, get_quantization_config
+from trl.trainer.utils import create_model_from_path
 
 from ...errors import ConfigError, DataError, MaskError, SparseOptError
 from ...files import one_line, write_text
@@ -228,6 +229,10 @@ def _trainer(
         sparse = options.mask.sparse_arguments(has_reference=has_reference, fp16=args.fp16)
         keywords |= {"mask": mask, "sparse": sparse}
     try:
+        if mask is not None and (quantisation := keywords.pop("quantization_config")) is not None:
+            # TRL's trainers require an adapter over a model that they quantise.
+            loaded = {"quantization_config": quantisation, "device_map": {"": args.device}, **args.model_init_kwargs}
+            keywords["model"], args.model_init_kwargs = create_model_from_path(keywords["model"], **loaded), None
         return trainer_class(**keywords)
     except SparseOptError:
         raise
