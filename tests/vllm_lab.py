@@ -1,7 +1,5 @@
 """Small models of transformers, and the same models in vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the benchmark tests."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

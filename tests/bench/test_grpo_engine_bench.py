@@ -1,7 +1,5 @@
 """The benchmark of GRPO next to vLLM: its rows, and options that are refused. A run: tests/vllm_engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables, ratios, verdicts, comparisons of runs, pictures, and the tables of the documentation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows and runs: their peers, their files, and the commit that they name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

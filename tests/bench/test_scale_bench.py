@@ -1,7 +1,5 @@
 """The benchmark of model sizes: a small run, cases that do not fit, its report, and wrong options."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`pytest bench`: it collects every op, checks before it times, and its JSON carries bytes and rates."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

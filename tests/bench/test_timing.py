@@ -1,7 +1,5 @@
 """Timing in turns, under a clock that ticks as the test says."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixtures of experts: updates of a trainer, whose experts are one parameter, reach the experts of a real vLLM."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The places of checkpoint weights in vLLM's models, traced through vLLM's own loaders."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

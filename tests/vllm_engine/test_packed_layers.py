@@ -1,7 +1,5 @@
 """Layers whose weights vLLM packs for the CPU compute with the updated weights."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

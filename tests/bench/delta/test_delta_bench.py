@@ -1,7 +1,5 @@
 """The benchmark of patches at a size that takes no time, and the sizes that it computes against plain loops."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

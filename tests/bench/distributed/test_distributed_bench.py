@@ -1,7 +1,5 @@
 """The benchmark of several devices: a small run with two processes, its check of results, and its report."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The checks before every timed result pass right results and find wrong ones."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

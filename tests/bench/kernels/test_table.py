@@ -1,7 +1,5 @@
 """The table of `sparse-opt bench kernels`: its command, and the rows of optimizers."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

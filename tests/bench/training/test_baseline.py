@@ -1,7 +1,5 @@
 """The end-to-end benchmark: its calls, one small run of each algorithm, and what it makes of wrong results."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """What a mode of the end-to-end benchmark trains, in this process and on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

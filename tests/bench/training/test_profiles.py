@@ -1,7 +1,5 @@
 """`sparse-opt bench profiles`: what is measured, what counts as held accuracy, and one small run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The rows of `bench verl`, and its options; tests/verl_engine has a run."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 
