@@ -46,12 +46,6 @@ def test_a_row_replaces_one_of_the_same_case_and_metric():
     assert [(found.metric, found.value) for found in run.rows] == [("memory", 2.0), ("time", 3.0)]
 
 
-def test_what_differs_from_the_runs_environment():
-    run = Run({"commit": "a", "machine": {"cpu": "c", "gpu": {"name": "g", "driver": "1"}}})
-    found = run.environment_of(row(environment={"machine": {"gpu": {"name": "h"}}}))
-    assert found == {"commit": "a", "machine": {"cpu": "c", "gpu": {"name": "h", "driver": "1"}}}
-
-
 @pytest.mark.parametrize("text", ["{", "{}", '{"rows": [{"suite": "s"}], "case": {}}', None])
 def test_a_file_without_a_run_is_named(tmp_path, text):
     path = tmp_path / "run.json"
