@@ -1,4 +1,4 @@
-"""Fixtures used by several test folders; puts their helper modules on the import path."""
+"""Fixtures used by several test folders."""
 
 import gc
 import os
@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 import sparse_opt
-
-sys.path.append(str(Path(__file__).parent))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 

@@ -1,7 +1,5 @@
 """Triton's interpreter without work that it repeats for every launch, operation or tensor; no result is another."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 from collections.abc import Callable, Iterator

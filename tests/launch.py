@@ -107,14 +107,7 @@ def launch(
         source = (function.__code__.co_filename, function.__name__)
         processes = []
         for rank in range(n):
-            variables = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(n),
-                "LOCAL_WORLD_SIZE": str(n),
-                "OMP_NUM_THREADS": "1",
-            }
+            variables = {**os.environ, **_variables(rank, n)}
             arguments = (folder, *source, backend, collective_timeout, variables)
             processes.append(_SERVER.Process(target=_run, args=arguments, daemon=True))
             processes[-1].start()
@@ -168,11 +161,9 @@ def run_command(
         free.close()
         processes = []
         for rank in range(n):
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-            variables = {**shared, **(ranks if launched or n > 1 else {}), "OMP_NUM_THREADS": "1"}
+            variables = {**shared, **(_variables(rank, n) if launched or n > 1 else {}), "OMP_NUM_THREADS": "1"}
             arguments = (folder, rank, script, module, list(words), variables, cwd or Path.cwd())
-            process = _SERVER.Process(target=_run_command, args=arguments, daemon=True)
-            processes.append(process)
+            processes.append(_SERVER.Process(target=_run_command, args=arguments, daemon=True))
             processes[-1].start()
         failed, deadline = 0, time.monotonic() + timeout
         while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
@@ -221,6 +212,12 @@ def run_module(command: Sequence[str], environment: Mapping[str, str]) -> int:
         done = run_command(n, words, variables, module=args.training_script, launched=True)
     print(done.stdout, done.stderr, sep="", end="", file=sys.__stderr__, flush=True)
     return done.returncode
+
+
+def _variables(rank: int, n: int) -> dict[str, str]:
+    """Those that torchrun sets in a process."""
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    return {**ranks, "OMP_NUM_THREADS": "1"}
 
 
 def _begin(variables: Mapping[str, str]) -> None:

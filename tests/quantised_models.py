@@ -69,6 +69,10 @@ def _with_fp8(model, config):
     return model
 
 
+def batch(device, seed=0, vocabulary=97):
+    return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
 def quantised(model):
     """Name -> module, of the layers that are quantised in all bases."""
     return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}

@@ -1,7 +1,5 @@
 """Small models of transformers, and the same models in vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+from sparse_opt.masks.patterns import matrix_shape
+from sparse_opt.weight_sync import Destination
 
 SIZES = {
     "vocab_size": 100,  # vLLM pads it to 128
@@ -90,6 +91,17 @@ def load_into_vllm(folder: Path, processed: bool) -> nn.Module:
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     model.lab_config = config
     return model
+
+
+def block(weight: torch.Tensor, piece: Destination) -> torch.Tensor:
+    """The rows and columns of a checkpoint's weight that are a slice of vLLM's."""
+    return weight.detach().view(matrix_shape(weight.shape))[slice(*piece.rows), slice(*piece.columns)]
+
+
+def write_slices(slices: dict[str, list[Destination]], source: nn.Module) -> None:
+    for name, pieces in slices.items():
+        for piece in pieces:
+            piece.tensor.copy_(block(source.get_parameter(name), piece))
 
 
 def plain_linear(layer: nn.Module, remove_weight: bool) -> None:

@@ -1,7 +1,5 @@
 """A real vLLM server for tests: its start, greedy tokens by HTTP, its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

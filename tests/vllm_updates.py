@@ -1,7 +1,5 @@
 """A trainer whose updates tests send to vLLM, damaged ones too, and the tokens of an engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,20 +1,17 @@
 """Fixtures of the benchmark tests."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from launch import run_module
 
-sys.path.append(str(Path(__file__).parent / "kernels"))  # sanitize_ops
+from sparse_opt import backends
 
 
 def run_again(module: ModuleType, arguments: Sequence[str]) -> object:
@@ -27,6 +24,13 @@ def run_again(module: ModuleType, arguments: Sequence[str]) -> object:
         except SystemExit as stopped:
             return stopped.code
     return 0
+
+
+@pytest.fixture
+def needs_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    if cause := backends.why_unavailable("cpu", "cpu"):
+        pytest.skip(f"needs the extension: {cause}")
+    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""The benchmark of GRPO next to vLLM: its rows, and options that are refused. A run: tests/vllm_engine."""
-
-from __future__ import annotations
+"""The benchmark of GRPO next to vLLM: its rows. A run: tests/vllm_engine."""
 
 from types import SimpleNamespace
 
@@ -11,7 +9,6 @@ pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[
 
 from sparse_opt.bench import grpo_engine, report
 from sparse_opt.bench.rows import Run
-from sparse_opt.cli.main import main
 
 OPTIONS = {"density": 0.025, "lora_rank": 16, "sleep": False, "shape": "3b", "activations_gib": 8}
 CASE = {"shape": "3b", "n_prompts": 32, "n_generations": 8, "max_new_tokens": 512}
@@ -54,16 +51,3 @@ def test_vllm_gets_what_the_trainer_leaves():
 
     assert needs("tiles") < needs("lora") < needs("dense")
     assert needs("dense", sleep=True) + 8 < needs("dense")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--small", "--modes", "dense,other"], "--modes dense,other: expected some of dense, lora, tiles, tiles_sent"),
-        (["--device", "cpu"], "on a CPU only --small runs"),
-        (["--device", "cpu", "--n_prompts", "1", "--micro_batch_size", "3"], "--micro_batch_size 3 does not divide 8"),
-    ],
-)
-def test_wrong_options(words, message, capsys):
-    assert main(["bench", "grpo_engine", *words]) == 2
-    assert message in capsys.readouterr().err

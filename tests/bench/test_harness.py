@@ -1,7 +1,5 @@
 """The command line that all benchmarks share: checks before times, files, errors and exit codes."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables, ratios, verdicts, comparisons of runs, pictures, and the tables of the documentation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -175,33 +173,10 @@ def test_bars_have_their_values_and_bounds(run, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plot, "save_png", lambda figure, path: drawn.append(figure))
     plot.draw([run.rows[0], run.rows[2]], tmp_path / "x.png")
+    plot.draw([row("a", 1.0), row("a", 2.0, metric="host time")], tmp_path / "x.png")
+    (parts,) = drawn[1].axes
+    assert [(bar.get_x(), bar.get_width()) for bar in parts.patches] == [(0.0, 1.0), (1.0, 2.0)]
     (axes,) = drawn[0].axes
     assert [bar.get_width() for bar in axes.patches] == [3.0, 16.0]
     assert [text.get_text().strip() for text in axes.texts] == ["3.000", "16.00"]
     assert [list(line.get_xdata()) for line in axes.lines] == [[2.0, 2.0]]
-
-
-def test_sections_of_a_step_are_parts_of_a_bar_for_each_mode(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-opt[plot]'")
-    drawn = []
-    monkeypatch.setattr(plot, "save_png", lambda figure, path: drawn.append(figure))
-    times = {"attention": (1.0, 1.0, 2.0, 0.5), "tiles": (1.0, 1.0, 3.0, 0.5), "experts": (1.0, 1.0, 2.5, 1.0)}
-    sections = ("reference", "forward", "backward", "step")
-    found = [
-        row(
-            "", ms, metric=metric, case={"mode": mode, "pattern": "tile64", "experts": 8 if mode == "experts" else None}
-        )
-        for mode, of_mode in times.items()
-        for metric, ms in zip(sections, of_mode, strict=True)
-    ]
-    rows.write(tmp_path / "moe.json", Run(ENVIRONMENT, [*found, row("", 9.0, metric="whole step")]))
-    words = ["--metrics", ",".join(sections), "--plot", str(tmp_path / "moe.png")]
-    assert main(["bench", "report", str(tmp_path / "moe.json"), "pattern=tile64", *words]) == 0
-    (axes,) = drawn[0].axes
-    words = ["", ", attention alone", ", attention and whole experts, experts 8"]
-    assert {text.get_text() for text in axes.get_yticklabels()} == {f"sparse-opt{word}" for word in words}
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == set(sections)
-    ends: dict[float, float] = {}
-    for bar in axes.patches:
-        ends[bar.get_y()] = max(ends.get(bar.get_y(), 0.0), bar.get_x() + bar.get_width())
-    assert list(ends.values()) == [sum(of_mode) for of_mode in times.values()]

@@ -1,7 +1,5 @@
 """Rows and runs: their peers, their files, and the commit that they name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -46,12 +44,6 @@ def test_a_row_replaces_one_of_the_same_case_and_metric():
     run = Run({}, [row(value=1.0), row(metric="memory")])
     run.add(row(value=3.0))
     assert [(found.metric, found.value) for found in run.rows] == [("memory", 2.0), ("time", 3.0)]
-
-
-def test_what_differs_from_the_runs_environment():
-    run = Run({"commit": "a", "machine": {"cpu": "c", "gpu": {"name": "g", "driver": "1"}}})
-    found = run.environment_of(row(environment={"machine": {"gpu": {"name": "h"}}}))
-    assert found == {"commit": "a", "machine": {"cpu": "c", "gpu": {"name": "h", "driver": "1"}}}
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"rows": [{"suite": "s"}], "case": {}}', None])

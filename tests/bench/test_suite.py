@@ -1,7 +1,5 @@
 """`pytest bench`: it collects every op, checks before it times, and its JSON carries bytes and rates."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -12,8 +10,6 @@ from launch import Ended, run_script
 from sparse_opt import backends
 
 CHECKOUT = Path(__file__).parents[2]
-
-
 ONE_CASE = ["-k", "test_op and cpu and indexed_swap_ and bf16 and 0.1", "--bench_numel", "20000", "--bench_rounds", "5"]
 SPOILED = """
 from sparse_opt import ops
@@ -74,12 +70,6 @@ def test_results_carry_bytes_rates_and_the_machine(tmp_path):
         assert info["gb_per_s"] == pytest.approx(info["bytes"] / (1e9 * found["stats"]["median"]))
         assert info["share_of_floor"] == pytest.approx(info["gb_per_s"] / info["copy_gb_per_s"])
         assert found["stats"]["rounds"] == 2
-
-
-@pytest.fixture(scope="module")
-def needs_extension():
-    if "cpu" not in backends.available("cpu"):
-        pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
 
 
 def test_a_wrong_result_is_not_timed(tmp_path, needs_extension):

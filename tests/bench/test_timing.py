@@ -1,7 +1,5 @@
 """Timing in turns, under a clock that ticks as the test says."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -26,14 +24,8 @@ class Ticks:
 
 def test_medians_and_percentiles_of_device_and_host():
     found = measure({"a": lambda: None}, n_warmup=0, n_rounds=5, clock=Ticks(5, 1, 2, 4, 3))["a"]
-    assert (found.ms, found.p20_ms, found.p80_ms, found.host_ms, found.wall_ms, found.n_rounds) == (
-        3,
-        1.8,
-        4.2,
-        1.5,
-        6,
-        5,
-    )
+    assert (found.ms, found.p20_ms, found.p80_ms) == (3, 1.8, 4.2)
+    assert (found.host_ms, found.wall_ms, found.n_rounds) == (1.5, 6, 5)
 
 
 def test_variants_take_turns_in_orders_that_are_drawn():

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from sparse_opt import DeltaLog
 from sparse_opt.analysis import changes, ranks
@@ -62,6 +63,16 @@ def test_tied_tensors_are_named(sparse_opt, files):
     words = ("analyze", "ranks", *source(files), "--include", "*lm_head*")
     assert note in sparse_opt(*words).done()
     assert json.loads(sparse_opt(*words, "--json").done())["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_two_checkpoints_are_compared(sparse_opt, files, tmp_path):
+    tuned = LlamaForCausalLM.from_pretrained(files.model)
+    with torch.no_grad():
+        tuned.model.norm.weight[:4] += 1
+    tuned.save_pretrained(tmp_path / "tuned")
+    pair = ("--base_model", files.model, "--model_name", tmp_path / "tuned")
+    found = json.loads(sparse_opt("analyze", "sparsity", *pair, "--json").done())
+    assert {r["tensor"]: r["density_bits"] for r in found["tensor"] if r["density_bits"]} == {"model.norm.weight": 0.25}
 
 
 def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):

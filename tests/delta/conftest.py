@@ -2,19 +2,16 @@
 
 import json
 import random
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from logged_dtypes import DTYPES
 from torch import Tensor
 
 from sparse_opt import DeltaLog
-
-sys.path.insert(0, str(Path(__file__).parent))
-from logged_dtypes import DTYPES
 
 State = dict[str, Tensor]
 

@@ -6,6 +6,7 @@ import pytest
 import quantised_models
 import torch
 import xxhash
+from quantised_models import batch
 
 from sparse_opt import DeltaSet, MaskSet, SparseAdamW, SparseDelta
 from sparse_opt.cli.main import main
@@ -23,10 +24,6 @@ def load(tmp_path, tiny_llama, device):
         return quantised_models.load(tmp_path / folder, base, device, config)
 
     return make
-
-
-def batch(device, seed=0):
-    return torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def trained(model, device, pattern="element", seed=1):

@@ -15,7 +15,7 @@ from launch import run_command
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import MaskSet
 
 pytestmark = pytest.mark.dist
 
@@ -148,8 +148,6 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name, tmp_path):
 
 
 WITHOUT_GPUS = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-
-
 # What `accelerate launch --multi_gpu` sets besides the variables of torchrun.
 OF_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
 
@@ -190,32 +188,6 @@ def test_distributed_runs_equal_torch_adamw_and_resume_in_one_process(name, tmp_
     assert_same_weights(weights_in(last), dense)
     found = [float(norm) for norm in re.findall(r"grad norm (\S+)", printed)]
     assert found == pytest.approx(norms, abs=6e-4)  # printed with three digits
-
-
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate: pip install accelerate")
-def test_accelerates_own_clipping_sees_no_gradient_and_accumulate_keeps_them():
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    model, twin = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-    twin.load_state_dict(model.state_dict())
-    mask = MaskSet.random(model, density=0.5)
-    sparse, other = SparseAdamW(model, mask, max_grad_norm=0.1), SparseAdamW(twin, mask, max_grad_norm=0.1)
-    prepared, optimizer = accelerator.prepare(model, sparse)
-    for i in range(2):
-        x = torch.randn(4, 8)
-        with accelerator.accumulate(prepared):
-            accelerator.backward(prepared(x).square().sum())
-            assert accelerator.clip_grad_norm_(prepared.parameters(), 0.1) == 0
-            before = model.weight.detach().clone()
-            optimizer.step()
-            assert torch.equal(model.weight, before) == (i == 0)
-            optimizer.zero_grad()
-            assert (sparse.compact_grad(model.weight) is not None) == (i == 0)
-        (twin(x).square().sum() / 2).backward()
-    other.step()
-    assert torch.equal(model.weight, twin.weight)
-    assert torch.equal(sparse.grad_norm, other.grad_norm)
 
 
 def test_the_page_shows_every_file():

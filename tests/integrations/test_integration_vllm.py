@@ -176,9 +176,6 @@ def test_what_it_does_not_support_is_refused(lab, stand_in, changes, message):
     for sparse in (SPARSE, SHARED):
         with pytest.raises(ConfigError, match=rf"vllm_weights is '{sparse.vllm_weights}', and {message}"):
             lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, **{**OPTIONS, **changes})
-
-
-def test_weights_are_not_shared_with_a_server(lab, stand_in):
     with pytest.raises(ConfigError, match="vllm_weights is 'shared', and vllm_mode is 'server', expected 'colocate'"):
         lab("GRPO", mask=lab.random_mask(0.1), sparse=SHARED, **{**OPTIONS, "vllm_mode": "server"})
 

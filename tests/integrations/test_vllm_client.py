@@ -1,7 +1,5 @@
 """VLLMWeightSync against stand-ins for vLLM's server and `LLM`; tests/vllm_engine has the real ones."""
 
-from __future__ import annotations
-
 import base64
 import json
 import socket

@@ -1,7 +1,5 @@
 """VLLMDeltas and a stand-in for a server. tests/vllm_engine/test_deltas.py has real engines, docs/sharing.md an LLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

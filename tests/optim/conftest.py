@@ -3,8 +3,6 @@
 import functools
 import inspect
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from tiled_models import FIRST_LAYERS
@@ -12,8 +10,6 @@ from tiled_models import FIRST_LAYERS
 from sparse_opt import backends
 from sparse_opt.ops import STEP_OPS
 from sparse_opt.optim import OPTIMIZERS
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

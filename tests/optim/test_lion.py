@@ -1,7 +1,5 @@
 """SparseLion against Lion written in plain torch, over many steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,9 +1,7 @@
 """`import sparse_opt`: cheap, complete, and independent of the extension; one older than its sources is not loaded."""
 
-import importlib
 import os
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,12 +30,6 @@ def test_names_resolve_without_the_extension(forked_python, tmp_path):
     )
     imported = forked_python("-c", look, cwd=tmp_path)
     assert imported.returncode == 0, imported.stderr
-
-
-def test_console_script_names_a_function(checkout):
-    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
-    module, _, function = project["scripts"]["sparse-opt"].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
 
 
 REPORT = "from sparse_opt import backends, ops; print(backends.native_module()[1], backends.available('cpu'))"

@@ -2,16 +2,13 @@
 
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_llama import make_llama
+from small_models import make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}"
@@ -60,19 +57,6 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = train_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return make_llama(
-        vocab_size=len(tokenizer),
-        intermediate_size=64,
-        max_position_embeddings=128,
-        initializer_range=0.1,  # larger than the default, so that log-probabilities differ between tokens
-        attention_dropout=0.1,  # the loops must switch it off
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 @pytest.fixture

@@ -4,12 +4,26 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig
+from tiny_llama import make_llama
+from transformers import AutoModelForCausalLM, GPT2Config, GPTJConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sparse_opt.trainers.batches import TokenBatch, TokenSequence
 from sparse_opt.trainers.logprobs.chunked import selected_logprobs
 
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-7}
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    return make_llama(
+        vocab_size=len(tokenizer),
+        intermediate_size=64,
+        max_position_embeddings=128,
+        initializer_range=0.1,  # larger than the default, so that log-probabilities differ between tokens
+        attention_dropout=0.1,  # the loops must switch it off
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def random_sequences(n: int, vocabulary: int, seed: int = 0) -> list[TokenSequence]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model
-from small_models import small
+from small_models import make_model, small
 from transformers import LlamaConfig
 
 from sparse_opt import MaskSet

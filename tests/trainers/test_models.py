@@ -1,4 +1,4 @@
-"""Attention without masks, and adapters."""
+"""Attention without masks."""
 
 import threading
 
@@ -19,7 +19,7 @@ from transformers import (
 
 from sparse_opt.trainers.batches import TokenSequence, collate
 from sparse_opt.trainers.logprobs import token_logprobs
-from sparse_opt.trainers.models import add_lora, load_model, make_masks_skippable, skip_padding_masks
+from sparse_opt.trainers.models import load_model, make_masks_skippable, skip_padding_masks
 
 FP32_EPS = 2**-23
 BATCH = collate([TokenSequence(list(range(3, 40)), 2), TokenSequence(list(range(50, 60)), 4)], pad_id=0)
@@ -142,25 +142,3 @@ def test_other_attention_keeps_its_masks(config_class, changes):
     before = model.config._attn_implementation
     assert not make_masks_skippable(model)
     assert model.config._attn_implementation == before
-
-
-def test_adapters_start_as_no_change_and_train_alone():
-    pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[bench]'")
-    model = small(LlamaConfig, tie_word_embeddings=True).bfloat16()
-    with torch.no_grad():
-        before = token_logprobs(model, BATCH)
-    adapted = add_lora(model, rank=4)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    # q, k, v, o: 32 x (32, 16, 16, 32); gate, up, down: 32 x 48
-    per_layer = 4 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 48))
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 2 * per_layer
-    with torch.no_grad():
-        assert torch.equal(token_logprobs(model, BATCH), before)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.fill_(0.1)
-        assert not torch.equal(token_logprobs(model, BATCH), before)
-        with adapted.disable_adapter():
-            assert torch.equal(token_logprobs(model, BATCH), before)

@@ -4,8 +4,6 @@ verl imports this module in each of its processes if the environment has the var
 finds it if this folder is on PYTHONPATH.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """The checkpoint engine sparse_opt: two processes train, and verl's loader for SGLang updates models in others."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from concurrent.futures import ThreadPoolExecutor

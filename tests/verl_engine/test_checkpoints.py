@@ -1,7 +1,5 @@
 """Checkpoints of the engine, and the weights before training as the reference."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from pathlib import Path

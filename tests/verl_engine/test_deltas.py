@@ -1,7 +1,5 @@
 """verl's own checkpoint engine delta_sharded with the sparse engine, whose weights it compares as any others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine against verl's own FSDP2 engine, on two processes with gloo, and on two GPUs with NCCL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The example scripts: verl's own configuration takes their overrides, and the engine what comes of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine's options as verl's users write them, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """verl's own SFT trainer with the engine, configured by Hydra overrides under torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What the tests of the verl engine share: a tiny model, batches as verl's SFT trainer makes them, and engines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

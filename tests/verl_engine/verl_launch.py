@@ -1,7 +1,5 @@
 """Starts the processes of a test in which verl runs on the CPU with gloo, or on GPUs with NCCL."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 The folder is not named vllm: the folder of all tests is on the import path, and `import vllm` would find it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 

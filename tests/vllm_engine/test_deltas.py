@@ -3,8 +3,6 @@
 The tokens after each switch are those of an engine that was started with the checkpoint of the delta.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Greedy tokens after updates are compared with those of an engine that has loaded the same weights from a checkpoint.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

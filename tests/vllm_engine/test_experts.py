@@ -1,7 +1,5 @@
 """Mixtures of experts: updates of a trainer, whose experts are one parameter, reach the experts of a real vLLM."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm_lab import EXPERTS, engine, make_model
+from vllm_lab import EXPERTS, engine, make_model, write_slices
 from vllm_updates import Trainer, save, tokens_of
 
 from sparse_opt import MaskSet, SparseDelta
@@ -21,7 +19,6 @@ from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.loader_trace import trace_destinations
 from sparse_opt.integrations.vllm import VLLMDeltas, VLLMWeightSync
 from sparse_opt.integrations.vllm.packed_layers import PackedLayers
-from sparse_opt.masks.patterns import matrix_shape
 from sparse_opt.weight_sync import Destination, WeightSender
 
 
@@ -52,10 +49,7 @@ def test_updated_experts_are_packed_as_in_a_fresh_model(kind, vllm_model):
     model, fresh = vllm_model(source), vllm_model(changed)
     packed, slices = traced(model, source, "layers.1.mlp.experts")
     slices = packed.keep(slices, model.lab_config)
-    for name, pieces in slices.items():
-        weight = changed.get_parameter(name).detach()
-        for piece in pieces:
-            piece.tensor.copy_(weight.view(matrix_shape(weight.shape))[slice(*piece.rows), slice(*piece.columns)])
+    write_slices(slices, changed)
     layers = {layer for pieces in slices.values() for layer in packed.holding(pieces)}
     assert len(layers) == 1
     with set_current_vllm_config(model.lab_config):

@@ -1,7 +1,5 @@
 """The places of checkpoint weights in vLLM's models, traced through vLLM's own loaders."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.distributed import parallel_state
-from vllm_lab import EXPERTS, make_model
+from vllm_lab import EXPERTS, block, make_model
 
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.loader_trace import trace_destinations
@@ -28,10 +26,6 @@ MODELS = {
 
 def weights_of(model: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-
-
-def block(weight: Tensor, piece: Destination) -> Tensor:
-    return weight.detach().view(matrix_shape(weight.shape))[slice(*piece.rows), slice(*piece.columns)]
 
 
 def times_loaded(weight: Tensor, slices: list[Destination]) -> Tensor:

@@ -1,7 +1,5 @@
 """Layers whose weights vLLM packs for the CPU compute with the updated weights."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 
@@ -14,12 +12,11 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm_lab import make_model
+from vllm_lab import make_model, write_slices
 
 from sparse_opt.errors import WeightSyncError
 from sparse_opt.integrations.loader_trace import trace_destinations
 from sparse_opt.integrations.vllm.packed_layers import PackedLayers
-from sparse_opt.masks.patterns import matrix_shape
 from sparse_opt.weight_sync import Destination
 
 
@@ -46,13 +43,6 @@ def require_packed(model: nn.Module) -> None:
     """Skip on processors for which vLLM computes with the plain weights of these small layers."""
     if layers_of(model)["model.layers.0.self_attn.qkv_proj"].weight.shape == (256, 128):
         pytest.skip("needs a processor for which vLLM replaces the weights of linear layers by packed ones")
-
-
-def write(slices: dict[str, list[Destination]], source: nn.Module) -> None:
-    for name, pieces in slices.items():
-        weight = source.get_parameter(name).detach()
-        for piece in pieces:
-            piece.tensor.copy_(weight.view(matrix_shape(weight.shape))[slice(*piece.rows), slice(*piece.columns)])
 
 
 def changed_copy(source: nn.Module, names: list[str]) -> nn.Module:
@@ -91,7 +81,7 @@ def test_updated_layers_compute_as_in_a_fresh_model(case, vllm_model):
     packed, slices = kept_slices(model, source, names)
     for name, layer in layers_of(model).items():  # reading the plain weights has changed nothing
         assert torch.equal(outputs(layer), before[name]) and layer.cpu_linear is functions[name], name
-    write(slices, changed)
+    write_slices(slices, changed)
     with set_current_vllm_config(model.lab_config):
         packed.repack({layer: None for pieces in slices.values() for layer in packed.holding(pieces)})
 
@@ -124,7 +114,7 @@ def test_a_second_mask_does_not_read_updated_weights_again(vllm_model):
     changed = changed_copy(source, [name])
     model = vllm_model(source)
     packed, slices = kept_slices(model, source, [name])
-    write(slices, changed)
+    write_slices(slices, changed)
     with packed.as_loaded():
         again = trace_destinations(model, {name: ((128, 128), torch.bfloat16)})
     (piece,) = packed.keep(again, model.lab_config)[name]

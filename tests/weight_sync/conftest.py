@@ -1,14 +1,9 @@
 """The places where the tests of weight_sync run, and the weights that they use."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from sparse_opt import backends
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 PLACES = [("cpu", b) for b in ("reference", "triton") if not backends.why_unavailable(b, "cpu")]
 if torch.cuda.is_available():

@@ -1,27 +1,19 @@
 """The benchmark of patches at a size that takes no time, and the sizes that it computes against plain loops."""
 
-from __future__ import annotations
-
 import math
-import re
 from collections import Counter
 
 import pytest
 import torch
 
-from sparse_opt import backends
 from sparse_opt.bench import report, rows
 from sparse_opt.bench.delta import bench as delta
 from sparse_opt.bench.delta import peers as delta_peers
-from sparse_opt.bench.delta.data import KINDS, entropy_bytes, make_step, n_different
+from sparse_opt.bench.delta.data import KINDS, entropy_bytes, make_step
 from sparse_opt.delta import codec as patch_codec
-from sparse_opt.errors import ConfigError
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--numel", "200000", "--peer_numel", "50000", "--n_rounds", "2"]
-needs_native = pytest.mark.skipif(
-    bool(backends.why_unavailable("cpu", "cpu")), reason="needs the native extension, as patches are timed in it alone"
-)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -55,8 +47,7 @@ def test_steps_change_the_share_that_their_kind_says(kind):
             assert set(changed.tolist()) <= set(step.mask[name].tolist())
 
 
-@needs_native
-def test_every_coder_is_checked_timed_compared_and_written(tmp_path, capsys):
+def test_every_coder_is_checked_timed_compared_and_written(tmp_path, capsys, needs_extension):
     path = tmp_path / "new" / "delta.json"
     threads = torch.get_num_threads()
     assert delta.main([*SMALL, "--output", str(path)]) == 0
@@ -82,8 +73,7 @@ def test_every_coder_is_checked_timed_compared_and_written(tmp_path, capsys):
     assert any(verdict.target == "<= 1.05 x entropy" and not verdict.met for verdict in report.judge(run))
 
 
-@needs_native
-def test_a_wrong_patch_is_not_timed(monkeypatch, tmp_path, capsys):
+def test_a_wrong_patch_is_not_timed(monkeypatch, tmp_path, capsys, needs_extension):
     true_apply = patch_codec.apply_
 
     def apply_(dense, patch, **options):
@@ -98,8 +88,7 @@ def test_a_wrong_patch_is_not_timed(monkeypatch, tmp_path, capsys):
     assert rows.read(path).matching(coder="packed") == []
 
 
-@needs_native
-def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path):
+def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path, needs_extension):
     class Broken(delta_peers.Peer):
         name, package, module = "broken", "torch", "torch"
 
@@ -118,31 +107,6 @@ def test_a_peer_that_breaks_is_told_and_the_rest_goes_on(monkeypatch, tmp_path):
         "not timed: away: not installed (no-such)",
     ]
     assert run.completed
-
-
-@pytest.mark.parametrize("peer", delta_peers.PEERS, ids=lambda peer: peer.name)
-def test_other_packages_give_the_new_bits(peer):
-    if why := peer.why_absent():
-        pytest.skip(f"needs {peer.package}: {why}")
-    step = make_step(KINDS[1], {"a": (50, 40), "b": (3000,)}, CPU)
-    coder = peer(1)
-    start = coder.start(step.old)
-    coded = coder.encode(start, step.new)
-    assert coder.nbytes(coded) > 0
-    assert n_different(coder.decode(coder.start([t.clone() for t in step.old]), coded), step.new) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cases", "1.2%,3%"], "--cases 1.2%,3%: expected some of 1.2%, 2.6%"),
-        (["--peer_numel", "4095"], "--peer_numel is 4095, expected at least 4096"),
-    ],
-)
-@needs_native
-def test_a_wrong_call_is_refused(arguments, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        delta.main([*SMALL, *arguments])
 
 
 def test_activation_of_a_delta(tmp_path):

@@ -3,8 +3,6 @@
 python compiled_calls.py JOB RESULT
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Inputs are made and results are compared on the CPU, so that hardly any kernel of another package runs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

@@ -1,7 +1,5 @@
 """The checks before every timed result pass right results and find wrong ones."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path
@@ -97,24 +95,6 @@ def test_a_missing_change_is_found(monkeypatch):
         check(case_of("delta_encode"), "fast")
 
 
-@pytest.mark.parametrize("dtype", sanitize_ops.DTYPES)
-def test_the_sanitized_tile_products_cut_their_tokens_into_parts(dtype):
-    """Few tiles of many tokens, whose parts are a cluster on an H200, of 132 multiprocessors (tile_weight_grad.cu)."""
-    in_parts = set()
-    for density in sanitize_ops.DENSITIES:
-        for case in sanitize_ops.cases_of("tile_weight_grad_", dtype, density):
-            tile_size, tiles, tokens = tile_sizes(case)
-            if tiles <= 132 * (0.3 if tile_size == 64 else 0.16) and tokens >= 2048:
-                in_parts.add((tile_size, is_aligned(case)))
-    assert in_parts == {(64, True), (128, True), (128, False)}
-
-
-def tile_sizes(case: cases.Case) -> tuple[int, int, int]:
-    """The tile size, the number of tiles and the number of tokens."""
-    arguments = case.arguments
-    return arguments["tile_size"], len(arguments["tiles"]), arguments["grad_outputs"][0].shape[0]
-
-
 def is_aligned(case: cases.Case) -> bool:
     return all(t.shape[1] % 8 == 0 for t in (*case.arguments["grad_outputs"], *case.arguments["inputs"]))
 
@@ -136,8 +116,7 @@ def test_the_sanitized_clusters_are_of_every_size(multiprocessors, monkeypatch):
     monkeypatch.setattr(sanitize_ops, "CLUSTER_TOKENS", 1)  # the operands take time to draw, and are not multiplied
     for dtype in sanitize_ops.DTYPES[:2]:
         for blocks, case in sanitize_ops.cluster_cases(dtype, multiprocessors):
-            tile_size, n_tiles, _ = tile_sizes(case)
-            tiles = n_tiles / multiprocessors
+            tile_size, tiles = case.arguments["tile_size"], len(case.arguments["tiles"]) / multiprocessors
             matching = [n for n, most, least in rules[tile_size] if tiles <= most and tokens >= least]
             assert matching[0] == blocks
             seen.add((tile_size, blocks, is_aligned(case)))

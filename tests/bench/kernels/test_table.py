@@ -1,13 +1,11 @@
 """The table of `sparse-opt bench kernels`: its command, and the rows of optimizers."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
 import torch
 
-from sparse_opt import MaskSet, SparseAdamW, backends
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.bench import rows as results
 from sparse_opt.bench.kernels import inputs, optimizers, table, weights
 from sparse_opt.bench.kernels.bounds import Rates
@@ -17,13 +15,6 @@ from sparse_opt.bench.kernels.recorder import Recorder
 from sparse_opt.bench.rows import Run
 
 WORDS = "--device cpu --numel 100000 --delta_numel 5000 --n_rounds 1 --output".split()
-
-
-@pytest.fixture
-def needs_extension(monkeypatch):
-    if "cpu" not in backends.available("cpu"):
-        pytest.skip("needs the extension: " + backends.why_unavailable("cpu", "cpu"))
-    monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
 
 
 def test_parts_of_the_table_are_timed_by_several_calls(tmp_path, capsys, needs_extension):

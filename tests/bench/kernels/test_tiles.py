@@ -1,7 +1,5 @@
 """Weight gradients by tiles and dense ones: calls, checks, and the bytes of the bandwidth bound."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

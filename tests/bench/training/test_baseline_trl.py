@@ -7,7 +7,6 @@ pytest.importorskip("trl", reason="needs TRL: pip install 'sparse-opt[test]'")
 from sparse_opt.bench import rows
 from sparse_opt.bench.training.baseline import trl
 from sparse_opt.bench.training.baseline.main import main
-from sparse_opt.errors import ConfigError
 
 TINY = ["trl", "--small", "--sequence_length", "32", "--n_steps", "2", "--n_warmup", "1", "--density", "0.1"]
 
@@ -27,10 +26,3 @@ def test_modes_are_run_compared_and_written(tmp_path, run_here, reference):
         assert values["whole step"].n == 1 and values["whole step"].value > 0
     assert run.peer(found["sparse"]["whole step"], "dense") == found["dense"]["whole step"]
     assert run.environment["versions"]["trl"]
-
-
-def test_what_trl_has_not_is_refused():
-    with pytest.raises(ConfigError, match="--modes lora: expected some of dense, sparse, tiles"):
-        main([*TINY, "--modes", "lora"])
-    with pytest.raises(ConfigError, match="--compile is not valid with trl"):
-        main([*TINY, "--compile"])

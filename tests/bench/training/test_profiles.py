@@ -1,7 +1,5 @@
 """`sparse-opt bench profiles`: what is measured, what counts as held accuracy, and one small run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ pytest.importorskip("trl", reason="needs TRL: pip install 'sparse-opt[train]'")
 from sparse_opt.bench import report, rows
 from sparse_opt.bench.training import profiles
 from sparse_opt.cli.main import main
-from sparse_opt.errors import ConfigError
 
 
 @pytest.fixture
@@ -89,24 +86,6 @@ def test_a_configuration_that_failed_is_named(bench, measured):
     assert code == 1 and "balanced ran 0 times, expected 1" in err
     found["start"] = None
     assert "the model that all configurations start from could not be made or tested" in bench(*WORDS)[2]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--repeats", 0], "--repeats is 0"),
-        (["--profiles", "balance"], "balance"),
-        (WORDS[:2], "expected all of --model_name_or_path, --dataset_name and --test_dataset_name, or none"),
-        (WORDS[:6], "expected --max_completion_length with --model_name_or_path"),
-        (["--repeat", 2], "the nearest is 'repeats'"),
-    ],
-)
-def test_a_wrong_call_is_one_line(bench, words, message):
-    try:
-        code, _, err = bench(*words)
-    except ConfigError as error:
-        code, err = 2, str(error)
-    assert code == 2 and message in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -1,14 +1,9 @@
 """Fixtures for codec tests: words to encode, and devices with a native codec."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from sparse_opt import backends
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

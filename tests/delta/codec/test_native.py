@@ -9,6 +9,7 @@ from logged_dtypes import DTYPES
 from patch_words import any_words, bits, changed_words, name_of, trained_words
 from torch import Tensor
 
+from sparse_opt.bench.delta.data import entropy_bytes
 from sparse_opt.delta.codec import LEVELS, Patch, apply_, count_changes, encode, torch_reference
 from sparse_opt.delta.codec.words import LANE_ROWS, TILE, word_kind
 
@@ -184,22 +185,4 @@ def test_bytes_for_each_changed_weight(place):
         assert changed / old.numel() == pytest.approx(0.012, rel=0.1)
         bytes_each[level] = patch.nbytes / changed
     assert bytes_each["packed"] <= 1.6
-    assert bytes_each["tight"] <= 1.05 * entropy(old, new) / 8 / changed
-
-
-def entropy(old: torch.Tensor, new: torch.Tensor) -> float:
-    """Bits of (changed, difference) given the exponent of the old word, with the frequencies of these very words."""
-    a, b = (bits(tensor).numpy().view(np.uint16).astype(np.int64) for tensor in (old, new))
-    exponent = a >> 7 & 0xFF
-    # By how much the bits of a bfloat16 moved, with those of negative numbers mirrored: 0 where nothing changed.
-    ordered_a, ordered_b = (np.where(x >= 1 << 15, 0xFFFF - x, x | 1 << 15) for x in (a, b))
-    moved = a != b
-    _, changes = np.unique(exponent[moved] << 32 | (ordered_b - ordered_a)[moved] + (1 << 20), return_counts=True)
-    joint = np.concatenate([changes, np.bincount(exponent[~moved])])
-    given = np.bincount(exponent)
-    return total_log(given) - total_log(joint)
-
-
-def total_log(counts: np.ndarray) -> float:
-    counts = counts[counts > 0]
-    return float((counts * np.log2(counts)).sum())
+    assert bytes_each["tight"] <= 1.05 * entropy_bytes([old], [new]) / changed
