@@ -126,7 +126,7 @@ OF_BACKEND = $(addprefix tests/optim/test_,$(addsuffix .py,checked_steps equival
 
 # The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.
 OF_DEFAULTS = tests/optim/test_state.py tests/optim/test_gradients.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \
-  $(addprefix tests/delta/test_,$(addsuffix .py,round_trip masked convert pt truncate odd_tensors))
+  $(addprefix tests/delta/test_,$(addsuffix .py,round_trip masked convert pt odd_tensors))
 
 test: $(VENV)/.test build ## the tests that a change must pass, in parallel; prints the slowest 20
 	$(RUN_TESTS) tests -m "not slow and not nvcc" --durations=20
