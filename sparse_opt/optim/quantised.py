@@ -318,9 +318,9 @@ class _QuantisedExperts(torch.autograd.Function):
         again = [tensor.detach() for tensor in ctx.saved_tensors[first:]]
         with _without_autocast(grad_output.device.type), _merged(overlays) as weights, torch.enable_grad():
             sources = [*weights, *ctx.biases, *again]
-            wanted = [tensor.requires_grad_() for tensor, need in zip(sources, needed, strict=True) if need]
+            inputs_with_grad = [tensor.requires_grad_() for tensor, need in zip(sources, needed, strict=True) if need]
             output = overlays[0].layer.forward(*again)
-            found = iter(torch.autograd.grad(output, wanted, grad_output, allow_unused=True))
+            found = iter(torch.autograd.grad(output, inputs_with_grad, grad_output, allow_unused=True))
         grads = [next(found) if need else None for need in needed]
         for i, overlay in enumerate(overlays):
             grads[i] = None if grads[i] is None else overlay.gathered(grads[i])
