@@ -21,6 +21,7 @@ Rows (--variants):
   ddp_whole_layers         the same, each layer compiled into one graph (torch._dynamo.config.optimize_ddp = False)
   fsdp2                    fully_shard of every layer and fused AdamW
   fsdp2_PATTERN_DTYPE      fully_shard of every layer and SparseAdamW
+  NAME_graphs              local or replicate with bf16 gradients as a CUDA graph, which holds the reductions
 PATTERN is element or tile64, DTYPE is that of compact gradients, fp32 or bf16.
 
 Networks (--networks): default is what NCCL chooses between the GPUs; sockets makes NCCL use TCP over the loopback
@@ -106,6 +107,8 @@ def problem(args: Namespace) -> str:
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")
     ):
         return error
+    if on_cpu and any(VARIANTS[name].cuda_graphs for name in names):
+        return "--variants: CUDA graphs need a GPU"
     if args.dpo and not (names and all(VARIANTS[name].pattern for name in names)):
         return "--dpo needs --variants with sparse variants only: their reference is the base weights"
     if args.output is None and args.shape != "3b":
@@ -135,7 +138,7 @@ def measure(args: Namespace, run: Run) -> None:
         places = [(n, network) for n in args.gpus for network in (args.networks if n > 1 else args.networks[:1])]
         for n, network in places:
             where = f"{n} x {network}"
-            variants = args.variants or default_variants(n, network)
+            variants = args.variants or default_variants(n, network, on_gpu=args.device == "cuda")
             job = options | {"variants": variants, "network": network}
             job["mask_dir"] = str(args.mask_dir or folder)
             module = "sparse_opt.bench.distributed.world"
@@ -163,12 +166,13 @@ def case_of(variant: Variant, gpus: int, network: str, args: Namespace) -> Case:
     """The case of a variant on so many GPUs and this network."""
     settings = {name: getattr(args, name) for name in SETTINGS}
     own = {"layout": variant.layout, "pattern": variant.pattern, "gradients": variant.grad_dtype or "bf16"}
+    own["cuda_graphs"] = variant.cuda_graphs or None
     return rows.clean({"network": network, "gpus": gpus, **own, **settings})
 
 
 def peers_of(case: Case) -> dict[str, float | Case]:
     """What a row is compared with: on as many GPUs, and on one."""
-    dense: Case = {"pattern": None, "gradients": "bf16"}
+    dense: Case = {"pattern": None, "gradients": "bf16", "cuda_graphs": None}
     found: dict[str, Case] = {
         "local": {"layout": "local", "network": "default"},
         "ddp": dense | {"layout": "ddp"},

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import GraphedStep, MaskSet, SparseAdamW
 
 from ..models import make_model, pair_loss, sequence_logprobs
 
@@ -37,10 +37,13 @@ class Variant:
     layout: Layout
     pattern: str | None = None  # of the mask; None trains all weights
     grad_dtype: str | None = None  # of compact gradients
+    cuda_graphs: bool = False  # the whole step is one graph, with its reductions: `GraphedStep`
 
     @property
     def name(self) -> str:
-        return "_".join(filter(None, (self.layout, self.pattern, self.grad_dtype)))
+        return "_".join(
+            filter(None, (self.layout, self.pattern, self.grad_dtype, "graphs" if self.cuda_graphs else ""))
+        )
 
 
 def _sparse(layout: Layout) -> list[Variant]:
@@ -56,11 +59,12 @@ VARIANTS = {
         Variant("ddp_whole_layers"),
         Variant("fsdp2"),
         *_sparse("fsdp2"),
+        *(Variant(layout, pattern, "bf16", True) for layout in ("local", "replicate") for pattern in PATTERNS),
     )
 }
 
 
-def default_variants(world_size: int, network: str) -> list[str]:
+def default_variants(world_size: int, network: str, *, on_gpu: bool) -> list[str]:
     """The variants that are measured unless some are named: those with bf16 gradients.
 
     Replicate on one device is local, and local needs no network. FSDP2 is measured on several devices, and not over
@@ -71,7 +75,9 @@ def default_variants(world_size: int, network: str) -> list[str]:
         layouts |= {"replicate", "fsdp2"}
     if network == "sockets":
         layouts = {"replicate", "ddp"}
-    return [name for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32"]
+    graphs = on_gpu and network == "default"
+    found = [(name, v) for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32"]
+    return [name for name, v in found if graphs or not v.cuda_graphs]
 
 
 @dataclass
@@ -83,9 +89,13 @@ class Training:
     forward: nn.Module  # the module to call: the model, or DDP's wrapper of it
     optimizer: torch.optim.Optimizer
     dpo: bool  # with a reference: the base weights
+    graphs: GraphedStep | None = None  # of `whole_step`
 
     def step(self, micro_batches: Sequence[Tensor]) -> None:
         """One step on the sum of the losses of the micro-batches, each [2, T] token ids; only `local` takes several."""
+        (self.graphs or self.whole_step)(*micro_batches)
+
+    def whole_step(self, *micro_batches: Tensor) -> None:
         for ids in micro_batches:
             reference = self._reference(ids) if self.dpo else None
             pair_loss(self.forward, ids, reference).backward()
@@ -99,7 +109,10 @@ class Training:
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            if self.graphs is None:
+                group["lr"] = lr
+            else:
+                group["lr"].fill_(lr)
 
     def active_values(self, mask: MaskSet) -> Iterator[tuple[str, slice, Tensor, Tensor]]:
         """What this rank holds of the active elements: (name, slots, weights, first moments), both fp32.
@@ -120,6 +133,7 @@ class Training:
             yield name, slots, weight.flatten()[own].float(), moment.float()
 
     def close(self) -> None:
+        self.graphs = None  # before the process group ends
         if isinstance(self.optimizer, SparseAdamW):
             self.optimizer.close()
 
@@ -154,13 +168,16 @@ def make_training(
     optimizer = SparseAdamW(
         model,
         mask,
-        lr=lr,
+        lr=torch.tensor(lr, device=device) if variant.cuda_graphs else lr,
         grad_dtype=GRAD_DTYPES[variant.grad_dtype],
         keep_base_weights=dpo,
         process_group=groups.get(variant.layout),
         compact_weights=compact_weights,
     )
-    return Training(variant, model, model, optimizer, dpo)
+    training = Training(variant, model, model, optimizer, dpo)
+    if variant.cuda_graphs:
+        training.graphs = GraphedStep(training.whole_step, optimizer)
+    return training
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -137,6 +137,9 @@ class World(Ranks):
         # eagerly: torch.compile gives up, for all later models too, on a function that is called under a dispatch mode.
         with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
+        if variant.cuda_graphs:  # the capture and the first replay
+            for _ in range(2):
+                training.step(own)
         self.reset_peak()  # the steps before are slower and may need more memory: they compile and load kernels
         step_s = self.clock(lambda: training.step(own))[0] / 1e3
         peak = self.peak()

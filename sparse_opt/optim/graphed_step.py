@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import backends
@@ -21,6 +22,7 @@ class _Shapes:
 
     inputs: list[Tensor]
     n_eager: int = 0  # eager steps so far
+    added: list[bytes] = field(default_factory=list)  # what the captured step has added to the optimizer's history
     graph: torch.cuda.CUDAGraph | None = None
     result: Any = None
 
@@ -42,6 +44,9 @@ class GraphedStep:
     parameter's address, all are dropped. Other tensors, and whether the model is in training mode, are constants of
     them.
 
+    With a process group, the reductions of NCCL are captured too, and a call is a collective. Delete the `GraphedStep`
+    before the process group is destroyed.
+
     Args:
         function: takes the inputs; returns tensors, or (nested) tuples, lists or dictionaries of them, or None.
         optimizer: the optimizer whose step `function` takes. The `lr` of its groups must be tensors on the GPU.
@@ -49,14 +54,20 @@ class GraphedStep:
 
     Raises:
         ValueError: the parameters are not all on one GPU, the backend cannot be captured, a learning rate is a number,
-            the optimizer has a process group, or `n_warmup` is less than 1.
+            the optimizer has a process group whose backend is not NCCL, the parameters are sharded, or `n_warmup` is
+            less than 1.
     """
 
     def __init__(self, function: Callable[..., Any], optimizer: SparseOptimizer, *, n_warmup: int = 3) -> None:
         if n_warmup < 1:
             raise ValueError(f"n_warmup is {n_warmup}, expected at least 1: a capture needs initialised libraries")
-        if optimizer.process_group is not None:
-            raise ValueError("the optimizer has a process group: reductions across ranks are not captured")
+        group = optimizer.process_group
+        if group is not None and "nccl" not in dist.get_backend_config(group).lower():
+            raise ValueError(
+                "the backend of the optimizer's process group is not NCCL, whose reductions can be captured"
+            )
+        if any(bucket.is_sharded for bucket in optimizer._buckets):
+            raise ValueError("the parameters are sharded: FSDP2's collectives cannot be captured")
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
         if len(devices) != 1 or next(iter(devices)).type != "cuda":
             found = ", ".join(sorted(map(str, devices)))
@@ -100,18 +111,22 @@ class GraphedStep:
         self.optimizer.sync_weights()  # a replay takes over no writes by other code
         for buffer, tensor in zip(shapes.inputs, inputs, strict=True):
             buffer.copy_(tensor)  # waits for a copy from the host, whose tensor may be filled again after the call
-        if shapes.graph is not None:
-            if self.optimizer.stochastic_rounding:
-                self.optimizer.history.require_countable()
-            self.optimizer.history.n_steps += 1
-            shapes.graph.replay()
-            return shapes.result
-        if shapes.n_eager < self.n_warmup:
+        if shapes.graph is None and shapes.n_eager < self.n_warmup:
             shapes.n_eager += 1
             return self._run_on_side_stream(shapes)
-        self._capture(shapes)
-        assert shapes.graph is not None
-        shapes.graph.replay()  # a capture runs nothing
+        reducer, history = self.optimizer.collector.reducer, self.optimizer.history
+        if reducer is not None:
+            reducer.before_graph()
+        if shapes.graph is None:
+            shapes.graph = self._capture(shapes)  # runs nothing, but counts the step
+            shapes.added = history.last
+        else:
+            if self.optimizer.stochastic_rounding:
+                history.require_countable()
+            history.repeat(shapes.added)
+        shapes.graph.replay()
+        if reducer is not None:
+            reducer.after_replay()
         return shapes.result
 
     def _find_constants(self) -> list[Any]:
@@ -140,7 +155,7 @@ class GraphedStep:
         self._require_no_gradients("after")
         return result
 
-    def _capture(self, shapes: _Shapes) -> None:
+    def _capture(self, shapes: _Shapes) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -153,7 +168,7 @@ class GraphedStep:
             self.optimizer.zero_grad()  # its hooks were called, and nothing was computed
             raise
         self._require_no_gradients("after")
-        shapes.graph = graph
+        return graph
 
     def _require_no_gradients(self, when: str) -> None:
         if self.optimizer.collector.has_unused():

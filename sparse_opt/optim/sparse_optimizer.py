@@ -463,9 +463,9 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _clipping(self, max_norm: float) -> tuple[Tensor, Tensor | None]:
         """Return (norm, coefficient that clips the gradients to max_norm); without gradients the latter is None."""
-        self.history.add_clipping(max_norm)
         self._check_gradients()
         self.collector.reduce()
+        self.history.add_clipping(max_norm)
         if self.grads == "dense":
             for buffer in self.gradient_buffers:
                 buffer.gather_dense_grads()
@@ -562,9 +562,9 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._lost_updates = sampled
         self.grad_norm = norm
         self.collector.mark_stepped()
-        self.history.n_steps += 1
         if self.process_group is not None:
             self.history.add_options(self.param_groups, self.defaults)
+        self.history.end_step()
         return loss
 
     def _sample_updates(self, steps: list[BucketStep]) -> lost_updates.LostUpdates | None:

@@ -1,9 +1,12 @@
 """GraphedStep: replays give the bits of eager steps: base weights, clipping, accumulation, tiles and two shapes."""
 
 import copy
+import gc
 
 import pytest
 import torch
+import torch.distributed as dist
+from launch import launch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +40,7 @@ def train(
     optimizer_class=SparseAdamW,
     compiled=False,
     backend=None,
+    process_group=None,
 ):
     """Take a step on each input, and return (results of the steps, the weights, the states)."""
     torch.manual_seed(0)
@@ -44,6 +48,7 @@ def train(
     mask = MaskSet.random({f"layers.{i}.weight": (128, 128) for i in range(3)}, density=0.5, pattern=pattern)
     lr = torch.tensor(1e-2, device="cuda")
     options = {"stochastic_rounding": True, "grad_dtype": torch.bfloat16, "backend": backend}
+    options["process_group"] = process_group
     if pattern == "tile64":
         options["tile_backward"] = True  # at this density a tiled backward pass is not the default
     optimizer = optimizer_class(model, mask, lr=lr, **options)
@@ -112,6 +117,42 @@ def test_replays_give_the_bits_of_eager_steps(options):
     eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
     assert_same(graphed, eager)
     assert len({loss.item() for loss, _ in eager[0]}) == len(inputs)  # each step has its own inputs
+
+
+def replicated(rank, pattern):
+    """The same with reductions, on ranks that capture and replay in different steps; and another option on one rank."""
+    inputs = random_inputs(12)
+    if rank:
+        inputs = [torch.randn(SHAPES[0], device="cuda").bfloat16() for _ in inputs]
+    options = {"pattern": pattern, "n_micro": 2, "process_group": dist.group.WORLD}
+    eager, graphed = (train(graphs, inputs, **options) for graphs in (False, True))
+    assert_same(graphed, eager)
+
+    model = nn.Linear(128, 128, device="cuda")
+    mask, lr = MaskSet.random(model, density=0.5), torch.tensor(1e-2, device="cuda")
+    optimizer = SparseAdamW(model, mask, lr=lr, process_group=dist.group.WORLD)
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    call, x = GraphedStep(step, optimizer, n_warmup=1), torch.randn(4, 128, device="cuda")
+    for _ in range(4):
+        call(x)
+    optimizer.check_ranks()
+    optimizer.param_groups[0]["weight_decay"] = 0.1 * rank
+    with pytest.raises(RuntimeError, match="the ranks differ"):
+        for _ in range(3):
+            call(x)
+    del call
+    gc.collect()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
+@pytest.mark.parametrize("pattern", ["element", "tile64"])
+def test_replays_reduce_across_ranks(pattern):
+    launch(replicated, 2, pattern, backend="nccl")
 
 
 def load_other_base(model, optimizer):
@@ -320,13 +361,10 @@ def test_what_a_graph_would_keep_is_refused():
         GraphedStep(lambda: None, SparseAdamW(model, mask, lr=lr, backend="reference"))
 
 
-def test_wrong_arguments_are_refused(monkeypatch):
+def test_wrong_arguments_are_refused():
     model = nn.Linear(8, 8)
     optimizer = SparseAdamW(model, MaskSet.random(model, density=0.5))
     with pytest.raises(ValueError, match="the parameters are on cpu; a CUDA graph needs all of them on one GPU"):
         GraphedStep(lambda: None, optimizer)
     with pytest.raises(ValueError, match="n_warmup is 0, expected at least 1"):
         GraphedStep(lambda: None, optimizer, n_warmup=0)
-    monkeypatch.setattr(optimizer, "process_group", object())
-    with pytest.raises(ValueError, match="the optimizer has a process group"):
-        GraphedStep(lambda: None, optimizer)

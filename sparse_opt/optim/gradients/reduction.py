@@ -248,6 +248,16 @@ class GradientReducer:
         self.wait()
         self.reduced = False
 
+    # CUDA graphs of whole steps
+
+    def before_graph(self) -> None:
+        """Prepare for the capture or the replay of a step with its reductions, which cannot wait for earlier ones."""
+        self._agreement.compare(wait=True)
+        self._agreement.write()
+
+    def after_replay(self) -> None:
+        self._agreement.received()
+
     # The mean
 
     def norm(self) -> Tensor:

@@ -115,7 +115,8 @@ class StepHistory:
     def restart(self, n_steps: int) -> None:
         """Continue from a state of `n_steps` steps; all ranks have loaded the same one."""
         self.n_steps = n_steps  # those that a GradScaler skips are counted
-        self._checksum = 0
+        self.last: list[bytes] = []  # what the last step has added to the checksum
+        self._checksum, self._added = 0, self.last
 
     def require_countable(self) -> None:
         """Raise a RuntimeError if the counts of the steps, which are fp32, cannot be incremented any more."""
@@ -126,7 +127,7 @@ class StepHistory:
             )
 
     def add_clipping(self, max_norm: float) -> None:
-        self._checksum = zlib.crc32(struct.pack("d", max_norm), self._checksum)
+        self._add(struct.pack("d", max_norm))
 
     def add_options(self, groups: Iterable[Mapping[str, Any]], names: Collection[str]) -> None:
         """Add the options `names` of all parameter groups.
@@ -136,7 +137,22 @@ class StepHistory:
         for group in groups:
             values = [group[name] for name in names if not (isinstance(group[name], Tensor) and not group[name].is_cpu)]
             floats = [float(n) for value in values for n in (value if isinstance(value, (tuple, list)) else (value,))]
-            self._checksum = zlib.crc32(struct.pack(f"{len(floats)}d", *floats), self._checksum)
+            self._add(struct.pack(f"{len(floats)}d", *floats))
+
+    def _add(self, data: bytes) -> None:
+        self._checksum = zlib.crc32(data, self._checksum)
+        self._added.append(data)
+
+    def end_step(self) -> None:
+        """Count a step, whose options and clipping were added."""
+        self.n_steps += 1
+        self.last, self._added = self._added, []
+
+    def repeat(self, added: Iterable[bytes]) -> None:
+        """Count a step that adds what an earlier one has added, its `last`."""
+        for data in added:
+            self._add(data)
+        self.end_step()
 
     def progress(self) -> Progress:
         return Progress(self.n_steps % 2**24, self._checksum % 2**24)
@@ -175,20 +191,32 @@ class Agreement:
 
     def send(self) -> None:
         """Write the progress on the current stream, before the reduction. Call `compare` before."""
+        self.write()
+        self._elements.copy_(self._sent, non_blocking=True)
+        self._sending = True
+
+    def write(self) -> None:
+        """Write the progress to the memory that `send`, and a CUDA graph that was captured from it, copies."""
         self._difference = ""
         digits = [number >> (_BITS * i) & (2**_BITS - 1) for number in self._progress() for i in range(_DIGITS)]
         self._sent.view(len(self._ranks), -1)[self._own] = torch.tensor(digits, dtype=self._sent.dtype, device="cpu")
-        self._elements.copy_(self._sent, non_blocking=True)
-        self._sending = True
 
     def receive(self) -> None:
         """Copy the result, if there is one, to the host, on the current stream, which has waited for the reduction."""
         if not self._sending:
             return
+        self._sending = False
         if self._copied is not None:
             self._found.copy_(self._elements, non_blocking=True)
+            if torch.cuda.is_current_stream_capturing():
+                return
+        self.received()
+
+    def received(self) -> None:
+        """Record that the current stream has copied a result, in `receive` or a CUDA graph that was captured from it."""
+        if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._elements.device))
-        self._sending, self._is_new = False, True
+        self._is_new = True
 
     def compare(self, *, wait: bool) -> None:
         """Compare the ranks in the last result; without `wait` only if the host has it, but also a second time.
