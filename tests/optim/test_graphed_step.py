@@ -142,8 +142,7 @@ def replicated(rank, pattern):
     optimizer.check_ranks()
     optimizer.param_groups[0]["weight_decay"] = 0.1 * rank
     with pytest.raises(RuntimeError, match="the ranks differ"):
-        for _ in range(3):
-            call(x)
+        [call(x) for _ in range(3)]
     del call
     gc.collect()
 

@@ -213,7 +213,7 @@ class Agreement:
         self.received()
 
     def received(self) -> None:
-        """Record that the current stream has copied a result, in `receive` or a CUDA graph that was captured from it."""
+        """Record that the current stream has copied a result, in `receive` or in a graph captured from it."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._elements.device))
         self._is_new = True
