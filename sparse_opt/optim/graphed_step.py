@@ -116,7 +116,7 @@ class GraphedStep:
             return self._run_on_side_stream(shapes)
         reducer, history = self.optimizer.collector.reducer, self.optimizer.history
         if reducer is not None:
-            reducer.before_graph()
+            reducer.before_graph(captured=shapes.graph is not None)
         if shapes.graph is None:
             shapes.graph = self._capture(shapes)  # runs nothing, but counts the step
             shapes.added = history.last
@@ -147,6 +147,8 @@ class GraphedStep:
         """Run the step on another stream, as a capture does, so that autograd's and cuBLAS's state exist there."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
+        if shapes.n_eager == 1 and self.optimizer.collector.reducer is not None:
+            self.optimizer.collector.reducer.attach_on(self._stream)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -250,9 +250,20 @@ class GradientReducer:
 
     # CUDA graphs of whole steps
 
-    def before_graph(self) -> None:
-        """Prepare for the capture or the replay of a step with its reductions, which cannot wait for earlier ones."""
-        self._agreement.compare(wait=True)
+    def attach_on(self, stream: torch.cuda.Stream) -> None:
+        """Register the hooks anew, on nodes of this stream: a capture may not reach nodes of the default one."""
+        if self._notifier is not None:
+            self.detach()
+            with torch.cuda.stream(stream):
+                self.attach()
+
+    def before_graph(self, *, captured: bool) -> None:
+        """Prepare for the capture or the replay of a step with its reductions, on the current stream.
+
+        A capture may wait for no earlier result. A replay leaves that of the last one for later, so that the host can
+        launch it while the last one runs.
+        """
+        self._agreement.compare(wait=True, n_later=int(captured))
         self._agreement.write()
 
     def after_replay(self) -> None:

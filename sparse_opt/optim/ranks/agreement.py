@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -181,67 +182,78 @@ class Agreement:
     def __init__(self, elements: Tensor, group: dist.ProcessGroup, progress: Callable[[], Progress]) -> None:
         self._elements, self._progress = elements, progress
         self._ranks, self._own = dist.get_process_group_ranks(group), group.rank()
-        on_gpu = elements.device.type == "cuda"
-        self._sent = torch.zeros(elements.shape, dtype=elements.dtype, device="cpu", pin_memory=on_gpu)
-        self._found = torch.empty_like(self._sent, pin_memory=on_gpu) if on_gpu else elements
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self._on_gpu = elements.device.type == "cuda"
+        self._numbers = torch.zeros_like(elements)  # of this rank, which a CUDA graph reads
         self._sending = False  # until the result is received
-        self._is_new = False  # the result was not compared
-        self._difference = ""  # found in the last result
-
-    def send(self) -> None:
-        """Write the progress on the current stream, before the reduction. Call `compare` before."""
-        self.write()
-        self._elements.copy_(self._sent, non_blocking=True)
-        self._sending = True
+        self._results: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # not compared, and when they are there
+        self._difference = ""  # found in the last result that was compared
 
     def write(self) -> None:
-        """Write the progress to the memory that `send`, and a CUDA graph that was captured from it, copies."""
+        """Write the progress to the memory that the next reduction reads, on the current stream."""
         self._difference = ""
         digits = [number >> (_BITS * i) & (2**_BITS - 1) for number in self._progress() for i in range(_DIGITS)]
-        self._sent.view(len(self._ranks), -1)[self._own] = torch.tensor(digits, dtype=self._sent.dtype, device="cpu")
+        rows = torch.zeros(self._elements.shape, dtype=self._elements.dtype, device="cpu", pin_memory=self._on_gpu)
+        rows.view(len(self._ranks), -1)[self._own] = torch.tensor(digits, dtype=rows.dtype, device="cpu")
+        self._numbers.copy_(rows, non_blocking=True)
+
+    def send(self) -> None:
+        """Write the progress on the current stream, before the reduction. Call `compare` before.
+
+        A capture reads what `write` has written before each replay.
+        """
+        if not self._is_capturing():
+            self.write()
+        self._elements.copy_(self._numbers)
+        self._sending = True
 
     def receive(self) -> None:
-        """Copy the result, if there is one, to the host, on the current stream, which has waited for the reduction."""
-        if not self._sending:
-            return
+        """Copy the result, if there is one, to the host, on the current stream, which has waited for the reduction.
+
+        After a capture, call `received` after each replay.
+        """
+        if self._sending and not self._is_capturing():
+            self.received()
         self._sending = False
-        if self._copied is not None:
-            self._found.copy_(self._elements, non_blocking=True)
-            if torch.cuda.is_current_stream_capturing():
-                return
-        self.received()
 
     def received(self) -> None:
-        """Record that the current stream has copied a result, in `receive` or in a graph captured from it."""
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._elements.device))
-        self._is_new = True
+        """Copy a result to the host, on the current stream."""
+        found, copied = self._elements, None
+        if self._on_gpu:
+            found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
+            found.copy_(self._elements, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self._elements.device))
+        self._results.append((found, copied))
 
-    def compare(self, *, wait: bool) -> None:
-        """Compare the ranks in the last result; without `wait` only if the host has it, but also a second time.
+    def _is_capturing(self) -> bool:
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def compare(self, *, wait: bool, n_later: int = 0) -> None:
+        """Compare the ranks in the results; without `wait` only if the host has them, but also a second time.
+
+        Args:
+            n_later: how many of the last results are left for later.
 
         Raises:
             RuntimeError: the ranks differ; names the first that differs from this one, and how.
         """
-        if self._is_new and (self._copied is None or wait):
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._is_new = False
-            self._difference = self._find_difference()
-        elif wait:
-            return
-        if self._difference:
+        is_new = False
+        while len(self._results) > n_later and (wait or not self._on_gpu) and not self._difference:
+            found, copied = self._results.popleft()
+            if copied is not None:
+                copied.synchronize()
+            is_new, self._difference = True, self._find_difference(found)
+        if self._difference and (is_new or not wait):
             raise RuntimeError(self._difference)
 
-    def _find_difference(self) -> str:
-        rows = self._found.view(len(self._ranks), -1)
+    def _find_difference(self, found: Tensor) -> str:
+        rows = found.view(len(self._ranks), -1)
         if torch.equal(rows, rows[self._own].expand_as(rows)):
             return ""
         digits = (rows.double() * len(self._ranks)).round().long().view(len(self._ranks), -1, _DIGITS)
-        found = [Progress(*(sum(d << (_BITS * i) for i, d in enumerate(n)) for n in row)) for row in digits.tolist()]
-        own = found[self._own]
-        i, other = next((i, progress) for i, progress in enumerate(found) if progress != own)
+        of_ranks = [Progress(*(sum(d << (_BITS * i) for i, d in enumerate(n)) for n in row)) for row in digits.tolist()]
+        own = of_ranks[self._own]
+        i, other = next((i, progress) for i, progress in enumerate(of_ranks) if progress != own)
         if other.n_steps != own.n_steps:
             what = f"has made {other.n_steps} steps, and this one {own.n_steps}"
         else:
