@@ -21,7 +21,7 @@ Rows (--variants):
   ddp_whole_layers         the same, each layer compiled into one graph (torch._dynamo.config.optimize_ddp = False)
   fsdp2                    fully_shard of every layer and fused AdamW
   fsdp2_PATTERN_DTYPE      fully_shard of every layer and SparseAdamW
-  NAME_graphs              local or replicate with bf16 gradients as a CUDA graph, which holds the reductions
+  NAME_graphs              local or replicate with bf16 gradients as a CUDA graph, with its reductions; only if named
 PATTERN is element or tile64, DTYPE is that of compact gradients, fp32 or bf16.
 
 Networks (--networks): default is what NCCL chooses between the GPUs; sockets makes NCCL use TCP over the loopback
@@ -138,7 +138,7 @@ def measure(args: Namespace, run: Run) -> None:
         places = [(n, network) for n in args.gpus for network in (args.networks if n > 1 else args.networks[:1])]
         for n, network in places:
             where = f"{n} x {network}"
-            variants = args.variants or default_variants(n, network, on_gpu=args.device == "cuda")
+            variants = args.variants or default_variants(n, network)
             job = options | {"variants": variants, "network": network}
             job["mask_dir"] = str(args.mask_dir or folder)
             module = "sparse_opt.bench.distributed.world"

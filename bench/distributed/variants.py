@@ -19,6 +19,7 @@ from sparse_opt import GraphedStep, MaskSet, SparseAdamW
 from ..models import make_model, pair_loss, sequence_logprobs
 
 PATTERNS = ("element", "tile64")
+WARM_UP = 5  # steps before a capture: without torch.compile for the check and the count of collectives, and with it
 GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Layout = Literal["local", "replicate", "ddp", "ddp_whole_layers", "fsdp2"]
 
@@ -64,8 +65,8 @@ VARIANTS = {
 }
 
 
-def default_variants(world_size: int, network: str, *, on_gpu: bool) -> list[str]:
-    """The variants that are measured unless some are named: those with bf16 gradients.
+def default_variants(world_size: int, network: str) -> list[str]:
+    """The variants that are measured unless some are named: those with bf16 gradients, without CUDA graphs.
 
     Replicate on one device is local, and local needs no network. FSDP2 is measured on several devices, and not over
     sockets, where its step takes seconds and has no target.
@@ -75,9 +76,9 @@ def default_variants(world_size: int, network: str, *, on_gpu: bool) -> list[str
         layouts |= {"replicate", "fsdp2"}
     if network == "sockets":
         layouts = {"replicate", "ddp"}
-    graphs = on_gpu and network == "default"
-    found = [(name, v) for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32"]
-    return [name for name, v in found if graphs or not v.cuda_graphs]
+    return [
+        name for name, v in VARIANTS.items() if v.layout in layouts and v.grad_dtype != "fp32" and not v.cuda_graphs
+    ]
 
 
 @dataclass
@@ -176,7 +177,7 @@ def make_training(
     )
     training = Training(variant, model, model, optimizer, dpo)
     if variant.cuda_graphs:
-        training.graphs = GraphedStep(training.whole_step, optimizer)
+        training.graphs = GraphedStep(training.whole_step, optimizer, n_warmup=WARM_UP)
     return training
 
 

@@ -27,7 +27,7 @@ from ..models import n_parameters, pair
 from ..ranks import Ranks
 from ..timing import measure
 from .reference import Reference, first_step, wrong_line
-from .variants import VARIANTS, Training, Variant, make_training
+from .variants import VARIANTS, WARM_UP, Training, Variant, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
@@ -137,8 +137,8 @@ class World(Ranks):
         # eagerly: torch.compile gives up, for all later models too, on a function that is called under a dispatch mode.
         with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
-        if variant.cuda_graphs:  # the capture and the first replay
-            for _ in range(2):
+        if variant.cuda_graphs:
+            for _ in range(WARM_UP - 1):  # further steps, the capture and a replay
                 training.step(own)
         self.reset_peak()  # the steps before are slower and may need more memory: they compile and load kernels
         step_s = self.clock(lambda: training.step(own))[0] / 1e3
