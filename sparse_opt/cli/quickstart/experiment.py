@@ -137,9 +137,8 @@ def _experiment(args: Namespace) -> dict[str, Any]:
     mask.save(folder / "mask.safetensors")
     with Engine(start, args.device) as engine:
         before = _accuracy(engine.call("margins", rows["held_out"]))
-        _say(
-            f"3/5 dense DPO, {args.dpo_steps} steps: which answer is right; an engine gets all weights, {N_DENSE_UPDATES} times"
-        )
+        times = f"{N_DENSE_UPDATES} times"
+        _say(f"3/5 dense DPO, {args.dpo_steps} steps: which answer is right; an engine gets all weights {times}")
         dense = _dpo("dense", args, start, rows, engine, None)
         engine.call("set_weights", all_weights(model))
         _say(f"4/5 sparse DPO from the same start: {mask.density:.2%} of the weights; the engine follows every step")
