@@ -15,6 +15,9 @@ from sparse_opt.integrations.trl.rewards import load_rewards
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.recipes import rft
 
+# One worker makes what the tests of this file share.
+pytestmark = pytest.mark.xdist_group("rft")
+
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
