@@ -101,7 +101,14 @@ def gather_case(grads: list[Tensor], active: Active) -> Case:
     """masked_grad_gather_ into a compact fp32 gradient with the sums that clipping uses, as in the optimizer."""
     outputs = _gradient_outputs(active.nnz, len(grads), grads[0].device)
     arguments = {"dense": grads, **active.arguments(), **outputs}
-    return Case("masked_grad_gather_", arguments, bounds.of_gather(arguments), **_GRADIENT_OUTPUTS)
+    traffic = bounds.gather_traffic(**_sizes(grads, active))
+    return Case("masked_grad_gather_", arguments, traffic, **_GRADIENT_OUTPUTS)
+
+
+def _sizes(dense: Sequence[Tensor], active: Active) -> dict[str, int]:
+    """What the traffic of an op on active elements follows from."""
+    numel, nnz, itemsize = bounds.numel_of(dense), active.nnz, dense[0].element_size()
+    return {"numel": numel, "nnz": nnz, "itemsize": itemsize, "index_itemsize": active.indices.element_size()}
 
 
 def _gradient_outputs(nnz: int, n_tensors: int, device: torch.device) -> dict[str, Tensor]:
@@ -164,7 +171,8 @@ def tile_weight_grad_case(
 
 def swap_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
     arguments = {"dense": dense, "compact": _values(dense, active, generator), **active.arguments()}
-    return Case("indexed_swap_", arguments, bounds.of_swap(arguments), written=("dense", "compact"))
+    traffic = bounds.swap_traffic(**_sizes(dense, active))
+    return Case("indexed_swap_", arguments, traffic, written=("dense", "compact"))
 
 
 def replace_case(dense: list[Tensor], active: Active, generator: torch.Generator) -> Case:
@@ -172,14 +180,8 @@ def replace_case(dense: list[Tensor], active: Active, generator: torch.Generator
     before = _values(dense, active, generator)
     changes = torch.rand(active.nnz, device=before.device, generator=generator) < REPLACED
     after = torch.where(changes, _values(dense, active, generator), before)
-    traffic = bounds.replace_traffic(
-        bounds.numel_of(dense),
-        active.nnz,
-        itemsize=before.element_size(),
-        compact_itemsizes=2 * before.element_size(),
-        index_itemsize=active.indices.element_size(),
-        changed=float(changes.float().mean()) if active.nnz else 0.0,
-    )
+    changed = float(changes.float().mean()) if active.nnz else 0.0
+    traffic = bounds.replace_traffic(**_sizes(dense, active), changed=changed)
     arguments = {"dense": dense, "before": before, "after": after, **active.arguments()}
     return Case("indexed_replace_", arguments, traffic, written=("dense",))
 
@@ -196,14 +198,15 @@ def delta_encode_case(old: list[Tensor], density: float, generator: torch.Genera
         bits = as_bits(tensor) ^ flips
         new.append(bits.view(tensor.dtype).view(tensor.shape))
         n_changed += int(flips.sum())
-    traffic = bounds.delta_encode_traffic(bounds.numel_of(old), n_changed, itemsize=old[0].element_size())
+    itemsize = old[0].element_size()  # both states are read; indices and values of the changes are written
+    traffic = bounds.Traffic(2 * bounds.numel_of(old) * itemsize + n_changed * (4 + itemsize))
     returned = ("indices", "values", "counts")
     return Case("delta_encode", {"old": old, "new": new}, traffic, returned=returned)
 
 
 def delta_apply_case(dense: list[Tensor], active: Active, values: Tensor) -> Case:
     arguments = {"dense": dense, "values": values, **active.arguments()}
-    return Case("delta_apply_", arguments, bounds.of_apply(arguments), written=("dense",))
+    return Case("delta_apply_", arguments, bounds.apply_traffic(**_sizes(dense, active)), written=("dense",))
 
 
 def random_case(

@@ -187,20 +187,8 @@ class WeightRows:
         for _ in range(n_steps - 1):
             step_again(optimizer)
         changed = swapped_share(optimizer, named, mask.nnz)
-        size = index_itemsize(optimizer)
-        if compact_weights:
-            traffic = bounds.replace_traffic(
-                mask.numel,
-                mask.nnz,
-                itemsize=self.itemsize,
-                compact_itemsizes=2 * self.itemsize,
-                index_itemsize=size,
-                changed=changed,
-            )
-        else:
-            traffic = bounds.swap_traffic(
-                mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed
-            )
+        traffic_of, size = bounds.replace_traffic if compact_weights else bounds.swap_traffic, index_itemsize(optimizer)
+        traffic = traffic_of(mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed)
         name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
         with contextlib.ExitStack() as inside:
             call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
@@ -250,12 +238,14 @@ class WeightRows:
         for param, grad in zip(named.values(), self.grads, strict=True):
             param.grad = grad
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=self.itemsize)
+        # Gradients are read for the norm, then read and written for scaling.
+        traffic = bounds.Traffic(3.0 * self.numel * self.itemsize)
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
     def _fused_step(self, fetches: str = "") -> Work:
         step = torch_adamw(self._parameters(), self.named_grads).step
-        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=self.itemsize)
+        # The gradient is read; the parameter and both moments, of its dtype, are read and written.
+        traffic = bounds.Traffic(7.0 * self.numel * self.itemsize)
         return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
