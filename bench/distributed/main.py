@@ -41,11 +41,9 @@ import torch
 
 from sparse_opt.cli.parser import CommandParser
 
-from .. import rows
-from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ..ranks import NETWORKS
+from .. import ranks, rows
+from ..harness import Benchmark, comma_separated, one_of_each, run_in_process
 from ..rows import Case, Row, Run
-from ..shapes import LLAMAS
 from .reference import wrong_line
 from .variants import VARIANTS, Variant, default_variants
 
@@ -68,18 +66,13 @@ _EPILOG = """examples:
 
 
 def options(parser: CommandParser) -> None:
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--shape", choices=LLAMAS, default="3b", help="of the Llama (%(default)s)")
+    what, run = ranks.add_options(parser)
     what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: bf16; no fsdp2 over sockets)")
-    what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
-    what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
-    what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed steps (%(default)s)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
     what.add_argument("--eager", dest="compile", action="store_false", help="do not torch.compile the decoder layers")
     what.add_argument("--dpo", action="store_true", help="with a reference, the base weights; sparse variants only")
-    run = parser.add_argument_group("how")
+    ranks.add_network_options(run)
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")
-    run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
     run.add_argument(
         "--steps_in_a_row",
         type=int,
@@ -88,22 +81,14 @@ def options(parser: CommandParser) -> None:
     )
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far")
-    run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
-    run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
-    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
 
 
 def problem(args: Namespace) -> str:
     """The error in the options; empty if they are valid. Fills the defaults that depend on the machine."""
-    on_cpu = args.device == "cpu"
-    if args.small:
-        args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
-    networks = ["default"] if on_cpu else list(NETWORKS)
-    args.networks, names = args.networks or networks, args.variants or []
+    on_cpu, names = args.device == "cpu", args.variants or []
     if error := (
-        _gpus_problem(args, n_gpus=2 if on_cpu else torch.cuda.device_count(), on_cpu=on_cpu)
-        or not_between(args, "sequence_length", at_least=2)
-        or one_of_each("networks", args.networks, networks)
+        ranks.problem(args, "distributed")
+        or _gpus_problem(args, n_gpus=2 if on_cpu else torch.cuda.device_count(), on_cpu=on_cpu)
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")
     ):
         return error
@@ -111,9 +96,6 @@ def problem(args: Namespace) -> str:
         return "--variants: CUDA graphs need a GPU"
     if args.dpo and not (names and all(VARIANTS[name].pattern for name in names)):
         return "--dpo needs --variants with sparse variants only: their reference is the base weights"
-    if args.output is None and args.shape != "3b":
-        args.output = Path(f"bench/results/distributed_{args.shape}.json")
-    args.device = "cpu" if on_cpu else "cuda"
     return ""
 
 
@@ -142,7 +124,7 @@ def measure(args: Namespace, run: Run) -> None:
             job = options | {"variants": variants, "network": network}
             job["mask_dir"] = str(args.mask_dir or folder)
             module = "sparse_opt.bench.distributed.world"
-            results = run_in_process(module, where, job, folder, NETWORKS[network], n_ranks=n)
+            results = run_in_process(module, where, job, folder, ranks.NETWORKS[network], n_ranks=n)
             if results is None:
                 run.miss(f"a process failed on {where}")
                 continue

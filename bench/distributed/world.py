@@ -42,7 +42,7 @@ REDUCTIONS = ("allreduce", "reduce_scatter")
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of the block, those of C++ code (DDP's reducer) and of autograd's threads included.
 
-    `bytes` and `calls` are by name of the operation: allreduce, reduce_scatter, allgather, broadcast and so on. The
+    `bytes` are by name of the operation: allreduce, reduce_scatter, allgather, broadcast and so on. The
     bytes of a call are those of its largest argument: of an all-reduce the reduced tensors, of a reduce-scatter the
     whole input, of an all-gather the whole output.
 
@@ -53,14 +53,12 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition("::")[2].strip("_").removesuffix("_base")
             sizes = [sum(t.nbytes for t in tree_leaves(argument) if isinstance(t, Tensor)) for argument in args]
             self.bytes[name] += max(sizes, default=0)
-            self.calls[name] += 1
         return func(*args, **(kwargs or {}))
 
     @property
