@@ -75,7 +75,7 @@ def make_engine(
     return built
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EngineTraining(Training):
     """An engine that makes actor updates; `model` and `optimizer` are the engine's.
 
@@ -241,7 +241,7 @@ class EngineWorld(Ranks):
         per_gpu = args.micro_batch_size
         config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=per_gpu)
         loss = partial(ppo_loss, config=config)
-        return EngineTraining(variant, engine.module, engine.module, engine.optimizer, False, engine, loss)
+        return EngineTraining(variant, engine.module, engine.module, engine.optimizer, False, engine=engine, loss=loss)
 
     def _compare(self, first: list[list[tuple[str, slice, Tensor, Tensor]]], norms: list[float]) -> dict[str, Any]:
         """The errors of the sparse engine's first update, their tolerances, and whether they are met; a collective.
