@@ -37,10 +37,18 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.trainers.console import StepTimer
 
 from .harness import Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
-from .models import make_model, masked_shapes, n_parameters, without_weights
+from .models import (
+    make_checkpoint,
+    make_model,
+    masked_shapes,
+    n_parameters,
+    preference_pairs,
+    without_weights,
+    word_tokenizer,
+    words_config,
+)
 from .rows import Case, Row, Run
 from .shapes import SHAPES
-from .training.baseline.inputs import make_checkpoint, preference_pairs, word_tokenizer, words_config
 from .training.baseline.modes import LEAN
 
 MODES = ("dense", "lora", "tiles", "tiles_sent")

@@ -1,8 +1,8 @@
 """Show the rows of benchmarks as tables, judge them by the targets, and compare runs.
 
-With one file: its table, with ratios to peers, and the verdict on each target of targets.yaml. With several: the values
-side by side, and the ratio of the last to the first. Words choose rows: `key=value`, `key!=value` for the others, and
-`key=` for those without the key. Files of `pytest bench` are read too.
+With one file: its table, with ratios to peers, and the verdict on each target of targets.yaml. With several: the table
+of the last, next to the values of the others, and its ratios to them. Words choose rows: `key=value`, `key!=value` for
+the others, and `key=` for those without the key. Files of `pytest bench` are read too.
 
 A ratio of few steps (fewer than 3), or of times that vary by more than half (p20 to p80, as on a busy machine), is not
 shown: it reads "unsteady".
@@ -23,6 +23,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,11 +166,8 @@ def suite_table(run: Run, found: Sequence[Row], verdicts: Sequence[Verdict], *, 
     texts = [
         "; ".join(f"{v.row.metric} {v.target}: {'met' if v.met else 'missed'}" for v in of_line) for of_line in own
     ]
-    return _rendered(columns, [Column("targets", texts)] if any(texts) else [], markdown=markdown)
-
-
-def _rendered(columns: Sequence[Column], last: Sequence[Column] = (), *, markdown: bool = False) -> str:
-    headers, n_words = [column.name for column in (*columns, *last)], sum(column.left for column in columns)
+    n_words, last = sum(column.left for column in columns), [Column("targets", texts)] if any(texts) else []
+    headers = [column.name for column in (*columns, *last)]
     body = list(map(list, zip(*(column.cells for column in (*columns, *last)), strict=True)))
     if markdown:
         return markdown_table(headers, body, n_words=n_words)
@@ -229,24 +227,19 @@ def _metric_columns(run: Run, metric: str, found: Sequence[Row | None], *, with_
 # Several runs
 
 
-def compared(runs: Mapping[str, Run]) -> str:
-    """The values of several runs next to each other, of rows that all have."""
-    found = [{row.key: row for row in run.rows} for run in runs.values()]
-    keys = [key for key in found[0] if all(key in other for other in found)]
-    if not keys:
-        return "the runs have no row in common"
-    of_key = [[other[key] for other in found] for key in keys]
-    columns = case_columns([same[0].case for same in of_key])
-    columns.append(Column("metric", [f"{same[0].metric}, {same[0].unit}" for same in of_key], left=True))
-    for i, name in enumerate(runs):
-        columns.append(Column(name, [number(same[i].value) for same in of_key]))
-    ratios = [
-        UNSTEADY if any(map(is_unsteady, same)) else f"{same[-1].value / same[0].value:.3f}" if same[0].value else ""
-        for same in of_key
-    ]
-    columns.append(Column("last / first", ratios))
-    odd = {key for other in found for key in other} - set(keys)
-    return _rendered(columns) + (f"\n\n{len(odd)} rows are not in all runs" if odd else "")
+def compared(runs: Mapping[str, Run]) -> Run:
+    """The rows of the last run that all have, with the values of the others as peers."""
+    *earlier, last = ({row.key: row for row in run.rows} for run in runs.values())
+    run = Run(list(runs.values())[-1].environment)
+    for key, row in last.items():
+        others = [of_run[key] for of_run in earlier if key in of_run]
+        if len(others) == len(earlier):
+            peers = dict(zip(runs, [other.value for other in others], strict=False))
+            n = min(0 if is_unsteady(other) else row.n for other in others)
+            run.rows.append(replace(row, peers=peers, n=n))
+    if odd := {key for of_run in (*earlier, last) for key in of_run} - {row.key for row in run.rows}:
+        run.note(f"{len(odd)} rows are not in all runs")
+    return run
 
 
 # Choosing rows
@@ -352,5 +345,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         plot.draw(first.rows, args.plot, title=heading(first), x=args.x)
         print(f"plot: {args.plot}")
     else:
-        print(compared(runs) if len(runs) > 1 else text(first))
+        print(text(compared(runs) if len(runs) > 1 else first))
     return 0

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from sparse_opt import DeltaSet, SparseDelta, backends
 from sparse_opt.cli.doctor import installed_version
@@ -97,16 +96,13 @@ def measure_all(args: Namespace, run: Run) -> None:
     if device.type == "cuda":
         layout = f"{len(LLAMA_3_2_3B)} matrices"
         work += [(layout, kind, LLAMA_3_2_3B) for kind in kinds if kind.name in OF_MODEL]
-    with tqdm(total=len(work) + len(kinds), desc="bench delta", unit="case", disable=None, leave=False) as bar:
-        for layout, kind, shapes in work:
-            bar.set_postfix_str(f"{kind.name}, {layout}")
-            _levels(run, args, layout, make_step(kind, shapes, device, args.seed))
-            bar.update()
-        # Peers run last, so that an error on the device does not affect our rows.
-        for kind in kinds:
-            bar.set_postfix_str(f"{kind.name}, peers")
-            _peers(run, args, make_step(kind, {"weight": (args.peer_numel,)}, device, args.seed))
-            bar.update()
+    for layout, kind, shapes in work:
+        print(f"{kind.name}, {layout}", flush=True)
+        _levels(run, args, layout, make_step(kind, shapes, device, args.seed))
+    # Peers run last, so that an error on the device does not affect our rows.
+    for kind in kinds:
+        print(f"{kind.name}, peers", flush=True)
+        _peers(run, args, make_step(kind, {"weight": (args.peer_numel,)}, device, args.seed))
 
 
 def _levels(run: Run, args: Namespace, layout: str, step: Step) -> None:

@@ -86,13 +86,9 @@ class Traffic(NamedTuple):
     def bytes(self) -> float:
         return self.copied + self.scattered
 
-    def write_rate(self, rates: Rates) -> float | None:
-        """The measured rate of the scattered writes in bytes per second; None without any, or if it is not known."""
-        return rates.write_rate(self.unit, self.share) if self.scattered else None
-
     def seconds(self, rates: Rates) -> float:
         """The time of the traffic; without measured rates of scattered writes, of all bytes at the copy rate."""
-        return self.copied / rates.copy + self.scattered / (self.write_rate(rates) or rates.copy)
+        return self.copied / rates.copy + self.scattered / (rates.write_rate(self.unit, self.share) or rates.copy)
 
 
 def hit(density: float, *, itemsize: int = 2, run: int = 1, size: int = GRANULE_BYTES) -> float:

@@ -86,7 +86,7 @@ def test_runs_are_compared(run, tmp_path, capsys):
     assert main(["bench", "report", *(str(tmp_path / f"{name}.json") for name in "ab")]) == 0
     out = capsys.readouterr().out
     (line,) = [line.split() for line in out.splitlines() if line.startswith("fused")]
-    assert line[-3:] == ["16.00", "20.00", "1.250"]
+    assert line[-6:] == ["20.00", "19.80", "-", "20.20", "16.00", "1.25"]
     assert "3 rows are not in all runs" in out
 
 

@@ -30,11 +30,10 @@ from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
 
 from ...harness import ALLOCATOR, Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ...models import without_weights
+from ...models import make_checkpoint, preference_pairs, without_weights, write_pairs
 from ...rows import Case, Run
 from ...shapes import SHAPES
 from . import delta_log
-from .inputs import make_checkpoint, preference_pairs, write_pairs
 from .modes import SPARSE_MODES, Job, Mode, config_of
 from .peers import GALORE_RANK, missing_package
 from .results import first_loss_atol, result_rows, wrong_results

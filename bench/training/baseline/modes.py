@@ -15,8 +15,7 @@ from sparse_opt.trainers.models import add_lora, load_model, make_masks_skippabl
 from sparse_opt.trainers.modes import Trained, adapter_training, dense_training, sparse_training
 from sparse_opt.trainers.pretrained import load_config_from
 
-from ...models import make_model, parameter_shapes
-from .inputs import words_config
+from ...models import make_model, parameter_shapes, words_config
 from .peers import adamw8bit, add_lora_to_quantized, add_shira, galore, quantize_linear_layers
 
 Mode = Literal["dense", "adamw8bit", "galore", "sparse", "tiles", "attention", "experts", "lora", "qlora", "shira"]
