@@ -88,16 +88,19 @@ class Ranks:
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if self.on_gpu else "gloo")
         self.config = model_config(self.args.shape, self.args.sequence_length)
+        self.masks: dict[str, MaskSet] = {}
 
     def mask(self, pattern: str) -> MaskSet:
         """A random mask of the matrices, which rank 0 draws for all ranks unless the folder has it."""
+        if pattern in self.masks:
+            return self.masks[pattern]
         args, path = self.args, self.mask_file(pattern)
         if self.rank == 0 and not path.is_file():
             self.print(f"drawing a random mask of {pattern}")
             shapes = masked_shapes(self.config)
             MaskSet.random(shapes, density=args.density, pattern=pattern, seed=args.seed).save(path)
         self.barrier()
-        return MaskSet.load(path)
+        return self.masks.setdefault(pattern, MaskSet.load(path))
 
     def mask_file(self, pattern: str) -> Path:
         args = self.args

@@ -18,8 +18,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from sparse_opt import SparseAdamW, backends
 
-from .kernels.cases import Case, check
-from .kernels.inputs import random_active, random_case, random_tensors
+from .kernels.cases import Case, check, random_active, random_case, random_tensors
 from .kernels.optimizers import Gradients, check_first_step, mask_of, parameters, sparse_adamw, step_again, step_traffic
 from .shapes import LLAMA_64M, SUITE_NUMEL, scaled
 from .timing import measure, n_buffer_sets, samples

@@ -44,8 +44,7 @@ from sparse_opt.cli.parser import CommandParser
 from .. import ranks, rows
 from ..harness import Benchmark, comma_separated, one_of_each, run_in_process
 from ..rows import Case, Row, Run
-from .reference import wrong_line
-from .variants import VARIANTS, Variant, default_variants
+from .variants import VARIANTS, Variant, default_variants, wrong_line
 
 SUITE = "distributed"
 # Options that the cases of all rows have.

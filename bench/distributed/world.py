@@ -19,15 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import SparseAdamW
 from sparse_opt.optim.ranks.agreement import n_elements
 
 from ..harness import job_main
 from ..models import n_parameters, pair
 from ..ranks import Ranks
 from ..timing import measure
-from .reference import Reference, first_step, wrong_line
-from .variants import VARIANTS, Training, Variant, make_training
+from .variants import VARIANTS, Reference, Training, Variant, first_step, make_training, wrong_line
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
@@ -87,7 +86,6 @@ class World(Ranks):
             os.sched_setaffinity(0, cores[first : first + share])
         super().__init__(job)
         self.weights_nbytes = 2 * n_parameters(self.config)
-        self.masks: dict[str, MaskSet] = {}
         self.references: dict[str, Reference] = {}
         self.results: list[dict[str, Any]] = []
         self.longest_s = 0.0  # that building and checking a variant has taken
@@ -117,7 +115,7 @@ class World(Ranks):
     def _prepare(self, variant: Variant) -> tuple[Training, dict[str, Any]]:
         """Build a variant, check its first step and count the collectives of another; return it and its row."""
         pattern = variant.pattern or "element"
-        mask, reference = self._cached_mask(pattern), self._reference(pattern)
+        mask, reference = self.mask(pattern), self._reference(pattern)
         self.reset_peak()
         held_by_others = self.allocated()
         training = self._make(variant)
@@ -205,7 +203,7 @@ class World(Ranks):
 
     def _make(self, variant: Variant) -> Training:
         args = self.args
-        mask = None if variant.pattern is None else self._cached_mask(variant.pattern)
+        mask = None if variant.pattern is None else self.mask(variant.pattern)
         return make_training(
             variant,
             self.config,
@@ -218,11 +216,6 @@ class World(Ranks):
             dpo=args.dpo,
         )
 
-    def _cached_mask(self, pattern: str) -> MaskSet:
-        if pattern not in self.masks:
-            self.masks[pattern] = self.mask(pattern)
-        return self.masks[pattern]
-
     def _reference(self, pattern: str) -> Reference | None:
         """The update of one device on the pairs of all ranks; None if the model does not fit one device."""
         if self.on_gpu and 2 * self.weights_nbytes > torch.cuda.get_device_properties(self.device).total_memory:
@@ -230,7 +223,7 @@ class World(Ranks):
         if pattern not in self.references:
             training = self._make(VARIANTS[f"local_{pattern}_fp32"])
             pairs = [self._pair(rank) for rank in range(self.size)]
-            self.references[pattern] = Reference.of(training, self._cached_mask(pattern), pairs)
+            self.references[pattern] = Reference.of(training, self.mask(pattern), pairs)
             training.close()
             del training
             self.release_memory()

@@ -33,8 +33,7 @@ from sparse_opt.masks.patterns import PATTERNS
 from ..harness import Work
 from ..shapes import SHAPES, Shapes, total_numel
 from .bounds import Traffic, of_tiles
-from .cases import WrongResult
-from .inputs import segments
+from .cases import WrongResult, segments
 from .recorder import TORCH, Recorder
 
 OP, MM = "tile_weight_grad_", "torch.mm"

@@ -6,7 +6,7 @@ sequences of all ranks the gradient is a sum of N matrices (2 N of tied embeddin
 the dtype of the backward pass, by at most u of its values (u = 2^-9 in bf16); sums are fp32. If the gradients of
 different sequences are uncorrelated, the norm of the sum is sqrt(2 N) times that of one, and the norm of the difference
 at most 2 u sqrt(2 N) of it. AdamW's first update is +-lr, and an error e of the gradient changes the signs of at most
-sqrt(4 e) of its norm; see `bench.distributed.reference`.
+sqrt(4 e) of its norm; see `bench.distributed.variants`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from sparse_opt.integrations.verl.options import set_strategy
 
-from ..distributed.reference import CHECK_LR, compared, first_step
-from ..distributed.variants import Training, Variant
+from ..distributed.variants import CHECK_LR, Training, Variant, compared, first_step
 from ..harness import job_main
 from ..models import make_model
 from ..ranks import Ranks

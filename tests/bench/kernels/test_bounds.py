@@ -8,7 +8,7 @@ import torch
 from sparse_opt import MaskSet
 from sparse_opt.bench.kernels import bounds
 from sparse_opt.bench.kernels.bounds import Rates, Traffic
-from sparse_opt.bench.kernels.inputs import random_case
+from sparse_opt.bench.kernels.cases import random_case
 from sparse_opt.ops import STEP_OPS
 
 H200_COPY_RATE = 4275e9  # bytes a second, measured
