@@ -56,9 +56,7 @@ NAMES = [kind.name for kind in KINDS]
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is timed")
     what.add_argument("--activate", action="store_true", help="time `DeltaSet.activate`, on a model of --numel")
-    what.add_argument(
-        "--numel", type=int, help="elements of the one tensor (2^30; on a CPU 2^25), or of the model (3.21 B)"
-    )
+    what.add_argument("--numel", type=int, help="of the one tensor (2^30; on a CPU 2^25), or of the model (3.21 B)")
     what.add_argument("--peer_numel", type=int, help="for other packages (2^26; on a CPU 2^24)")
     what.add_argument(
         "--cases", type=comma_separated, default=NAMES, help=f"of {', '.join(NAMES)} (all)".replace("%", "%%")

@@ -72,12 +72,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--dpo", action="store_true", help="with a reference, the base weights; sparse variants only")
     ranks.add_network_options(run)
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")
-    run.add_argument(
-        "--steps_in_a_row",
-        type=int,
-        default=4,
-        help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
-    )
+    run.add_argument("--steps_in_a_row", type=int, default=4, help="timed together; fewer if slow (%(default)s)")
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far")
 
