@@ -50,6 +50,7 @@ from .models import (
 from .rows import Case, Row, Run
 from .shapes import SHAPES
 from .training.baseline.modes import LEAN
+from .training.baseline.trl import trainer_options
 
 MODES = ("dense", "lora", "tiles", "tiles_sent")
 CUDA_BYTES = 2 * 2**30  # of contexts and libraries
@@ -123,14 +124,12 @@ def make_trainer(args: Namespace, memory_share: float) -> Any:
     common = {
         "model": make_model(config, torch.device(args.device), args.seed),
         "args": trl.GRPOConfig(
-            output_dir=f"{args.folder}/run",
-            max_steps=args.n_steps,
+            **trainer_options(f"{args.folder}/run", args.n_steps, args.seed, on_gpu=not on_cpu),
             per_device_train_batch_size=args.micro_batch_size,
             gradient_accumulation_steps=args.n_prompts * args.n_generations // args.micro_batch_size,
             num_generations=args.n_generations,
             max_completion_length=args.max_new_tokens,
             learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
             beta=BETA,
             use_vllm=True,
             vllm_mode="colocate",
@@ -138,13 +137,6 @@ def make_trainer(args: Namespace, memory_share: float) -> Any:
             vllm_max_model_length=longest,
             vllm_enable_sleep_mode=args.sleep,
             generation_kwargs={"ignore_eos": True, "detokenize": False},
-            bf16=True,
-            use_cpu=on_cpu,
-            save_strategy="no",
-            logging_steps=1,
-            report_to=[],
-            disable_tqdm=True,
-            seed=args.seed,
         ),
         "train_dataset": datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in prompts]),
         "processing_class": word_tokenizer(),

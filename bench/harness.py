@@ -78,9 +78,7 @@ def passes(run: Run, what: str, check: Callable[[], object] | None) -> bool:
     return True
 
 
-def time_works(
-    run: Run, suite: str, works: Iterable[Work], device: torch.device, n_rounds: int, *, n_warmup: int = 3
-) -> None:
+def time_works(run: Run, suite: str, works: Iterable[Work], device: torch.device, n_rounds: int) -> None:
     """Check the works, time those with right results in turns, and add their rows; print each.
 
     On a GPU each has three rows: time on the device, time until the call returns, and time until the work is done.
@@ -89,12 +87,13 @@ def time_works(
     common = rows.in_common([work.case for work in works])
     right = [work for work in works if passes(run, rows.label(work.case, common), work.check)]
     calls = {str(i): work.call for i, work in enumerate(right)}
-    timings = timing.measure(calls, device=device, n_rounds=n_rounds, n_warmup=n_warmup)
+    timings = timing.measure(calls, device=device, n_rounds=n_rounds)
     for work, found in zip(right, timings.values(), strict=True):
         row = Row.of_timing(vars(found), suite=suite, case=work.case, peers=work.peers)
         run.add(row)
         run.save()
-        print(rows.line(row, common), flush=True)
+        spread = f"{rows.number(found.p20_ms)} - {rows.number(found.p80_ms)}"
+        print(f"{rows.label(work.case, common)}: {rows.quantity(found.ms, 'ms', 4)} ({spread})", flush=True)
         if device.type == "cuda":
             cases: dict[str, float | Case] = {k: peer for k, peer in work.peers.items() if isinstance(peer, dict)}
             for metric, value, peers in (("host time", found.host_ms, {}), ("wall time", found.wall_ms, cases)):

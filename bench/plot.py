@@ -91,11 +91,7 @@ def _lines(axes: Any, found: Sequence[Row], x: str, divisor: float, name: str, h
         lines.setdefault(label(row.case, hidden) or row.metric, []).append((row.case[x], row.value / divisor))
     for i, (text, points) in enumerate(lines.items()):
         axes.plot(*zip(*sorted(points), strict=True), marker="o", color=COLOURS[i % len(COLOURS)], label=text)
-    values = [value for points in lines.values() for _, value in points]
-    if max(values) > LOGARITHMIC * min(values):
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
     axes.set(xlabel=x.replace("_", " "), ylabel=name)
     if max(row.case[x] for row in found) >= 1e6:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e9:g} B")

@@ -206,12 +206,6 @@ def label(case: Mapping[str, Any], leave_out: Iterable[str] = ()) -> str:
     return ", ".join(value if isinstance(value, str) else described(name, value) for name, value in parts.items())
 
 
-def line(row: Row, leave_out: Iterable[str] = ()) -> str:
-    """A row in one line, while a benchmark runs."""
-    spread = "" if row.p20 is None or row.p80 is None else f" ({number(row.p20)} - {number(row.p80)})"
-    return f"{label(row.case, leave_out)}: {row.metric} {quantity(row.value, row.unit, 4)}{spread}"
-
-
 # Files
 
 

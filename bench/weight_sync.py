@@ -125,7 +125,8 @@ class World(Ranks):
                     right[row.name] &= self._same(row)
         found = [self._result(row, times[row.name], right[row.name], mask) for row in rows]
         for result in found:
-            self.print(f"{self.args.network}, {result['variant']}: {result['p20_ms']:.2f} - {result['p80_ms']:.2f} ms")
+            p20, _, p80 = percentiles(result["times_ms"])
+            self.print(f"{self.args.network}, {result['variant']}: {p20:.2f} - {p80:.2f} ms")
         for row in rows:
             row.close()
         if training is not None:
@@ -186,9 +187,7 @@ class World(Ranks):
             own["stream_ms"] = self._stream_ms(row.sender)
         found: list[Any] = [None, None]
         dist.all_gather_object(found, own)
-        p20, ms, p80 = percentiles(times)
-        spread = {"ms": ms, "p20_ms": p20, "p80_ms": p80, "n_rounds": len(times)}
-        return {"variant": row.name, "nnz": mask.nnz, "right": right, **spread, **found[0], **found[1]}
+        return {"variant": row.name, "nnz": mask.nnz, "right": right, "times_ms": times, **found[0], **found[1]}
 
     def _stream_ms(self, sender: WeightSender) -> float | None:
         """How long `update` keeps the stream of the training busy, in milliseconds; None on a CPU."""
@@ -262,7 +261,7 @@ def result_rows(result: Mapping[str, Any], network: str, settings: Mapping[str, 
     shared: dict[str, Any] = {"suite": "weight_sync", "case": case}
     whole: Case = {"pattern": None, "sent": "all weights"}
     peers: dict[str, float | Case] = {} if pattern is None else {"all weights": whole}
-    rows = [Row.of_timing(result, **shared, peers=peers)]
+    rows = [Row.of_samples(result["times_ms"], **shared, metric="time", unit="ms", peers=peers)]
     rows.append(Row(**shared, metric="message", unit="MB", value=result["message_bytes"] / 1e6))
     if pattern is None:
         return rows

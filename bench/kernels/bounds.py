@@ -91,27 +91,16 @@ class Traffic(NamedTuple):
         return self.copied / rates.copy + self.scattered / (rates.write_rate(self.unit, self.share) or rates.copy)
 
 
-def hit(density: float, *, itemsize: int = 2, run: int = 1, size: int = GRANULE_BYTES) -> float:
-    """The share of granules that contain an active element, under a random mask.
-
-    A granule has ``size / itemsize`` elements, which are ``n = max(1, size / itemsize / run)`` independent choices; it
-    contains no active element with probability ``(1 - d)^n``.
-
-    Args:
-        density: share of active elements.
-        itemsize: bytes of an element.
-        run: length of the mask's aligned runs (1 for single elements).
-        size: bytes of a granule, or of a sector.
-    """
-    return 1.0 - (1.0 - density) ** math.ceil(max(1.0, size / itemsize / run))
-
-
 def touched_bytes(numel: int, nnz: float, itemsize: int, run: int = 1, size: int = GRANULE_BYTES) -> float:
-    """Bytes of the granules (or sectors) that contain one of ``nnz`` active elements among ``numel``.
+    """Bytes of the granules (or sectors) of `size` that contain one of ``nnz`` random active elements among ``numel``.
 
-    ``hit(nnz / numel) * numel * itemsize``.
+    A granule is ``n = max(1, size / itemsize / run)`` independent choices of aligned runs of the mask (``run`` is 1 for
+    single elements); it contains no active element with probability ``(1 - nnz / numel)^n``.
     """
-    return hit(nnz / numel, itemsize=itemsize, run=run, size=size) * numel * itemsize if numel else 0.0
+    if not numel:
+        return 0.0
+    n = math.ceil(max(1.0, size / itemsize / run))
+    return (1.0 - (1.0 - nnz / numel) ** n) * numel * itemsize
 
 
 def scattered_writes(copied: float, numel: int, nnz: float, itemsize: int, run: int = 1) -> Traffic:

@@ -30,6 +30,13 @@ from .modes import Job
 from .run import finite
 
 
+def trainer_options(folder: str, n_steps: int, seed: int, *, on_gpu: bool) -> dict[str, Any]:
+    """The options of TRL's trainers that all benchmarks have: metrics of every step, and no checkpoints."""
+    quiet: dict[str, Any] = {"save_strategy": "no", "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    arithmetic = {"bf16": True, "use_cpu": not on_gpu, "lr_scheduler_type": "constant", "seed": seed}
+    return {"output_dir": folder, "max_steps": n_steps, **arithmetic, **quiet}
+
+
 def run(job: Job) -> dict[str, Any]:
     """Train for `n_steps` and return what was measured, step by step; a step includes the device's work."""
     transformers, trl, datasets = (import_module(name) for name in ("transformers", "trl", "datasets"))
@@ -60,22 +67,13 @@ def run(job: Job) -> dict[str, Any]:
         trainer = trainer_class(
             model=transformers.AutoModelForCausalLM.from_pretrained(job.model_name, dtype=torch.bfloat16),
             args=trl.DPOConfig(
-                output_dir=folder,
-                max_steps=job.n_steps,
+                **trainer_options(folder, job.n_steps, job.seed, on_gpu=on_gpu),
                 max_length=job.sequence_length,
                 per_device_train_batch_size=job.batch_size,
                 gradient_checkpointing=job.gradient_checkpointing,
                 precompute_ref_log_probs=job.precomputed_reference,
                 learning_rate=job.learning_rate,
-                lr_scheduler_type="constant",
                 train_sampling_strategy="sequential",
-                bf16=True,
-                use_cpu=not on_gpu,
-                save_strategy="no",
-                logging_steps=1,
-                report_to=[],
-                disable_tqdm=True,
-                seed=job.seed,
             ),
             train_dataset=datasets.Dataset.from_list([json.loads(line) for line in text.splitlines()]),
             processing_class=transformers.AutoTokenizer.from_pretrained(job.model_name),

@@ -21,7 +21,7 @@ def test_touched_bytes_agree_with_a_count(itemsize):
     granules = active.view(-1, per_granule).any(dim=1)
     # The count is binomial over the granules: five standard deviations. Drawing each element leaves nnz itself to
     # chance, which the estimate takes as given: it only tightens the bound.
-    share = bounds.hit(0.025, itemsize=itemsize)
+    share = bounds.touched_bytes(numel, 0.025 * numel, itemsize) / (numel * itemsize)
     spread = 5 * bounds.GRANULE_BYTES * math.sqrt(len(granules) * share * (1 - share))
     counted = float(bounds.GRANULE_BYTES * granules.sum().item())
     assert bounds.touched_bytes(numel, int(active.sum()), itemsize) == pytest.approx(counted, abs=spread)
