@@ -4,7 +4,6 @@ against a number of the cases, such as a model's size."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from .rows import Row, in_common, label, number, scale_of
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000", "#999999", "#44AA99")
 # A logarithmic axis if the largest value is so many times the smallest.
 LOGARITHMIC = 50
-# Modes as a figure names them.
-WORDS = {"dense": "all weights", "sparse": "sparse-opt", "tiles": "sparse-opt", "lora": "LoRA", "shira": "SHiRA"}
 
 
 def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = None) -> None:
@@ -26,11 +23,7 @@ def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = N
     Args:
         x: number of the cases to draw lines against; without it, several metrics are parts of a bar.
     """
-    found = [
-        replace(row, case={key: WORDS.get(str(value), value) for key, value in row.case.items()})
-        for row in found
-        if row.unit == found[0].unit
-    ]
+    found = [row for row in found if row.unit == found[0].unit]
     divisor, unit = scale_of(found[0].unit, max(row.value for row in found))
     metrics = list(dict.fromkeys(row.metric for row in found))
     name = f"{metrics[0] if len(metrics) == 1 else ''} {unit}".strip()

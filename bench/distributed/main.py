@@ -56,8 +56,6 @@ _EPILOG = """examples:
   sparse-opt bench distributed                                       # 3B shape, 1 to all GPUs, both networks
   sparse-opt bench distributed --limit_s 540                         # what can be measured in nine minutes
   sparse-opt bench distributed --gpus 4 --networks sockets --resume  # keeps the other rows of the results file
-  sparse-opt bench distributed --gpus 2 --variants ddp,replicate_tile64_bf16
-  sparse-opt bench distributed --eager --output eager.json           # without torch.compile
   sparse-opt bench distributed --shape 70b --gpus 4 --networks default --variants fsdp2_tile64_bf16 \\
       --gradient_checkpointing --dpo --eager --steps_in_a_row 1
   sparse-opt bench distributed --small --eager --gpus 1,2            # a tiny model, on the CPU with gloo
@@ -82,7 +80,7 @@ def problem(args: Namespace) -> str:
     on_cpu, names = args.device == "cpu", args.variants or []
     if error := (
         ranks.problem(args, "distributed")
-        or _gpus_problem(args, n_gpus=2 if on_cpu else torch.cuda.device_count(), on_cpu=on_cpu)
+        or _gpus_problem(args)
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")
     ):
         return error
@@ -93,8 +91,10 @@ def problem(args: Namespace) -> str:
     return ""
 
 
-def _gpus_problem(args: Namespace, *, n_gpus: int, on_cpu: bool) -> str:
+def _gpus_problem(args: Namespace) -> str:
     """The error of the numbers of GPUs; empty if they are valid. Fills the default."""
+    on_cpu = args.device == "cpu"
+    n_gpus = 2 if on_cpu else torch.cuda.device_count()
     try:
         args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
     except ValueError:

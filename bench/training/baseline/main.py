@@ -54,7 +54,6 @@ _OF_GRPO = ("n_generations", "max_new_tokens")
 _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes dense,adamw8bit,galore,lora,qlora,sparse,tiles
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
-  sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
   sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs --share_prompts
   sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
@@ -100,11 +99,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--shira_rank", type=int, help="of mode shira (46: 2.2 %% of the weights; of a tiny shape 1)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
     what.add_argument("--precomputed_reference", action="store_true", help="dpo: before the first step, in every mode")
-    what.add_argument(
-        "--share_prompts",
-        action="store_true",
-        help="run every mode a second time, with a prompt computed once for its completions when they are trained",
-    )
+    what.add_argument("--share_prompts", action="store_true", help="every mode twice, also with prompts computed once")
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
     what.add_argument("--cuda_graphs", action="store_true", help="dpo, modes sparse and tiles: replay steps, on a GPU")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
