@@ -208,14 +208,13 @@ def _metric_columns(run: Run, metric: str, found: Sequence[Row | None], *, with_
     def column(name: str, values: Sequence[float | None]) -> Column:
         return Column(f"{name}, {unit}" if unit else name, list(map(shown, values)))
 
-    columns = [column(metric, [row and row.value for row in found])]
+    columns = [column(metric, [None if row is None else row.value for row in found])]
     if with_spread and any(row.p20 is not None for row in present):
         spreads = [f"{shown(row.p20)} - {shown(row.p80)}" if row and row.p20 is not None else "" for row in found]
         columns.append(Column("p20 - p80", spreads))
     for peer in dict.fromkeys(name for row in present for name in row.peers):
-        numbers = [
-            None if row is None or isinstance(row.peers.get(peer), dict) else row.peers.get(peer) for row in found
-        ]
+        others = [None if row is None else row.peers.get(peer) for row in found]
+        numbers = [None if isinstance(other, dict) else other for other in others]
         if any(n is not None for n in numbers):
             columns.append(column(peer, numbers))
         ratios = ["" if row is None else ratio_cell(run, row, peer) for row in found]
@@ -234,7 +233,7 @@ def compared(runs: Mapping[str, Run]) -> Run:
     for key, row in last.items():
         others = [of_run[key] for of_run in earlier if key in of_run]
         if len(others) == len(earlier):
-            peers = dict(zip(runs, [other.value for other in others], strict=False))
+            peers: dict[str, float | Case] = {name: other.value for name, other in zip(runs, others, strict=False)}
             n = min(0 if is_unsteady(other) else row.n for other in others)
             run.rows.append(replace(row, peers=peers, n=n))
     if odd := {key for of_run in (*earlier, last) for key in of_run} - {row.key for row in run.rows}:

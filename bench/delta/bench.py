@@ -181,9 +181,8 @@ def _add_rows(
         for way in ("encode", "decode"):
             timing = times[f"{way} {coder.name}"]
             # The time between events and its spread; the wall time if the host works too.
-            ms, spread = (
-                (timing.ms, {"p20": timing.p20_ms, "p80": timing.p80_ms}) if coder.on_device else (timing.wall_ms, {})
-            )
+            ms = timing.ms if coder.on_device else timing.wall_ms
+            spread: dict[str, Any] = {"p20": timing.p20_ms, "p80": timing.p80_ms} if coder.on_device else {}
             add(way, "ms", ms, n=timing.n_rounds, **spread)
             add(f"{way} rate", "GB/s", raw / ms / 1e6)
             if way == "encode":

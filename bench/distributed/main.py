@@ -141,7 +141,7 @@ def measure(args: Namespace, run: Run) -> None:
 def case_of(variant: Variant, gpus: int, network: str, args: Namespace) -> Case:
     """The case of a variant on so many GPUs and this network."""
     settings = {name: getattr(args, name) for name in SETTINGS}
-    own = {"layout": variant.layout, "pattern": variant.pattern, "gradients": variant.grad_dtype or "bf16"}
+    own: Case = {"layout": variant.layout, "pattern": variant.pattern, "gradients": variant.grad_dtype or "bf16"}
     own["cuda_graphs"] = variant.cuda_graphs or None
     return rows.clean({"network": network, "gpus": gpus, **own, **settings})
 

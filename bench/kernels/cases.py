@@ -244,7 +244,7 @@ def gather_case(grads: list[Tensor], active: Active) -> Case:
     return Case("masked_grad_gather_", arguments, traffic, **_GRADIENT_OUTPUTS)
 
 
-def _sizes(dense: Sequence[Tensor], active: Active) -> dict[str, int]:
+def _sizes(dense: Sequence[Tensor], active: Active) -> dict[str, Any]:
     """What the traffic of an op on active elements follows from."""
     numel, nnz, itemsize = bounds.numel_of(dense), active.nnz, dense[0].element_size()
     return {"numel": numel, "nnz": nnz, "itemsize": itemsize, "index_itemsize": active.indices.element_size()}
