@@ -236,6 +236,8 @@ def compared(runs: Mapping[str, Run]) -> Run:
             peers: dict[str, float | Case] = {name: other.value for name, other in zip(runs, others, strict=False)}
             n = min(0 if is_unsteady(other) else row.n for other in others)
             run.rows.append(replace(row, peers=peers, n=n))
+    if not run.rows:
+        raise ConfigError(f"{', '.join(runs)} have no row in common")
     if odd := {key for of_run in (*earlier, last) for key in of_run} - {row.key for row in run.rows}:
         run.note(f"{len(odd)} rows are not in all runs")
     return run

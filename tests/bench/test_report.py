@@ -88,6 +88,8 @@ def test_runs_are_compared(run, tmp_path, capsys):
     (line,) = [line.split() for line in out.splitlines() if line.startswith("fused")]
     assert line[-6:] == ["20.00", "19.80", "-", "20.20", "16.00", "1.25"]
     assert "3 rows are not in all runs" in out
+    rows.write(tmp_path / "b.json", Run(ENVIRONMENT, [row("new", 1.0)]))
+    assert main(["bench", "report", *(str(tmp_path / f"{name}.json") for name in "ab")]) == 2
 
 
 def test_files_of_pytest_benchmark_are_runs_too():
