@@ -22,7 +22,7 @@ from sparse_opt.ops import STEP_OPS
 from ..harness import Work, passes
 from ..shapes import Shapes, total_numel
 from ..timing import Prepared
-from . import bounds, inputs
+from . import bounds, cases
 from .cases import Active
 from .optimizers import (
     ADAMW,
@@ -84,15 +84,15 @@ class WeightRows:
     def __post_init__(self) -> None:
         self.numel = total_numel(self.shapes)
         self.itemsize = self.dtype.itemsize
-        self.params = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=0.02)
+        self.params = cases.random_tensors(self.shapes, self.dtype, self.generator, scale=0.02)
         self.start = [param.clone() for param in self.params]
-        self.grads = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=1e-3)
+        self.grads = cases.random_tensors(self.shapes, self.dtype, self.generator, scale=1e-3)
         self.named_grads = self._named(self.grads)
 
     def run(self) -> None:
         """Time all rows."""
         for i, density in enumerate(DENSITIES):
-            active = inputs.random_active(self.params, density, self.generator)
+            active = cases.random_active(self.params, density, self.generator)
             masked = Masked(mask_of(self._named(self.params), active), active, density)
             self._op_steps(masked)
             self._gather_and_swap(masked, [self._torch_clip()] if i == 0 else [])
@@ -105,19 +105,19 @@ class WeightRows:
             self.step_under(pattern, "dense")
 
     def _op_steps(self, masked: Masked) -> None:
-        active = inputs.narrowed(masked.active)
+        active = cases.narrowed(masked.active)
         for op, kind in itertools.product(STEP_OPS, STEP_NAMES):
             self._restart()
-            case = inputs.step_case(op, self.params, self.grads, active, self.generator, dense_grads=kind == "dense")
+            case = cases.step_case(op, self.params, self.grads, active, self.generator, dense_grads=kind == "dense")
             # Restart from the same weights: under a constant gradient they grow until a step no longer changes a bit.
             works = self.recorder.cases({f"{op}, {kind} gradients": case}, masked.density, self._restart)
             self.recorder.time(works)
 
     def _gather_and_swap(self, masked: Masked, others: Sequence[Work]) -> None:
-        active, cases = inputs.narrowed(masked.active), self.recorder.cases
-        self.recorder.time([*cases({GATHER: inputs.gather_case(self.grads, active)}, masked.density), *others])
-        for name, make in ((SWAP, inputs.swap_case), (REPLACE, inputs.replace_case)):
-            self.recorder.time(cases({name: make(self.params, active, self.generator)}, masked.density))
+        active, works_of = cases.narrowed(masked.active), self.recorder.cases
+        self.recorder.time([*works_of({GATHER: cases.gather_case(self.grads, active)}, masked.density), *others])
+        for name, make in ((SWAP, cases.swap_case), (REPLACE, cases.replace_case)):
+            self.recorder.time(works_of({name: make(self.params, active, self.generator)}, masked.density))
 
     def _optimizers(self, masked: Masked, others: Sequence[Work]) -> None:
         """SparseAdamW as users call it, on the backend that `auto` selects."""
@@ -187,20 +187,8 @@ class WeightRows:
         for _ in range(n_steps - 1):
             step_again(optimizer)
         changed = swapped_share(optimizer, named, mask.nnz)
-        size = index_itemsize(optimizer)
-        if compact_weights:
-            traffic = bounds.replace_traffic(
-                mask.numel,
-                mask.nnz,
-                itemsize=self.itemsize,
-                compact_itemsizes=2 * self.itemsize,
-                index_itemsize=size,
-                changed=changed,
-            )
-        else:
-            traffic = bounds.swap_traffic(
-                mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed
-            )
+        traffic_of, size = bounds.replace_traffic if compact_weights else bounds.swap_traffic, index_itemsize(optimizer)
+        traffic = traffic_of(mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed)
         name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
         with contextlib.ExitStack() as inside:
             call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
@@ -217,7 +205,7 @@ class WeightRows:
             recorder.run.note(f"not timed: rows{FINE}: {str(error).partition(chr(10))[0]}")
             return
         try:
-            gather = inputs.gather_case(self.grads, inputs.narrowed(masked.active))
+            gather = cases.gather_case(self.grads, cases.narrowed(masked.active))
             recorder.time(recorder.cases({GATHER + FINE: gather}, masked.density, only=recorder.auto(gather.op)))
             works = [self._fused_step(FINE)] if with_dense else []
             for kind, name in STEP_NAMES.items():
@@ -250,12 +238,14 @@ class WeightRows:
         for param, grad in zip(named.values(), self.grads, strict=True):
             param.grad = grad
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=self.itemsize)
+        # Gradients are read for the norm, then read and written for scaling.
+        traffic = bounds.Traffic(3.0 * self.numel * self.itemsize)
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
     def _fused_step(self, fetches: str = "") -> Work:
         step = torch_adamw(self._parameters(), self.named_grads).step
-        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=self.itemsize)
+        # The gradient is read; the parameter and both moments, of its dtype, are read and written.
+        traffic = bounds.Traffic(7.0 * self.numel * self.itemsize)
         return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
