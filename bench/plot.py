@@ -4,6 +4,7 @@ against a number of the cases, such as a model's size."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,25 @@ from .rows import Row, in_common, label, number, scale_of
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000", "#999999", "#44AA99")
 # A logarithmic axis if the largest value is so many times the smallest.
 LOGARITHMIC = 50
+# Values of cases as a figure names them, if they do not say what they are; and keys.
+WORDS = {
+    "dense": "all weights, fused AdamW",
+    "sparse": "sparse-opt",
+    "tiles": "sparse-opt",
+    "attention": "sparse-opt, attention alone",
+    "experts": "sparse-opt, attention and whole experts",
+    "element": "single elements",
+    "tile64": "tiles of 64 x 64",
+    "tile128": "tiles of 128 x 128",
+    "lora": "LoRA",
+    "local": "no communication",
+    "ddp": "DistributedDataParallel",
+    "ddp_whole_layers": "DistributedDataParallel, whole layers",
+    "fsdp2": "FSDP2",
+    "default": "NCCL's choice",
+    "sockets": "TCP sockets",
+}
+KEYS = {"lora_rank": "rank", "shira_rank": "rank", "gradient_checkpointing": "checkpointing"}
 
 
 def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = None) -> None:
@@ -23,7 +43,11 @@ def draw(found: Sequence[Row], path: Path, *, title: str = "", x: str | None = N
     Args:
         x: number of the cases to draw lines against; without it, several metrics are parts of a bar.
     """
-    found = [row for row in found if row.unit == found[0].unit]
+    found = [
+        replace(row, case={KEYS.get(key, key): WORDS.get(str(value), value) for key, value in row.case.items()})
+        for row in found
+        if row.unit == found[0].unit
+    ]
     divisor, unit = scale_of(found[0].unit, max(row.value for row in found))
     metrics = list(dict.fromkeys(row.metric for row in found))
     name = f"{metrics[0] if len(metrics) == 1 else ''} {unit}".strip()
@@ -71,7 +95,8 @@ def _bars(axes: Any, found: Sequence[Row], metrics: list[str], divisor: float, n
     axes.spines[["top", "right"]].set_visible(False)
     if len(metrics) > 1:
         kinds = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each metric once
-        axes.legend(kinds.values(), kinds, frameon=False, fontsize=8)
+        above = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(kinds)}
+        axes.legend(kinds.values(), kinds, frameon=False, fontsize=8, **above)
 
 
 def _lines(axes: Any, found: Sequence[Row], x: str, divisor: float, name: str, hidden: set[str]) -> None:
