@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
@@ -84,8 +84,6 @@ class Channel:
 class World(Ranks):
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
-        if self.on_gpu:
-            set_l2_fetch_granularity(32, self.device)
         self.ids = pair(self.args.seed, self.args.sequence_length, self.config.vocab_size, self.device)
 
     def measure(self) -> list[dict[str, Any]]:

@@ -5,8 +5,7 @@ an op that hardly writes may run a few percent faster than this bound. Scattered
 copy (docs/dev/notebook.md), and cost their bytes at the rates that were measured once on an H200; these depend on the
 order of the writes, and an op with a better order may be a few percent faster too. On other GPUs they are not known.
 
-An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. (The
-bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It
+An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. It
 writes back sectors of 32 bytes: a scattered write costs the sector of a single element, and its own bytes if it is a
 run or the row of a tile that is longer. Compact buffers are contiguous and cost their own size, but for a copy of the
 weights, of which only sectors that change are written. The mask costs one index per unit of its pattern, of 4 or 2

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_opt import BackendUnavailable, MaskSet, set_l2_fetch_granularity
+from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.ops import STEP_OPS
 
@@ -57,7 +57,6 @@ FUSED = "torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 SMALL = ", lr 1e-6"
 KNOWN = ", compact weights"  # which are not read from the model
-FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
 BASE = "SparseAdamW.base_weights, in"
 GATHER, SWAP, REPLACE = "masked_grad_gather_", "indexed_swap_", "indexed_replace_"
@@ -100,7 +99,6 @@ class WeightRows:
             self.base_weights(masked)
             for compact_weights in (False, True):
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
-            self.fine_fetches(masked, with_dense=i == 0)
         for pattern in PATTERNS:
             self.step_under(pattern, "dense")
 
@@ -162,20 +160,11 @@ class WeightRows:
 
         traffic = step_traffic(optimizer, param_itemsize=self.itemsize, dense_grads=kind == "dense", changed=changed)
         call = Prepared(prepare, functools.partial(step_again, optimizer))
-        fused = FUSED + (FINE if name.endswith(FINE) else "")
-        peers = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}}
+        peers = {"fused AdamW": {"work": FUSED, "backend": TORCH, "density": None}}
         backend = backend or self.recorder.auto(ADAMW)
         return [self.recorder.work(name, backend, masked.density, call, traffic, peers=peers)]
 
-    def base_weights(
-        self,
-        masked: Masked,
-        fetches: str = "",
-        *,
-        lr: float = LR,
-        n_steps: int = 1,
-        compact_weights: bool = False,
-    ) -> None:
+    def base_weights(self, masked: Masked, *, lr: float = LR, n_steps: int = 1, compact_weights: bool = False) -> None:
         """The swap to the base weights, after `n_steps` steps at this learning rate; the one back takes as long."""
         self._restart()
         named, mask = self._parameters(), masked.mask
@@ -189,32 +178,10 @@ class WeightRows:
         changed = swapped_share(optimizer, named, mask.nnz)
         traffic_of, size = bounds.replace_traffic if compact_weights else bounds.swap_traffic, index_itemsize(optimizer)
         traffic = traffic_of(mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed)
-        name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
+        name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "")
         with contextlib.ExitStack() as inside:
             call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
             self.recorder.time([self.recorder.work(name, self.recorder.auto(SWAP), masked.density, call, traffic)])
-
-    def fine_fetches(self, masked: Masked, *, with_dense: bool) -> None:
-        """Ops on single elements with `set_l2_fetch_granularity(32)`, and the dense step for comparison."""
-        recorder = self.recorder
-        if recorder.device.type == "cpu":
-            return
-        try:
-            before = set_l2_fetch_granularity(32, recorder.device)
-        except (BackendUnavailable, RuntimeError) as error:
-            recorder.run.note(f"not timed: rows{FINE}: {str(error).partition(chr(10))[0]}")
-            return
-        try:
-            gather = cases.gather_case(self.grads, cases.narrowed(masked.active))
-            recorder.time(recorder.cases({GATHER + FINE: gather}, masked.density, only=recorder.auto(gather.op)))
-            works = [self._fused_step(FINE)] if with_dense else []
-            for kind, name in STEP_NAMES.items():
-                for lr, suffix in ((LR, ""), (SMALL_LR, SMALL)):
-                    works += self._step(name + suffix + FINE, masked, kind, lr=lr)
-            recorder.time(works)
-            self.base_weights(masked, FINE)
-        finally:
-            set_l2_fetch_granularity(before, recorder.device)
 
     def step_under(self, pattern: str, kind: Gradients) -> None:
         """The step under a random mask of the pattern."""
@@ -242,11 +209,11 @@ class WeightRows:
         traffic = bounds.Traffic(3.0 * self.numel * self.itemsize)
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
-    def _fused_step(self, fetches: str = "") -> Work:
+    def _fused_step(self) -> Work:
         step = torch_adamw(self._parameters(), self.named_grads).step
         # The gradient is read; the parameter and both moments, of its dtype, are read and written.
         traffic = bounds.Traffic(7.0 * self.numel * self.itemsize)
-        return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
+        return self.recorder.work(FUSED, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

@@ -9,7 +9,7 @@ from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.bench import rows as results
 from sparse_opt.bench.kernels import cases, optimizers, table, weights
 from sparse_opt.bench.kernels.bounds import Rates
-from sparse_opt.bench.kernels.cases import Active, WrongResult
+from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.optimizers import check_base_weights, parameters, sparse_adamw
 from sparse_opt.bench.kernels.recorder import Recorder
 from sparse_opt.bench.rows import Run
@@ -70,38 +70,6 @@ def test_base_weights_are_checked_inside_and_outside(monkeypatch):
     monkeypatch.setattr(wrong, "base_weights", wrong_swap)
     with pytest.raises(WrongResult, match="base_weights: b outside again: 1 of 2000"):
         check_base_weights(wrong, params)
-
-
-def fine_fetches(monkeypatch, setting):
-    """The rows with fetches of 32 bytes, on a GPU that is not touched; `setting` replaces the library function."""
-    monkeypatch.setattr(weights, "set_l2_fetch_granularity", setting)
-    recorder = Recorder(Run({}), torch.device("cuda"), [])
-    rows = weights.WeightRows(recorder, {}, torch.Generator())
-    masked = weights.Masked(MaskSet({}, {}), Active(torch.empty(0, dtype=torch.int32), [], []), 0.025)
-    rows.fine_fetches(masked, with_dense=False)
-    return recorder
-
-
-def test_a_gpu_without_smaller_fetches_leaves_their_rows_out(monkeypatch):
-    def refuse(n_bytes, device):
-        raise RuntimeError("CUDA error: limit is not supported\nand more")
-
-    recorder = fine_fetches(monkeypatch, refuse)
-    assert recorder.run.notes == ["not timed: rows, 32-byte fetches: CUDA error: limit is not supported"]
-    assert recorder.run.rows == []
-
-
-def test_fetches_are_as_they_were_after_an_error(monkeypatch):
-    set_to = []
-
-    def fail(*args):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(weights.cases, "gather_case", fail)
-    monkeypatch.setattr(weights.cases, "narrowed", lambda active: active)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        fine_fetches(monkeypatch, lambda n_bytes, device: set_to.append(n_bytes) or 64)
-    assert set_to == [32, 64]
 
 
 def test_timed_steps_change_the_share_of_weights_that_their_bounds_say(monkeypatch):
