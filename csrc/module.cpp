@@ -1,4 +1,5 @@
-// The extension module _kernels, in Python's limited API: how it was built, and the table for _autograd. Importing it registers torch.ops.sparse_opt_native.
+// The extension module _kernels, in Python's limited API: how it was built, and the table for _autograd. Importing it
+// registers torch.ops.sparse_opt_native.
 #include <Python.h>
 
 #include <string>
