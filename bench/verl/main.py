@@ -52,9 +52,8 @@ _EPILOG = """examples:
 
 
 def options(parser: CommandParser) -> None:
-    what, run = ranks.add_options(
-        parser, [name for name in LLAMAS if name != "70b"]
-    )  # both engines are on the GPUs at once
+    shapes = [name for name in LLAMAS if name != "70b"]  # both engines are on the GPUs at once
+    what, run = ranks.add_options(parser, shapes)
     parser.set_defaults(sequence_length=1024)
     what.add_argument("--pattern", choices=tuple(PATTERNS), default="tile64", help="of the mask (%(default)s)")
     what.add_argument("--batch_size", type=int, default=4, help="sequences of an update on each GPU (%(default)s)")
