@@ -209,7 +209,7 @@ tests/ops/test_steps.py
 tests/ops/test_compile.py
 tests/ops --ignore=tests/ops/test_steps.py --ignore=tests/ops/test_compile.py
 tests/optim
-tests/distributed tests/bench tests/test_backends.py tests/test_l2_fetch.py
+tests/distributed tests/bench tests/test_backends.py
 tests/masks tests/mask_finding tests/analysis tests/delta
 endef
 export GPU_TESTS

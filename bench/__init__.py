@@ -5,8 +5,8 @@
 | `rows` | a row is one measured value of one case; a run is rows with one environment, as JSON |
 | `harness` | the command line of every benchmark; `Work`: something to check and then to time |
 | `timing` | times calls in turns |
-| `shapes`, `models` | sizes and shapes of models, their configurations, and models with random weights |
-| `ranks` | one of several processes of a benchmark: process group, device, mask, times of the slowest |
+| `shapes`, `models` | sizes and shapes of models, their configurations, random weights, and texts of random words |
+| `ranks` | one of several processes of a benchmark: options, process group, device, mask, times of the slowest |
 | `report`, `targets.yaml`, `plot` | tables and verdicts of rows, for a terminal and for the documentation; pictures |
 | `kernels` | every op and optimizer |
 | `training` | whole steps: `baseline`, also with a delta log; `profiles` |

@@ -21,7 +21,6 @@ import math
 import os
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
@@ -37,15 +36,25 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.trainers.console import StepTimer
 
 from .harness import Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
-from .models import make_model, masked_shapes, n_parameters, without_weights
+from .models import (
+    make_checkpoint,
+    make_model,
+    masked_shapes,
+    n_parameters,
+    preference_pairs,
+    without_weights,
+    word_tokenizer,
+    words_config,
+)
 from .rows import Case, Row, Run
 from .shapes import SHAPES
-from .training.baseline.inputs import make_checkpoint, preference_pairs, word_tokenizer, words_config
 from .training.baseline.modes import LEAN
+from .training.baseline.trl import step_watch, trainer_options
 
 MODES = ("dense", "lora", "tiles", "tiles_sent")
 CUDA_BYTES = 2 * 2**30  # of contexts and libraries
 LEARNING_RATE, BETA, N_WARMUP = 1e-6, 0.04, 1
+NO_GRADIENT = ("policy's log-probabilities", "reference")  # sections of log-probabilities without one, in TRL's order
 # Keys of the cases of all modes, and of some.
 _SIZES = ("n_prompts", "n_generations", "prompt_length", "max_new_tokens", "micro_batch_size")
 _SETTINGS = ("shape", *_SIZES, "sleep", "limit_gib", "seed")
@@ -115,14 +124,12 @@ def make_trainer(args: Namespace, memory_share: float) -> Any:
     common = {
         "model": make_model(config, torch.device(args.device), args.seed),
         "args": trl.GRPOConfig(
-            output_dir=f"{args.folder}/run",
-            max_steps=args.n_steps,
+            **trainer_options(f"{args.folder}/run", args.n_steps, args.seed, on_gpu=not on_cpu),
             per_device_train_batch_size=args.micro_batch_size,
             gradient_accumulation_steps=args.n_prompts * args.n_generations // args.micro_batch_size,
             num_generations=args.n_generations,
             max_completion_length=args.max_new_tokens,
             learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
             beta=BETA,
             use_vllm=True,
             vllm_mode="colocate",
@@ -130,13 +137,6 @@ def make_trainer(args: Namespace, memory_share: float) -> Any:
             vllm_max_model_length=longest,
             vllm_enable_sleep_mode=args.sleep,
             generation_kwargs={"ignore_eos": True, "detokenize": False},
-            bf16=True,
-            use_cpu=on_cpu,
-            save_strategy="no",
-            logging_steps=1,
-            report_to=[],
-            disable_tqdm=True,
-            seed=args.seed,
         ),
         "train_dataset": datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in prompts]),
         "processing_class": word_tokenizer(),
@@ -170,11 +170,10 @@ def watch(trainer: Any) -> list[dict[str, Any]]:
     generation, timer = trainer.vllm_generation, StepTimer(trainer.model.device)
     generate = generation.llm.generate
     on_gpu = trainer.model.device.type == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     logprobs, score = trainer._get_per_token_logps_and_entropies, trainer._generate_and_score_completions
     steps: list[dict[str, Any]] = []
     found: dict[str, Any] = {}  # of the step
-    sections: list[str] = []  # of log-probabilities without a gradient, in TRL's order
+    sections = list(NO_GRADIENT)
 
     def timed(name: str, call: Any) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -184,9 +183,8 @@ def watch(trainer: Any) -> list[dict[str, Any]]:
         return watched
 
     def logprobs_timed(*args: Any, **kwargs: Any) -> Any:
-        return (
-            logprobs(*args, **kwargs) if torch.is_grad_enabled() else timed(sections.pop(0), logprobs)(*args, **kwargs)
-        )
+        call = logprobs if torch.is_grad_enabled() else timed(sections.pop(0), logprobs)
+        return call(*args, **kwargs)
 
     def used_bytes() -> int:
         """Of the GPU, also by other processes, and what torch's allocator keeps."""
@@ -205,28 +203,18 @@ def watch(trainer: Any) -> list[dict[str, Any]]:
         found["logprob_error"] = {"mean": errors.mean().item(), "99.9 %": errors.quantile(0.999).item()}
         return batch
 
-    class Watch(transformers.TrainerCallback):  # type: ignore[name-defined]  # a variable, to a type checker
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            sections[:] = "policy's log-probabilities", "reference"
-            synchronize()
-            self._began = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronize()
-            step, seconds = time.perf_counter() - self._began, timer.read()
-            seconds["training"] = step - sum(seconds.values())
-            found["gpu_bytes"] = max(found["gpu_bytes"], used_bytes())
-            steps.append({"step_s": step, "section_s": seconds, **found})
+    def add(times: Mapping[str, float]) -> None:
+        seconds = timer.read()
+        seconds["training"] = times["step_s"] - sum(seconds.values())
+        found["gpu_bytes"] = max(found["gpu_bytes"], used_bytes())
+        steps.append({"step_s": times["step_s"], "section_s": seconds, **found})
+        sections[:] = NO_GRADIENT
 
     generation.llm.generate = generate_awake
     generation.generate = timed("sampling", generation.generate)
     generation.sync_weights = timed("synchronisation", generation.sync_weights)
     trainer._get_per_token_logps_and_entropies, trainer._generate_and_score_completions = logprobs_timed, compared
-    trainer.add_callback(Watch())
+    trainer.add_callback(step_watch(add, on_gpu=on_gpu))
     trainer.remove_callback(transformers.PrinterCallback)
     return steps
 

@@ -28,11 +28,10 @@ from . import report, rows, timing
 from .rows import NOT_MEASURED, Case, Row, Run
 
 # Options that have the same range in every benchmark that has them.
-SIZES = ("numel", "delta_numel", "peer_numel", "model_numel")
+SIZES = ("numel", "delta_numel", "peer_numel")
 COUNTS = (
-    *("n_rounds", "n_steps", "n_blocks", "steps_in_a_row", "batch_size", "micro_batch_size"),
-    *("gradient_accumulation_steps", "sequence_length", "max_new_tokens", "subset_size", "hidden_size", "n_layers"),
-    *("lora_rank", "shira_rank", "experts"),
+    *("n_rounds", "n_steps", "steps_in_a_row", "batch_size", "micro_batch_size", "sequence_length", "max_new_tokens"),
+    *("subset_size", "hidden_size", "n_layers", "lora_rank", "shira_rank", "experts"),
 )
 # Segments that grow: a peak of allocated memory then needs hardly more reserved memory.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -78,9 +77,7 @@ def passes(run: Run, what: str, check: Callable[[], object] | None) -> bool:
     return True
 
 
-def time_works(
-    run: Run, suite: str, works: Iterable[Work], device: torch.device, n_rounds: int, *, n_warmup: int = 3
-) -> None:
+def time_works(run: Run, suite: str, works: Iterable[Work], device: torch.device, n_rounds: int) -> None:
     """Check the works, time those with right results in turns, and add their rows; print each.
 
     On a GPU each has three rows: time on the device, time until the call returns, and time until the work is done.
@@ -89,12 +86,13 @@ def time_works(
     common = rows.in_common([work.case for work in works])
     right = [work for work in works if passes(run, rows.label(work.case, common), work.check)]
     calls = {str(i): work.call for i, work in enumerate(right)}
-    timings = timing.measure(calls, device=device, n_rounds=n_rounds, n_warmup=n_warmup)
+    timings = timing.measure(calls, device=device, n_rounds=n_rounds)
     for work, found in zip(right, timings.values(), strict=True):
         row = Row.of_timing(vars(found), suite=suite, case=work.case, peers=work.peers)
         run.add(row)
         run.save()
-        print(rows.line(row, common), flush=True)
+        spread = f"{rows.number(found.p20_ms)} - {rows.number(found.p80_ms)}"
+        print(f"{rows.label(work.case, common)}: {rows.quantity(found.ms, 'ms', 4)} ({spread})", flush=True)
         if device.type == "cuda":
             cases: dict[str, float | Case] = {k: peer for k, peer in work.peers.items() if isinstance(peer, dict)}
             for metric, value, peers in (("host time", found.host_ms, {}), ("wall time", found.wall_ms, cases)):

@@ -1,4 +1,5 @@
-"""`Ranks`: one of the processes that measure together, started by `harness.run_in_process` with several ranks."""
+"""`Ranks`: one of the processes that measure together, started by `harness.run_in_process` with several ranks. The
+options of such benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import gc
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 from sparse_opt import MaskSet
+from sparse_opt.cli.parser import CommandParser
 
+from .harness import comma_separated, not_between, one_of_each
 from .models import masked_shapes, model_config
+from .shapes import LLAMAS
 
 # Name -> environment variables that NCCL reads when the process group is made.
 NETWORKS: dict[str, dict[str, str]] = {
@@ -28,6 +32,43 @@ NETWORKS: dict[str, dict[str, str]] = {
         "NCCL_SOCKET_IFNAME": "lo",
     },
 }
+
+
+def add_options(parser: CommandParser, shapes: Sequence[str] = LLAMAS) -> tuple[Any, Any]:
+    """Add the options of every benchmark of several processes; return their groups, for its own."""
+    what, run = parser.add_argument_group("what is trained"), parser.add_argument_group("how")
+    what.add_argument("--shape", choices=shapes, default="3b", help="of the Llama (%(default)s)")
+    what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
+    what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
+    what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed steps (%(default)s)")
+    run.add_argument("--seed", type=int, default=0, help="of weights, masks and data (%(default)s)")
+    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
+    return what, run
+
+
+def add_network_options(run: Any) -> None:
+    run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
+    run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
+
+
+def problem(args: Namespace, name: str) -> str:
+    """The error in these options; empty if they are valid. Fills the defaults that depend on the device and the shape.
+
+    Args:
+        name: of the benchmark, and of its results file.
+    """
+    on_cpu = args.device == "cpu"
+    args.device = "cpu" if on_cpu else "cuda"
+    if args.small:
+        args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
+    if args.output is None and args.shape != "3b":
+        args.output = Path(f"bench/results/{name}_{args.shape}.json")
+    if hasattr(args, "networks"):
+        networks = ["default"] if on_cpu else list(NETWORKS)
+        args.networks = args.networks or networks
+        if error := one_of_each("networks", args.networks, networks):
+            return error
+    return not_between(args, "sequence_length", at_least=2)
 
 
 class Ranks:
@@ -47,16 +88,19 @@ class Ranks:
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if self.on_gpu else "gloo")
         self.config = model_config(self.args.shape, self.args.sequence_length)
+        self.masks: dict[str, MaskSet] = {}
 
     def mask(self, pattern: str) -> MaskSet:
         """A random mask of the matrices, which rank 0 draws for all ranks unless the folder has it."""
+        if pattern in self.masks:
+            return self.masks[pattern]
         args, path = self.args, self.mask_file(pattern)
         if self.rank == 0 and not path.is_file():
             self.print(f"drawing a random mask of {pattern}")
             shapes = masked_shapes(self.config)
             MaskSet.random(shapes, density=args.density, pattern=pattern, seed=args.seed).save(path)
         self.barrier()
-        return MaskSet.load(path)
+        return self.masks.setdefault(pattern, MaskSet.load(path))
 
     def mask_file(self, pattern: str) -> Path:
         args = self.args

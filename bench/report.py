@@ -1,8 +1,8 @@
 """Show the rows of benchmarks as tables, judge them by the targets, and compare runs.
 
-With one file: its table, with ratios to peers, and the verdict on each target of targets.yaml. With several: the values
-side by side, the ratio of the last to the first, and the spread (largest over smallest, minus 1). `key=value` words
-choose rows (`key!=value` leaves rows out, `key=` chooses those without the key); files of `pytest bench` are read too.
+With one file: its table, with ratios to peers, and the verdict on each target of targets.yaml. With several: the table
+of the last, next to the values of the others, and its ratios to them. Words choose rows: `key=value`, `key!=value` for
+the others, and `key=` for those without the key. Files of `pytest bench` are read too.
 
 A ratio of few steps (fewer than 3), or of times that vary by more than half (p20 to p80, as on a busy machine), is not
 shown: it reads "unsteady".
@@ -18,10 +18,12 @@ WORDS are those of this command. With --check nothing is written, and the exit c
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +35,14 @@ from sparse_opt.options import CommandParser
 from sparse_opt.tables import markdown_table, table
 
 from . import plot, rows
-from .rows import SHARES, Case, Row, Run, described, in_common, label, number, quantity, scale_of
+from .rows import Case, Row, Run, described, in_common, label, number, quantity, scale_of, worded
 
 TARGETS = Path(__file__).with_name("targets.yaml")
 RESULTS = Path("bench/results")
-PAGES = ("README.md", "docs")
 FEWEST, WIDEST = 3, 0.5
 UNSTEADY = "unsteady"
+# Of a target: name in targets.yaml -> sign, and whether a value meets the limit.
+LIMITS = {"at_most": ("<=", operator.le), "at_least": (">=", operator.ge), "exactly": ("=", operator.eq)}
 
 # Ratios
 
@@ -69,7 +72,7 @@ def ratio_cell(run: Run, row: Row, peer: str) -> str:
 
 
 class Verdict(NamedTuple):
-    """A target that applies to a row, and what was found."""
+    """A target that applies to a row, whose case is in words the name, and what was found."""
 
     row: Row
     name: str
@@ -84,40 +87,32 @@ class Verdict(NamedTuple):
 
 
 @functools.cache
-def targets() -> list[dict[str, Any]]:
-    """The targets of targets.yaml, each with what its suite says for all."""
-    found = []
-    for suite, of_suite in yaml.safe_load(TARGETS.read_text(encoding="utf-8")).items():
-        for target in of_suite["targets"]:
-            where = of_suite.get("where", {}) | target.get("where", {})
-            found.append({"suite": suite, "gpu": of_suite.get("gpu", "")} | target | {"where": where})
+def targets() -> dict[str, list[dict[str, Any]]]:
+    """The targets of targets.yaml by suite, each with what its suite says for all."""
+    found = {}
+    for suite, shared in yaml.safe_load(TARGETS.read_text(encoding="utf-8")).items():
+        where = shared.pop("where", {})
+        found[suite] = [shared | one | {"where": where | one.get("where", {})} for one in shared.pop("targets")]
     return found
 
 
 def judge(run: Run) -> list[Verdict]:
     """The verdicts on all targets that can be computed from the rows."""
-    return [verdict for row in run.rows for target in targets() for verdict in _verdict(run, row, target)]
-
-
-def _verdict(run: Run, row: Row, target: Mapping[str, Any]) -> list[Verdict]:
-    machine = rows.machine_name(run.environment_of(row))
-    applies = (row.suite, row.metric) == (target["suite"], target["metric"]) and target["gpu"] in machine
-    if not applies or not all(_fits(row.case.get(name), value) for name, value in target["where"].items()):
-        return []
-    value, unit = row.value, row.unit
-    if peer := target.get("over"):
-        found = ratio(run, row, peer)
-        value, unit = found or 0.0, f"x {peer}"
-        if found is None:
-            return []
-    verdicts = []
-    for kind, sign in (("at_most", "<="), ("at_least", ">="), ("exactly", "=")):
-        if (limit := target.get(kind)) is not None:
-            met = {"<=": value <= limit, ">=": value >= limit, "=": value == limit}[sign]
-            shown = f"{limit:g} {unit}" if target.get("over") else quantity(limit, unit)
-            name = label(row.case, in_common([other.case for other in run.rows]))
-            verdicts.append(Verdict(row, name, f"{sign} {shown}".strip(), value, met, target["reason"]))
-    return verdicts
+    common, found = in_common([row.case for row in run.rows]), []
+    for row in run.rows:
+        machine = rows.machine_name(run.environment_of(row))
+        for target in targets().get(row.suite, []):
+            applies = target["metric"] == row.metric and target.get("gpu", "") in machine
+            if not applies or not all(_fits(row.case.get(name), value) for name, value in target["where"].items()):
+                continue
+            peer = target.get("over")
+            value = ratio(run, row, peer) if peer else row.value
+            for kind, (sign, holds) in LIMITS.items():
+                if value is not None and (limit := target.get(kind)) is not None:
+                    shown = f"{sign} {f'{limit:g} x {peer}' if peer else quantity(limit, row.unit)}"
+                    met = holds(value, limit)
+                    found.append(Verdict(row, label(row.case, common), shown, value, met, target["reason"]))
+    return found
 
 
 def _fits(value: Any, expected: Any) -> bool:
@@ -163,20 +158,26 @@ def suite_table(run: Run, found: Sequence[Row], verdicts: Sequence[Verdict], *, 
     for row in found:
         lines.setdefault(tuple(sorted(row.case.items())), {})[row.metric] = row
     groups = list(lines.values())
-    metrics = list(dict.fromkeys(row.metric for row in found))
-    columns = case_columns([next(iter(group.values())).case for group in groups])
-    columns += environment_columns(run, groups)
-    for i, metric in enumerate(metrics):
+    first = [next(iter(group.values())) for group in groups]
+    columns = case_columns([row.case | _where(run, row) for row in first] if len(first) > 1 else [first[0].case])
+    for i, metric in enumerate(dict.fromkeys(row.metric for row in found)):
         columns += _metric_columns(run, metric, [group.get(metric) for group in groups], with_spread=i == 0)
-    return _rendered(columns, _verdict_columns(groups, verdicts), markdown=markdown)
-
-
-def _rendered(columns: Sequence[Column], last: Sequence[Column] = (), *, markdown: bool) -> str:
-    headers, n_words = [column.name for column in (*columns, *last)], sum(column.left for column in columns)
+    own = [[verdict for verdict in verdicts if verdict.row in group.values()] for group in groups]
+    texts = [
+        "; ".join(f"{v.row.metric} {v.target}: {'met' if v.met else 'missed'}" for v in of_line) for of_line in own
+    ]
+    n_words, last = sum(column.left for column in columns), [Column("targets", texts)] if any(texts) else []
+    headers = [column.name for column in (*columns, *last)]
     body = list(map(list, zip(*(column.cells for column in (*columns, *last)), strict=True)))
     if markdown:
         return markdown_table(headers, body, n_words=n_words)
     return table(headers, body, n_words=n_words, n_last_words=len(last))
+
+
+def _where(run: Run, row: Row) -> Case:
+    """Machine and commit of a row, which have columns if they differ."""
+    environment = run.environment_of(row)
+    return {"machine": rows.machine_name(environment), "commit": (environment["commit"] or "unknown")[:9]}
 
 
 def case_columns(cases: Sequence[Case]) -> list[Column]:
@@ -185,106 +186,61 @@ def case_columns(cases: Sequence[Case]) -> list[Column]:
     names = [name for name in dict.fromkeys(name for case in cases for name in case) if name not in common]
     own = [name for name in names if 2 * sum(name in case for case in cases) > len(cases)]
     own.sort(key=lambda name: sum(name not in case for case in cases))  # the first is one that all have
-    rest = [name for name in names if name not in own]
-    if not own:
-        return [Column("", [label({k: c[k] for k in rest if k in c}) or "otherwise" for c in cases], left=True)]
-    columns = [Column(name.replace("_", " "), [_cell(case, name) for case in cases], left=True) for name in own]
-    more = [[described(name, case[name]) for name in rest if name in case] for case in cases]
-    first = [", ".join(filter(None, [cell, *words])) for cell, words in zip(columns[0].cells, more, strict=True)]
-    return [columns[0]._replace(cells=first), *columns[1:]]
-
-
-def environment_columns(run: Run, groups: Sequence[Mapping[str, Row]]) -> list[Column]:
-    """Machine and commit, if they differ between rows."""
-    environments = [run.environment_of(next(iter(group.values()))) for group in groups]
-    facts = {
-        "machine": [rows.machine_name(environment) for environment in environments],
-        "commit": [(environment["commit"] or "unknown")[:9] for environment in environments],
-    }
-    return [Column(name, cells, left=True) for name, cells in facts.items() if len(set(cells)) > 1]
-
-
-def _cell(case: Case, name: str) -> str:
-    value = case.get(name, "")
-    if value is True:
-        return "yes"
-    return value if isinstance(value, str) else described("", value if name not in SHARES else f"{value:.1%}").strip()
+    first, *others = [
+        Column(name.replace("_", " "), [worded(name, case.get(name, "")) for case in cases], left=True)
+        for name in own or [""]
+    ]
+    more = [[described(name, case[name]) for name in names if name not in own and name in case] for case in cases]
+    cells = [", ".join(filter(None, [cell, *words])) for cell, words in zip(first.cells, more, strict=True)]
+    return [first._replace(cells=cells), *others]
 
 
 def _metric_columns(run: Run, metric: str, found: Sequence[Row | None], *, with_spread: bool) -> list[Column]:
+    """The values of a metric, how they vary, the peers that are numbers, and the ratios to peers."""
     present = [row for row in found if row is not None]
     divisor, unit = scale_of(present[0].unit, max(abs(row.value) for row in present))
 
-    def cells(value: Any) -> list[str]:
-        numbers = [None if row is None or value(row) is None else value(row) for row in found]
-        if not unit and all(n is None or float(n).is_integer() for n in numbers):
-            return ["" if n is None else f"{n:,.0f}" for n in numbers]
-        return ["" if n is None else number(n / divisor) for n in numbers]
+    def shown(value: float | None) -> str:
+        if value is None:
+            return ""
+        return f"{value:,.0f}" if not unit and float(value).is_integer() else number(value / divisor)
 
-    def named(name: str) -> str:
-        return f"{name}, {unit}" if unit else name
+    def column(name: str, values: Sequence[float | None]) -> Column:
+        return Column(f"{name}, {unit}" if unit else name, list(map(shown, values)))
 
-    columns = [Column(named(metric), cells(lambda row: row.value))]
+    columns = [column(metric, [None if row is None else row.value for row in found])]
     if with_spread and any(row.p20 is not None for row in present):
-        low, high = cells(lambda row: row.p20), cells(lambda row: row.p80)
-        columns.append(Column("p20 - p80", [f"{a} - {b}" if a else "" for a, b in zip(low, high, strict=True)]))
-    rare: list[list[str]] = [[] for _ in found]  # ratios of few rows share a column
+        spreads = [f"{shown(row.p20)} - {shown(row.p80)}" if row and row.p20 is not None else "" for row in found]
+        columns.append(Column("p20 - p80", spreads))
     for peer in dict.fromkeys(name for row in present for name in row.peers):
-        values = [None if row is None else row.peers.get(peer) for row in found]
-        if any(isinstance(value, float | int) for value in values):
-            shown = ["" if v is None or isinstance(v, dict) else number(v / divisor) for v in values]
-            columns.append(Column(named(peer), shown))
+        others = [None if row is None else row.peers.get(peer) for row in found]
+        numbers = [None if isinstance(other, dict) else other for other in others]
+        if any(n is not None for n in numbers):
+            columns.append(column(peer, numbers))
         ratios = ["" if row is None else ratio_cell(run, row, peer) for row in found]
-        if isinstance(next(filter(None, values)), dict) and 2 * sum(map(bool, ratios)) < len(present):
-            for cells_of_line, found_ratio in zip(rare, ratios, strict=True):
-                cells_of_line += [f"{found_ratio} x {peer}"] if found_ratio else []
-        elif any(ratios):
+        if any(ratios):
             columns.append(Column(f"x {peer}", ratios))
-    if any(rare):
-        columns.append(
-            Column(f"{metric} compared" if len(rare) > 1 else "compared", ["; ".join(line) for line in rare])
-        )
     return columns
-
-
-def _verdict_columns(groups: Sequence[Mapping[str, Row]], verdicts: Sequence[Verdict]) -> list[Column]:
-    keys = [{row.key for row in group.values()} for group in groups]
-    own = [[verdict for verdict in verdicts if verdict.row.key in of_line] for of_line in keys]
-    if not any(own):
-        return []
-    met = ["" if not found else "met" if all(v.met for v in found) else "missed" for found in own]
-    several = [len(group) > 1 for group in groups]
-    texts = [
-        "; ".join(f"{v.row.metric} {v.target}" if more else v.target for v in found)
-        for found, more in zip(own, several, strict=True)
-    ]
-    return [Column("verdict", met, left=True), Column("target", texts, left=True)]
 
 
 # Several runs
 
 
-def compared(runs: Mapping[str, Run], *, markdown: bool = False) -> str:
-    """The values of several runs next to each other, of rows that all have."""
-    found = [{row.key: row for row in run.rows} for run in runs.values()]
-    keys = [key for key in found[0] if all(key in other for other in found)]
-    odd = {key for other in found for key in other} - set(keys)
-    if not keys:
-        return "the runs have no row in common"
-    of_key = [[other[key] for other in found] for key in keys]
-    columns = case_columns([same[0].case for same in of_key])
-    columns.append(Column("metric", [f"{same[0].metric}, {same[0].unit}" for same in of_key], left=True))
-    for i, name in enumerate(runs):
-        columns.append(Column(name, [number(same[i].value) for same in of_key]))
-    last, apart = [], []
-    for same in of_key:
-        values = [row.value for row in same]
-        unsteady = any(map(is_unsteady, same))
-        last.append("" if not values[0] else UNSTEADY if unsteady else f"{values[-1] / values[0]:.3f}")
-        apart.append(f"{max(values) / min(values) - 1 if min(values) > 0 else 0.0:.1%}")
-    columns += [Column("last / first", last), Column("spread", apart)]
-    left_out = f"\n\n{len(odd)} rows are not in all runs" if odd else ""
-    return _rendered(columns, markdown=markdown) + left_out
+def compared(runs: Mapping[str, Run]) -> Run:
+    """The rows of the last run that all have, with the values of the others as peers."""
+    *earlier, last = ({row.key: row for row in run.rows} for run in runs.values())
+    run = Run(list(runs.values())[-1].environment)
+    for key, row in last.items():
+        others = [of_run[key] for of_run in earlier if key in of_run]
+        if len(others) == len(earlier):
+            peers: dict[str, float | Case] = {name: other.value for name, other in zip(runs, others, strict=False)}
+            n = min(0 if is_unsteady(other) else row.n for other in others)
+            run.rows.append(replace(row, peers=peers, n=n))
+    if not run.rows:
+        raise ConfigError(f"{', '.join(runs)} have no row in common")
+    if odd := {key for of_run in (*earlier, last) for key in of_run} - {row.key for row in run.rows}:
+        run.note(f"{len(odd)} rows are not in all runs")
+    return run
 
 
 # Choosing rows
@@ -302,17 +258,13 @@ def chosen(run: Run, words: Sequence[str], metrics: Sequence[str] | None = None)
         if not equals:
             raise ConfigError(f"cannot read '{word}': expected key=value or key!=value")
         allowed = value.split("|")
-        left = [row for row in left if (_raw(row.case.get(name)) in allowed) == (equals == "=")]
+        left = [row for row in left if (f"{row.case.get(name, '')}" in allowed) == (equals == "=")]
     if not left:
         raise ConfigError(f"no row is left by {' '.join(words) or metrics}")
     if metrics is not None:
         left = sorted(left, key=lambda row: metrics.index(row.metric))
     whole = len(left) == len(run.rows)
     return Run(run.environment, left, run.notes if whole else [], run.wrong, run.completed, peers=run.rows)
-
-
-def _raw(value: Any) -> str:
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # The documentation
@@ -324,18 +276,18 @@ VALUE = re.compile(r"(?<=<!-- bench value )([^\n]+?)( -->).*?(?=<!-- end -->)")
 def filled(page: str, results: Path) -> str:
     """The page with its tables and values made anew from the folder of results."""
 
-    def arguments(words: str) -> tuple[Run, Any]:
+    def shown(words: str) -> str:
         args = _parser().parse_words(shlex.split(words))
-        return chosen(rows.read(results / args.files[0]), _words(args), args.metrics), args
+        return text(_chosen_by(args, results / args.files[0]), markdown=True)
 
     def value(words: str) -> str:
-        *before, metric = shlex.split(words)
-        run = chosen(rows.read(results / before[0]), before[1:], [metric])
+        file, *which, metric = shlex.split(words)
+        run = chosen(rows.read(results / file), which, [metric])
         if len(run.rows) != 1:
             raise ConfigError(f"value {words}: expected one row, found {len(run.rows)}")
         return quantity(run.rows[0].value, run.rows[0].unit)
 
-    page = TABLE.sub(lambda span: f"{span[1]}{span[2]}\n{text(arguments(span[1])[0], markdown=True)}\n\n", page)
+    page = TABLE.sub(lambda span: f"{span[1]}{span[2]}\n{shown(span[1])}\n\n", page)
     return VALUE.sub(lambda span: f"{span[1]}{span[2]}{value(span[1])}", page)
 
 
@@ -361,19 +313,17 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog="sparse-opt bench report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE|key=value", help="JSON of runs, and words that choose rows")
     parser.add_argument("--metrics", type=lambda words: words.split(","), help="show these alone, by commas")
-    parser.add_argument("--markdown", action="store_true", help="write tables in Markdown")
     drawing = parser.add_argument_group("drawing")
     drawing.add_argument("--plot", type=Path, metavar="PNG", help="draw the rows of one file; needs matplotlib")
     drawing.add_argument("--x", help="number of the cases to draw lines against; default: bars")
-    drawing.add_argument("--series", help="key of the cases whose values have a colour each")
     docs = parser.add_argument_group("documentation")
     docs.add_argument("--docs", action="store_true", help="write the tables of README.md and docs/")
     docs.add_argument("--check", action="store_true", help="with --docs: only compare")
     return parser
 
 
-def _words(args: Any) -> list[str]:
-    return [word for word in args.files if "=" in word]
+def _chosen_by(args: Any, file: Path) -> Run:
+    return chosen(rows.read(file), [word for word in args.files if "=" in word], args.metrics)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -384,18 +334,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.docs:
         if files or not RESULTS.is_dir():
             parser.error("--docs takes no file, and runs in the repository's root")
-        pages = [page for name in PAGES for page in ([Path(name)] if Path(name).is_file() else Path(name).glob("*.md"))]
-        return write_pages(sorted(pages), RESULTS, check=args.check)
+        return write_pages(sorted([*Path().glob("README.md"), *Path("docs").glob("*.md")]), RESULTS, check=args.check)
     if not files:
         parser.error("expected a file")
-    runs = {str(file): chosen(rows.read(file), _words(args), args.metrics) for file in files}
+    if args.plot is not None and len(files) > 1:
+        parser.error(f"--plot draws one file, and {len(files)} are given")
+    runs = {str(file): _chosen_by(args, file) for file in files}
     first = next(iter(runs.values()))
     if args.plot is not None:
         require_matplotlib("plot")
-        plot.draw(first.rows, args.plot, title=heading(first), x=args.x, series=args.series)
+        plot.draw(first.rows, args.plot, title=heading(first), x=args.x)
         print(f"plot: {args.plot}")
-    elif len(runs) > 1:
-        print(compared(runs, markdown=args.markdown))
     else:
-        print(text(first, markdown=args.markdown))
+        print(text(compared(runs) if len(runs) > 1 else first))
     return 0

@@ -12,16 +12,16 @@ A file holds what all rows have in common once, and a row a line.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class Run:
     def save(self) -> None:
         """Write what is there, for a run that may be killed; nothing without an output file, or without rows."""
         if self.output is not None and self.rows:
-            write(self.output, dataclasses.replace(self, completed=False))
+            write(self.output, replace(self, completed=False))
 
     def add(self, *rows: Row) -> None:
         """Add rows, in place of those of the same case and metric."""
@@ -124,13 +124,6 @@ class Run:
         if line not in self.notes:
             self.notes.append(line)
 
-    def find(self, suite: str, metric: str, case: Mapping[str, Any]) -> Row | None:
-        expected = clean(case)
-        for row in (*self.rows, *self.peers):
-            if row.metric == metric and row.suite == suite and row.case == expected:
-                return row
-        return None
-
     def matching(self, **case: Any) -> list[Row]:
         """The rows whose cases have these values; None stands for a key that they do not have."""
         return [row for row in self.rows if all(row.case.get(name) == value for name, value in case.items())]
@@ -138,25 +131,20 @@ class Run:
     def peer(self, row: Row, name: str) -> Row | float | None:
         """The row that a peer of a row refers to, or its number; None if it was not measured."""
         peer = row.peers.get(name)
-        return self.find(row.suite, row.metric, row.case | peer) if isinstance(peer, dict) else peer
+        if not isinstance(peer, dict):
+            return peer
+        key = (row.suite, row.metric, clean(row.case | peer))
+        rows = (*self.rows, *self.peers)
+        return next((other for other in rows if (other.suite, other.metric, other.case) == key), None)
 
     def environment_of(self, row: Row) -> Environment:
-        return merged(self.environment, row.environment)
+        return self.environment | row.environment
 
 
 def clean(case: Mapping[str, Any]) -> Case:
     """The case without keys that say nothing; lists are words."""
     values = {name: " ".join(map(str, v)) if isinstance(v, list | tuple) else v for name, v in case.items()}
     return {name: value for name, value in values.items() if value is not None and value is not False and value != ""}
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the changes, also of nested dictionaries."""
-    found = dict(base)
-    for name, value in changes.items():
-        inner = found.get(name)
-        found[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return found
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -193,32 +181,29 @@ def quantity(value: float, unit: str, digits: int = 3) -> str:
     return f"{number(value / divisor, digits)} {name}".strip()
 
 
-# Numbers of cases that are shown in percent.
-SHARES = ("density",)
+def worded(name: str, value: Any) -> str:
+    """A value of a case, as a cell of a table; shares are in percent."""
+    if value is True or isinstance(value, str):
+        return "yes" if value is True else value
+    if name == "density":
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def described(name: str, value: Any) -> str:
     """A part of a case in words."""
     words = name.replace("_", " ")
-    if name in SHARES:
-        return f"{words} {value:.1%}"
     if value is True:
         return words
     if isinstance(value, str):
         return value if " " in value else f"{value} {words}"
-    return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value:g}"
+    return f"{words} {worded(name, value)}"
 
 
 def label(case: Mapping[str, Any], leave_out: Iterable[str] = ()) -> str:
     """A case in one line: words stand for themselves, numbers behind their names."""
     parts = {name: value for name, value in case.items() if name not in set(leave_out)}
     return ", ".join(value if isinstance(value, str) else described(name, value) for name, value in parts.items())
-
-
-def line(row: Row, leave_out: Iterable[str] = ()) -> str:
-    """A row in one line, while a benchmark runs."""
-    spread = "" if row.p20 is None or row.p80 is None else f" ({number(row.p20)} - {number(row.p80)})"
-    return f"{label(row.case, leave_out)}: {row.metric} {quantity(row.value, row.unit, 4)}{spread}"
 
 
 # Files
@@ -243,7 +228,7 @@ def write(path: Path, run: Run) -> None:
     }
     lines = []
     for row in run.rows:
-        values = dataclasses.asdict(row) | {"case": {k: v for k, v in row.case.items() if k not in common}}
+        values = asdict(row) | {"case": {k: v for k, v in row.case.items() if k not in common}}
         lines.append(json.dumps({k: v for k, v in values.items() if v not in (None, {})}, allow_nan=False))
     start = json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}")
     with written_aside(path) as aside:
@@ -272,24 +257,13 @@ def _of_pytest(data: Mapping[str, Any]) -> Run:
     """The run of a file of `pytest bench`: times with quartiles in place of p20 and p80."""
     rows = []
     for bench in data["benchmarks"]:
-        stats, info, case = bench["stats"], bench["extra_info"], dict(bench["params"])
-        work = case.pop("op", bench["name"].partition("[")[0].removeprefix("test_"))
-        case = {"work": work, **case, "numel": info["numel"], "threads": info["threads"]}
-        bound = 1e3 * info["bytes"] / (1e9 * info["copy_gb_per_s"])
-        ms = {name: 1e3 * stats[name] for name in ("median", "q1", "q3")}
-        row = Row(
-            suite="ops",
-            case=case,
-            metric="time",
-            unit="ms",
-            value=ms["median"],
-            p20=ms["q1"],
-            p80=ms["q3"],
-            n=stats["rounds"],
-            peers={"bound": bound},
-        )
-        fastest = dataclasses.replace(row, metric="fastest", value=1e3 * stats["min"], p20=None, p80=None)
-        rows += [row, fastest]
+        stats, info, params = bench["stats"], bench["extra_info"], dict(bench["params"])
+        work = params.pop("op", bench["name"].partition("[")[0].removeprefix("test_"))
+        case = {"work": work, **params, "numel": info["numel"], "threads": info["threads"]}
+        peers = {"bound": 1e3 * info["bytes"] / (1e9 * info["copy_gb_per_s"])}
+        times = {f"{name}_ms": 1e3 * stats[key] for name, key in (("p20", "q1"), ("p80", "q3"))}
+        times |= {"ms": 1e3 * stats["median"], "n_rounds": stats["rounds"]}
+        rows.append(Row.of_timing(times, suite="ops", case=case, peers=peers))
     return Run(data["machine_info"]["sparse_opt"], rows)
 
 
@@ -325,7 +299,7 @@ def environment(device: torch.device | str) -> Environment:
 def machine_name(environment: Environment) -> str:
     """The name of the GPU, or of the CPU if it was measured on a CPU."""
     machine = environment["machine"]
-    name: str = machine.get("gpu", {}).get("name", machine["cpu"])
+    name: str = machine["gpu"]["name"] if "gpu" in machine else machine["cpu"]
     return name
 
 
@@ -364,11 +338,8 @@ def _output(*command: str) -> str:
 
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: *(.*)", cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else "", re.M)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from sparse_opt import SparseAdamW, backends
 
-from .kernels.cases import Case, check
-from .kernels.inputs import random_active, random_case, random_tensors
+from .kernels.cases import Case, check, random_active, random_case, random_tensors
 from .kernels.optimizers import Gradients, check_first_step, mask_of, parameters, sparse_adamw, step_again, step_traffic
 from .shapes import LLAMA_64M, SUITE_NUMEL, scaled
 from .timing import measure, n_buffer_sets, samples
@@ -28,18 +27,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DENSITIES = [0.025, 0.1]
 
 
-class Ticker:
-    """A clock for pytest-benchmark that advances by the measured times."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-TICKER = Ticker()
-pytestmark = pytest.mark.benchmark(timer=TICKER)
+CLOCK = [0.0]  # of pytest-benchmark: it advances by the measured times
+pytestmark = pytest.mark.benchmark(timer=lambda: CLOCK[0])
 
 
 class Session(NamedTuple):
@@ -122,7 +111,7 @@ def _time(benchmark: BenchmarkFixture, session: Session, calls: Sequence[Callabl
     times = iter(found)
 
     def pass_time() -> None:
-        TICKER.now += 1e-3 * next(times)[0]
+        CLOCK[0] += 1e-3 * next(times)[0]
 
     benchmark.pedantic(pass_time, rounds=len(found))
     median = 1e-3 * statistics.median(ms for ms, _, _ in found)

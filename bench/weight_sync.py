@@ -32,18 +32,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_opt import MaskSet, SparseAdamW, set_l2_fetch_granularity
+from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.cli.parser import CommandParser
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 
+from . import ranks
 from .distributed.variants import VARIANTS as TRAININGS
 from .distributed.variants import Training, make_training
-from .harness import Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process
+from .harness import Benchmark, comma_separated, job_main, one_of_each, run_in_process
 from .models import make_model, pair
 from .ranks import NETWORKS, Ranks
 from .rows import Case, Row, Run, percentiles
-from .shapes import LLAMAS
 
 TIMEOUT_S = 120.0
 # Name of a row -> pattern of the mask and encoding; without them all weights are broadcast.
@@ -84,8 +84,6 @@ class Channel:
 class World(Ranks):
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
-        if self.on_gpu:
-            set_l2_fetch_granularity(32, self.device)
         self.ids = pair(self.args.seed, self.args.sequence_length, self.config.vocab_size, self.device)
 
     def measure(self) -> list[dict[str, Any]]:
@@ -125,7 +123,8 @@ class World(Ranks):
                     right[row.name] &= self._same(row)
         found = [self._result(row, times[row.name], right[row.name], mask) for row in rows]
         for result in found:
-            self.print(f"{self.args.network}, {result['variant']}: {result['p20_ms']:.2f} - {result['p80_ms']:.2f} ms")
+            p20, _, p80 = percentiles(result["times_ms"])
+            self.print(f"{self.args.network}, {result['variant']}: {p20:.2f} - {p80:.2f} ms")
         for row in rows:
             row.close()
         if training is not None:
@@ -186,9 +185,7 @@ class World(Ranks):
             own["stream_ms"] = self._stream_ms(row.sender)
         found: list[Any] = [None, None]
         dist.all_gather_object(found, own)
-        p20, ms, p80 = percentiles(times)
-        spread = {"ms": ms, "p20_ms": p20, "p80_ms": p80, "n_rounds": len(times)}
-        return {"variant": row.name, "nnz": mask.nnz, "right": right, **spread, **found[0], **found[1]}
+        return {"variant": row.name, "nnz": mask.nnz, "right": right, "times_ms": times, **found[0], **found[1]}
 
     def _stream_ms(self, sender: WeightSender) -> float | None:
         """How long `update` keeps the stream of the training busy, in milliseconds; None on a CPU."""
@@ -216,39 +213,17 @@ _EPILOG = """examples:
 
 
 def options(parser: CommandParser) -> None:
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--shape", choices=LLAMAS, default="3b", help="of the Llama (%(default)s)")
-    what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
-    what.add_argument("--learning_rate", type=float, default=1e-6, help="of the training steps (%(default)s)")
-    what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
-    run = parser.add_argument_group("how")
-    run.add_argument("--variants", type=comma_separated, help="rows, by commas (default: all)")
-    run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
+    _, run = ranks.add_options(parser)
+    run.add_argument("--variants", type=comma_separated, default=list(VARIANTS), help="rows, by commas (default: all)")
+    ranks.add_network_options(run)
     run.add_argument("--n_rounds", type=int, default=20, help="training steps, an update after each (%(default)s)")
-    run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
-    run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
-    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
 
 
 def problem(args: Namespace) -> str:
     """The error in the options; empty if they are valid. Fills the defaults that depend on the machine."""
-    on_cpu = args.device == "cpu"
-    if args.small:
-        args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
-    if not on_cpu and torch.cuda.device_count() < 2:
+    if args.device != "cpu" and torch.cuda.device_count() < 2:
         return f"this needs two GPUs, and torch sees {torch.cuda.device_count()}: --small runs on a CPU"
-    args.variants = args.variants or list(VARIANTS)
-    args.networks = args.networks or ["default"] if on_cpu else args.networks or list(NETWORKS)
-    if error := (
-        not_between(args, "sequence_length", at_least=2)
-        or one_of_each("networks", args.networks, ["default"] if on_cpu else list(NETWORKS))
-        or one_of_each("variants", args.variants, list(VARIANTS))
-    ):
-        return error
-    if args.output is None and args.shape != "3b":
-        args.output = Path(f"bench/results/weight_sync_{args.shape}.json")
-    args.device = "cpu" if on_cpu else "cuda"
-    return ""
+    return ranks.problem(args, "weight_sync") or one_of_each("variants", args.variants, list(VARIANTS))
 
 
 SETTINGS = ("shape", "density", "learning_rate", "sequence_length", "seed")
@@ -284,7 +259,7 @@ def result_rows(result: Mapping[str, Any], network: str, settings: Mapping[str, 
     shared: dict[str, Any] = {"suite": "weight_sync", "case": case}
     whole: Case = {"pattern": None, "sent": "all weights"}
     peers: dict[str, float | Case] = {} if pattern is None else {"all weights": whole}
-    rows = [Row.of_timing(result, **shared, peers=peers)]
+    rows = [Row.of_samples(result["times_ms"], **shared, metric="time", unit="ms", peers=peers)]
     rows.append(Row(**shared, metric="message", unit="MB", value=result["message_bytes"] / 1e6))
     if pattern is None:
         return rows

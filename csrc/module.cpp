@@ -1,5 +1,5 @@
-// The extension module _kernels, in Python's limited API: how it was built, the L2 cache's setting, and the table for
-// _autograd. Importing it registers torch.ops.sparse_opt_native.
+// The extension module _kernels, in Python's limited API: how it was built, and the table for _autograd. Importing it
+// registers torch.ops.sparse_opt_native.
 #include <Python.h>
 
 #include <string>
@@ -8,7 +8,7 @@
 #include "ops.h"
 
 #ifdef SPARSE_OPT_WITH_CUDA
-#include "cuda_stream.h"
+#include <cuda_runtime_api.h>
 #endif
 
 // The name of the module is the last part of its import path, as torch.utils.cpp_extension defines it.
@@ -97,50 +97,10 @@ PyObject* kernel_table(PyObject*, PyObject*) {
   return PyCapsule_New(&table, kKernelTableCapsule, nullptr);
 }
 
-#ifdef SPARSE_OPT_WITH_CUDA
-// Runs work() on the device, without the interpreter's lock. Sets a Python exception and returns false on an error.
-template <typename Work>
-bool on_device(int device, Work work) {
-  std::string error;
-  Py_BEGIN_ALLOW_THREADS;
-  try {
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    check_cuda(work());
-  } catch (const std::exception& raised) {
-    error = raised.what();
-  }
-  Py_END_ALLOW_THREADS;
-  if (!error.empty()) PyErr_SetString(PyExc_RuntimeError, error.c_str());
-  return error.empty();
-}
-
-// In bytes; see l2_fetch.py.
-PyObject* l2_fetch_granularity(PyObject*, PyObject* arguments) {
-  int device = 0;
-  size_t bytes = 0;
-  if (!PyArg_ParseTuple(arguments, "i", &device)) return nullptr;
-  if (!on_device(device, [&] { return cudaDeviceGetLimit(&bytes, cudaLimitMaxL2FetchGranularity); })) return nullptr;
-  return PyLong_FromSize_t(bytes);
-}
-
-PyObject* set_l2_fetch_granularity(PyObject*, PyObject* arguments) {
-  int device = 0;
-  Py_ssize_t bytes = 0;
-  if (!PyArg_ParseTuple(arguments, "in", &device, &bytes)) return nullptr;
-  const auto set = [&] { return cudaDeviceSetLimit(cudaLimitMaxL2FetchGranularity, static_cast<size_t>(bytes)); };
-  if (!on_device(device, set)) return nullptr;
-  Py_RETURN_NONE;
-}
-#endif
-
 PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS, "How the library was built: a dict of strings and bools."},
     {"step_arguments", step_arguments, METH_NOARGS, "The names of each step op's arguments, in the kernels' order."},
     {"kernel_table", kernel_table, METH_NOARGS, "A capsule for _autograd; see csrc/kernel_table.h."},
-#ifdef SPARSE_OPT_WITH_CUDA
-    {"l2_fetch_granularity", l2_fetch_granularity, METH_VARARGS, "(device) -> bytes"},
-    {"set_l2_fetch_granularity", set_l2_fetch_granularity, METH_VARARGS, "(device, bytes)"},
-#endif
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from . import ops
     from .delta import DeltaLog, DeltaSet, SparseDelta
     from .errors import BackendUnavailable
-    from .l2_fetch import l2_fetch_granularity, set_l2_fetch_granularity
     from .masks import MaskSet, RandomMask
     from .optim import GraphedStep, SparseAdamW, SparseLion, SparseSGD
 
@@ -29,9 +28,7 @@ __all__ = [
     "SparseDelta",
     "SparseLion",
     "SparseSGD",
-    "l2_fetch_granularity",
     "ops",
-    "set_l2_fetch_granularity",
 ]
 
 _HOMES = {
@@ -45,9 +42,7 @@ _HOMES = {
     "SparseDelta": "delta",
     "SparseLion": "optim",
     "SparseSGD": "optim",
-    "l2_fetch_granularity": "l2_fetch",
     "ops": "ops",
-    "set_l2_fetch_granularity": "l2_fetch",
 }
 
 

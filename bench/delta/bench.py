@@ -24,13 +24,11 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from sparse_opt import DeltaSet, SparseDelta, backends
 from sparse_opt.cli.doctor import installed_version
@@ -41,7 +39,7 @@ from sparse_opt.tensors import as_bits
 from ..harness import Benchmark, Work, comma_separated, not_between, one_of_each, time_works
 from ..rows import Case, Row, Run
 from ..shapes import LLAMA_3_2_3B, scaled, total_numel
-from ..timing import Prepared, Timing, measure
+from ..timing import Prepared, measure
 from .data import KINDS, Step, entropy_bytes, make_step, n_different
 from .peers import LEVELS, PEERS, Coder, LevelCoder, MaskedCoder, PulseCoder
 
@@ -58,9 +56,7 @@ NAMES = [kind.name for kind in KINDS]
 def options(parser: CommandParser) -> None:
     what = parser.add_argument_group("what is timed")
     what.add_argument("--activate", action="store_true", help="time `DeltaSet.activate`, on a model of --numel")
-    what.add_argument(
-        "--numel", type=int, help="elements of the one tensor (2^30; on a CPU 2^25), or of the model (3.21 B)"
-    )
+    what.add_argument("--numel", type=int, help="of the one tensor (2^30; on a CPU 2^25), or of the model (3.21 B)")
     what.add_argument("--peer_numel", type=int, help="for other packages (2^26; on a CPU 2^24)")
     what.add_argument(
         "--cases", type=comma_separated, default=NAMES, help=f"of {', '.join(NAMES)} (all)".replace("%", "%%")
@@ -98,16 +94,13 @@ def measure_all(args: Namespace, run: Run) -> None:
     if device.type == "cuda":
         layout = f"{len(LLAMA_3_2_3B)} matrices"
         work += [(layout, kind, LLAMA_3_2_3B) for kind in kinds if kind.name in OF_MODEL]
-    with tqdm(total=len(work) + len(kinds), desc="bench delta", unit="case", disable=None, leave=False) as bar:
-        for layout, kind, shapes in work:
-            bar.set_postfix_str(f"{kind.name}, {layout}")
-            _levels(run, args, layout, make_step(kind, shapes, device, args.seed))
-            bar.update()
-        # Peers run last, so that an error on the device does not affect our rows.
-        for kind in kinds:
-            bar.set_postfix_str(f"{kind.name}, peers")
-            _peers(run, args, make_step(kind, {"weight": (args.peer_numel,)}, device, args.seed))
-            bar.update()
+    for layout, kind, shapes in work:
+        print(f"{kind.name}, {layout}", flush=True)
+        _levels(run, args, layout, make_step(kind, shapes, device, args.seed))
+    # Peers run last, so that an error on the device does not affect our rows.
+    for kind in kinds:
+        print(f"{kind.name}, peers", flush=True)
+        _peers(run, args, make_step(kind, {"weight": (args.peer_numel,)}, device, args.seed))
 
 
 def _levels(run: Run, args: Namespace, layout: str, step: Step) -> None:
@@ -162,15 +155,15 @@ def _add_rows(
     for coder in coders:
         start = coder.start(step.old)
         coded = coder.encode(start, step.new)
-        decode = _Decode(coder, coded, step.old, buffers)
+        decode = _decoding(coder, coded, step.old, buffers)
         decode.before()
-        decoded = [tensor.to(buffers[0].device) for tensor in decode.call()]
-        if n_wrong := n_different(decoded, step.new):
+        decoded: Any = decode()
+        if n_wrong := n_different([tensor.to(buffers[0].device) for tensor in decoded], step.new):
             run.wrong.append(f"{coder.name}, {step.name}: {n_wrong} of {step.numel} elements are wrong")
             continue
         right.append((coder, coder.nbytes(coded)))
         variants[f"encode {coder.name}"] = functools.partial(coder.encode, start, step.new)
-        variants[f"decode {coder.name}"] = Prepared(decode.before, decode.call)
+        variants[f"decode {coder.name}"] = decode
     times = measure(variants, device=buffers[0].device, n_warmup=1, n_rounds=n_rounds)
     copy_ms = times["copy"].ms * step.numel / buffers[largest].numel()
     raw, changed = 2 * step.numel, step.changed
@@ -187,7 +180,9 @@ def _add_rows(
         add("changed", "share", changed / step.numel)
         for way in ("encode", "decode"):
             timing = times[f"{way} {coder.name}"]
-            ms, spread = _time(coder, timing)
+            # The time between events and its spread; the wall time if the host works too.
+            ms = timing.ms if coder.on_device else timing.wall_ms
+            spread: dict[str, Any] = {"p20": timing.p20_ms, "p80": timing.p80_ms} if coder.on_device else {}
             add(way, "ms", ms, n=timing.n_rounds, **spread)
             add(f"{way} rate", "GB/s", raw / ms / 1e6)
             if way == "encode":
@@ -195,11 +190,17 @@ def _add_rows(
                 add("encode, of the copy rate", "share", (2 * raw + nbytes) / ms / (2 * raw / copy_ms))
 
 
-def _time(coder: Coder, timing: Timing) -> tuple[float, dict[str, Any]]:
-    """The time between events and its spread; the wall time if the host works too."""
-    if coder.on_device:
-        return timing.ms, {"p20": timing.p20_ms, "p80": timing.p80_ms}
-    return timing.wall_ms, {}
+def _decoding(coder: Coder, coded: Any, old: list[Tensor], buffers: list[Tensor]) -> Prepared:
+    """Decoding, which starts from the old weights in each call."""
+    start: Any = None
+
+    def before() -> None:
+        nonlocal start
+        for buffer, tensor in zip(buffers, old, strict=True):
+            buffer.copy_(tensor)
+        start = coder.start(buffers)
+
+    return Prepared(before, lambda: coder.decode(start, coded))
 
 
 def _activate(run: Run, args: Namespace, device: torch.device) -> None:
@@ -233,25 +234,6 @@ def _activate(run: Run, args: Namespace, device: torch.device) -> None:
         ]
         time_works(run, "delta_activate", works, device, args.n_rounds)
         activate(None)
-
-
-@dataclass
-class _Decode:
-    """Decoding, which starts from the old weights in each call."""
-
-    coder: Coder
-    coded: Any
-    old: list[Tensor]
-    buffers: list[Tensor]
-    start: Any = None
-
-    def before(self) -> None:
-        for buffer, old in zip(self.buffers, self.old, strict=True):
-            buffer.copy_(old)
-        self.start = self.coder.start(self.buffers)
-
-    def call(self) -> list[Tensor]:
-        return self.coder.decode(self.start, self.coded)
 
 
 main = Benchmark(

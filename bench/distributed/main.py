@@ -21,7 +21,7 @@ Rows (--variants):
   ddp_whole_layers         the same, each layer compiled into one graph (torch._dynamo.config.optimize_ddp = False)
   fsdp2                    fully_shard of every layer and fused AdamW
   fsdp2_PATTERN_DTYPE      fully_shard of every layer and SparseAdamW
-  NAME_graphs              local or replicate with bf16 gradients as a CUDA graph, which holds the reductions
+  NAME_graphs              local or replicate with bf16 gradients as a CUDA graph, with its reductions; only if named
 PATTERN is element or tile64, DTYPE is that of compact gradients, fp32 or bf16.
 
 Networks (--networks): default is what NCCL chooses between the GPUs; sockets makes NCCL use TCP over the loopback
@@ -41,13 +41,10 @@ import torch
 
 from sparse_opt.cli.parser import CommandParser
 
-from .. import rows
-from ..harness import Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ..ranks import NETWORKS
+from .. import ranks, rows
+from ..harness import Benchmark, comma_separated, one_of_each, run_in_process
 from ..rows import Case, Row, Run
-from ..shapes import LLAMAS
-from .reference import wrong_line
-from .variants import VARIANTS, Variant, default_variants
+from .variants import VARIANTS, Variant, default_variants, wrong_line
 
 SUITE = "distributed"
 # Options that the cases of all rows have.
@@ -59,8 +56,6 @@ _EPILOG = """examples:
   sparse-opt bench distributed                                       # 3B shape, 1 to all GPUs, both networks
   sparse-opt bench distributed --limit_s 540                         # what can be measured in nine minutes
   sparse-opt bench distributed --gpus 4 --networks sockets --resume  # keeps the other rows of the results file
-  sparse-opt bench distributed --gpus 2 --variants ddp,replicate_tile64_bf16
-  sparse-opt bench distributed --eager --output eager.json           # without torch.compile
   sparse-opt bench distributed --shape 70b --gpus 4 --networks default --variants fsdp2_tile64_bf16 \\
       --gradient_checkpointing --dpo --eager --steps_in_a_row 1
   sparse-opt bench distributed --small --eager --gpus 1,2            # a tiny model, on the CPU with gloo
@@ -68,42 +63,24 @@ _EPILOG = """examples:
 
 
 def options(parser: CommandParser) -> None:
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--shape", choices=LLAMAS, default="3b", help="of the Llama (%(default)s)")
+    what, run = ranks.add_options(parser)
     what.add_argument("--variants", type=comma_separated, help="rows, by commas (default: bf16; no fsdp2 over sockets)")
-    what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
-    what.add_argument("--sequence_length", type=int, default=512, help="tokens of a sequence (%(default)s)")
-    what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed steps (%(default)s)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
     what.add_argument("--eager", dest="compile", action="store_false", help="do not torch.compile the decoder layers")
     what.add_argument("--dpo", action="store_true", help="with a reference, the base weights; sparse variants only")
-    run = parser.add_argument_group("how")
+    ranks.add_network_options(run)
     run.add_argument("--gpus", type=comma_separated, help="numbers of GPUs, by commas (default: 1,2,4,... to all)")
-    run.add_argument("--networks", type=comma_separated, help="of default,sockets (both; on a CPU default)")
-    run.add_argument(
-        "--steps_in_a_row",
-        type=int,
-        default=4,
-        help="consecutive steps in one measurement; fewer if they are slow (%(default)s)",
-    )
+    run.add_argument("--steps_in_a_row", type=int, default=4, help="timed together; fewer if slow (%(default)s)")
     run.add_argument("--n_rounds", type=int, default=100, help="measurements of each row, at most (%(default)s)")
     run.add_argument("--limit_s", type=float, help="end after this time, with the rows so far")
-    run.add_argument("--mask_dir", type=Path, help="folder that keeps the random masks for later runs")
-    run.add_argument("--seed", type=int, default=0, help="of weights, masks and token ids (%(default)s)")
-    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
 
 
 def problem(args: Namespace) -> str:
     """The error in the options; empty if they are valid. Fills the defaults that depend on the machine."""
-    on_cpu = args.device == "cpu"
-    if args.small:
-        args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
-    networks = ["default"] if on_cpu else list(NETWORKS)
-    args.networks, names = args.networks or networks, args.variants or []
+    on_cpu, names = args.device == "cpu", args.variants or []
     if error := (
-        _gpus_problem(args, n_gpus=2 if on_cpu else torch.cuda.device_count(), on_cpu=on_cpu)
-        or not_between(args, "sequence_length", at_least=2)
-        or one_of_each("networks", args.networks, networks)
+        ranks.problem(args, "distributed")
+        or _gpus_problem(args)
         or (one_of_each("variants", names, list(VARIANTS)) if names else "")
     ):
         return error
@@ -111,14 +88,13 @@ def problem(args: Namespace) -> str:
         return "--variants: CUDA graphs need a GPU"
     if args.dpo and not (names and all(VARIANTS[name].pattern for name in names)):
         return "--dpo needs --variants with sparse variants only: their reference is the base weights"
-    if args.output is None and args.shape != "3b":
-        args.output = Path(f"bench/results/distributed_{args.shape}.json")
-    args.device = "cpu" if on_cpu else "cuda"
     return ""
 
 
-def _gpus_problem(args: Namespace, *, n_gpus: int, on_cpu: bool) -> str:
+def _gpus_problem(args: Namespace) -> str:
     """The error of the numbers of GPUs; empty if they are valid. Fills the default."""
+    on_cpu = args.device == "cpu"
+    n_gpus = 2 if on_cpu else torch.cuda.device_count()
     try:
         args.gpus = [int(n) for n in args.gpus or [2**k for k in range(n_gpus.bit_length())]]
     except ValueError:
@@ -138,11 +114,11 @@ def measure(args: Namespace, run: Run) -> None:
         places = [(n, network) for n in args.gpus for network in (args.networks if n > 1 else args.networks[:1])]
         for n, network in places:
             where = f"{n} x {network}"
-            variants = args.variants or default_variants(n, network, on_gpu=args.device == "cuda")
+            variants = args.variants or default_variants(n, network)
             job = options | {"variants": variants, "network": network}
             job["mask_dir"] = str(args.mask_dir or folder)
             module = "sparse_opt.bench.distributed.world"
-            results = run_in_process(module, where, job, folder, NETWORKS[network], n_ranks=n)
+            results = run_in_process(module, where, job, folder, ranks.NETWORKS[network], n_ranks=n)
             if results is None:
                 run.miss(f"a process failed on {where}")
                 continue
@@ -165,7 +141,7 @@ def measure(args: Namespace, run: Run) -> None:
 def case_of(variant: Variant, gpus: int, network: str, args: Namespace) -> Case:
     """The case of a variant on so many GPUs and this network."""
     settings = {name: getattr(args, name) for name in SETTINGS}
-    own = {"layout": variant.layout, "pattern": variant.pattern, "gradients": variant.grad_dtype or "bf16"}
+    own: Case = {"layout": variant.layout, "pattern": variant.pattern, "gradients": variant.grad_dtype or "bf16"}
     own["cuda_graphs"] = variant.cuda_graphs or None
     return rows.clean({"network": network, "gpus": gpus, **own, **settings})
 

@@ -19,15 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparse_opt import MaskSet, SparseAdamW
+from sparse_opt import SparseAdamW
 from sparse_opt.optim.ranks.agreement import n_elements
 
 from ..harness import job_main
 from ..models import n_parameters, pair
 from ..ranks import Ranks
 from ..timing import measure
-from .reference import Reference, first_step, wrong_line
-from .variants import VARIANTS, Training, Variant, make_training
+from .variants import VARIANTS, WARM_UP, Reference, Training, Variant, first_step, make_training, wrong_line
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.
@@ -42,7 +41,7 @@ REDUCTIONS = ("allreduce", "reduce_scatter")
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of the block, those of C++ code (DDP's reducer) and of autograd's threads included.
 
-    `bytes` and `calls` are by name of the operation: allreduce, reduce_scatter, allgather, broadcast and so on. The
+    `bytes` are by name of the operation: allreduce, reduce_scatter, allgather, broadcast and so on. The
     bytes of a call are those of its largest argument: of an all-reduce the reduced tensors, of a reduce-scatter the
     whole input, of an all-gather the whole output.
 
@@ -53,14 +52,12 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition("::")[2].strip("_").removesuffix("_base")
             sizes = [sum(t.nbytes for t in tree_leaves(argument) if isinstance(t, Tensor)) for argument in args]
             self.bytes[name] += max(sizes, default=0)
-            self.calls[name] += 1
         return func(*args, **(kwargs or {}))
 
     @property
@@ -89,7 +86,6 @@ class World(Ranks):
             os.sched_setaffinity(0, cores[first : first + share])
         super().__init__(job)
         self.weights_nbytes = 2 * n_parameters(self.config)
-        self.masks: dict[str, MaskSet] = {}
         self.references: dict[str, Reference] = {}
         self.results: list[dict[str, Any]] = []
         self.longest_s = 0.0  # that building and checking a variant has taken
@@ -119,7 +115,7 @@ class World(Ranks):
     def _prepare(self, variant: Variant) -> tuple[Training, dict[str, Any]]:
         """Build a variant, check its first step and count the collectives of another; return it and its row."""
         pattern = variant.pattern or "element"
-        mask, reference = self._cached_mask(pattern), self._reference(pattern)
+        mask, reference = self.mask(pattern), self._reference(pattern)
         self.reset_peak()
         held_by_others = self.allocated()
         training = self._make(variant)
@@ -137,8 +133,8 @@ class World(Ranks):
         # eagerly: torch.compile gives up, for all later models too, on a function that is called under a dispatch mode.
         with torch.compiler.set_stance("force_eager"), CollectiveCounter() as counter:
             training.step(own)
-        if variant.cuda_graphs:  # the capture and the first replay
-            for _ in range(2):
+        if variant.cuda_graphs:
+            for _ in range(WARM_UP - 1):  # further steps, the capture and a replay
                 training.step(own)
         self.reset_peak()  # the steps before are slower and may need more memory: they compile and load kernels
         step_s = self.clock(lambda: training.step(own))[0] / 1e3
@@ -207,7 +203,7 @@ class World(Ranks):
 
     def _make(self, variant: Variant) -> Training:
         args = self.args
-        mask = None if variant.pattern is None else self._cached_mask(variant.pattern)
+        mask = None if variant.pattern is None else self.mask(variant.pattern)
         return make_training(
             variant,
             self.config,
@@ -220,11 +216,6 @@ class World(Ranks):
             dpo=args.dpo,
         )
 
-    def _cached_mask(self, pattern: str) -> MaskSet:
-        if pattern not in self.masks:
-            self.masks[pattern] = self.mask(pattern)
-        return self.masks[pattern]
-
     def _reference(self, pattern: str) -> Reference | None:
         """The update of one device on the pairs of all ranks; None if the model does not fit one device."""
         if self.on_gpu and 2 * self.weights_nbytes > torch.cuda.get_device_properties(self.device).total_memory:
@@ -232,7 +223,7 @@ class World(Ranks):
         if pattern not in self.references:
             training = self._make(VARIANTS[f"local_{pattern}_fp32"])
             pairs = [self._pair(rank) for rank in range(self.size)]
-            self.references[pattern] = Reference.of(training, self._cached_mask(pattern), pairs)
+            self.references[pattern] = Reference.of(training, self.mask(pattern), pairs)
             training.close()
             del training
             self.release_memory()

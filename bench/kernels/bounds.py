@@ -5,8 +5,7 @@ an op that hardly writes may run a few percent faster than this bound. Scattered
 copy (docs/dev/notebook.md), and cost their bytes at the rates that were measured once on an H200; these depend on the
 order of the writes, and an op with a better order may be a few percent faster too. On other GPUs they are not known.
 
-An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. (The
-bytes that `set_l2_fetch_granularity(32)` saves are not subtracted, so that rows with and without it are comparable.) It
+An H200 fetches memory in granules of 64 bytes: a read costs the whole granule, once for all elements in it. It
 writes back sectors of 32 bytes: a scattered write costs the sector of a single element, and its own bytes if it is a
 run or the row of a tile that is longer. Compact buffers are contiguous and cost their own size, but for a copy of the
 weights, of which only sectors that change are written. The mask costs one index per unit of its pattern, of 4 or 2
@@ -86,36 +85,21 @@ class Traffic(NamedTuple):
     def bytes(self) -> float:
         return self.copied + self.scattered
 
-    def write_rate(self, rates: Rates) -> float | None:
-        """The measured rate of the scattered writes in bytes per second; None without any, or if it is not known."""
-        return rates.write_rate(self.unit, self.share) if self.scattered else None
-
     def seconds(self, rates: Rates) -> float:
         """The time of the traffic; without measured rates of scattered writes, of all bytes at the copy rate."""
-        return self.copied / rates.copy + self.scattered / (self.write_rate(rates) or rates.copy)
-
-
-def hit(density: float, *, itemsize: int = 2, run: int = 1, size: int = GRANULE_BYTES) -> float:
-    """The share of granules that contain an active element, under a random mask.
-
-    A granule has ``size / itemsize`` elements, which are ``n = max(1, size / itemsize / run)`` independent choices; it
-    contains no active element with probability ``(1 - d)^n``.
-
-    Args:
-        density: share of active elements.
-        itemsize: bytes of an element.
-        run: length of the mask's aligned runs (1 for single elements).
-        size: bytes of a granule, or of a sector.
-    """
-    return 1.0 - (1.0 - density) ** math.ceil(max(1.0, size / itemsize / run))
+        return self.copied / rates.copy + self.scattered / (rates.write_rate(self.unit, self.share) or rates.copy)
 
 
 def touched_bytes(numel: int, nnz: float, itemsize: int, run: int = 1, size: int = GRANULE_BYTES) -> float:
-    """Bytes of the granules (or sectors) that contain one of ``nnz`` active elements among ``numel``.
+    """Bytes of the granules (or sectors) of `size` that contain one of ``nnz`` random active elements among ``numel``.
 
-    ``hit(nnz / numel) * numel * itemsize``.
+    A granule is ``n = max(1, size / itemsize / run)`` independent choices of aligned runs of the mask (``run`` is 1 for
+    single elements); it contains no active element with probability ``(1 - nnz / numel)^n``.
     """
-    return hit(nnz / numel, itemsize=itemsize, run=run, size=size) * numel * itemsize if numel else 0.0
+    if not numel:
+        return 0.0
+    n = math.ceil(max(1.0, size / itemsize / run))
+    return (1.0 - (1.0 - nnz / numel) ** n) * numel * itemsize
 
 
 def scattered_writes(copied: float, numel: int, nnz: float, itemsize: int, run: int = 1) -> Traffic:
@@ -190,37 +174,28 @@ def swap_traffic(
     return scattered_writes(copied, numel, changed * nnz, itemsize, run)
 
 
-def replace_traffic(
-    numel: int, nnz: int, *, itemsize: int, compact_itemsizes: int, index_itemsize: int = 4, changed: float = 1.0
-) -> Traffic:
-    """indexed_replace_: ``nnz * (before + after)``, the indices of changed elements, and these elements scattered.
-
-    Args:
-        compact_itemsizes: bytes of an element of `before` and one of `after` together.
-    """
-    copied = nnz * compact_itemsizes + touched_bytes(nnz, changed * nnz, index_itemsize)
+def replace_traffic(numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4, changed: float = 1.0) -> Traffic:
+    """indexed_replace_: ``nnz * (before + after)``, the indices of changed elements, and these elements scattered."""
+    copied = nnz * 2 * itemsize + touched_bytes(nnz, changed * nnz, index_itemsize)
     return scattered_writes(copied, numel, changed * nnz, itemsize)
 
 
-def delta_encode_traffic(numel: int, changed: int, *, itemsize: int, index_itemsize: int = 4) -> Traffic:
-    """delta_encode: ``2 * numel * itemsize + changed * (index + itemsize)``: both states read, changes written."""
-    return Traffic(2 * numel * itemsize + changed * (index_itemsize + itemsize))
+def gather_traffic(numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4) -> Traffic:
+    """masked_grad_gather_ to fp32 without accumulation: ``touched(g) + nnz * (index + 4)``; sums are negligible."""
+    return Traffic(touched_bytes(numel, nnz, itemsize) + nnz * (index_itemsize + 4))
 
 
-def dense_adamw_traffic(numel: int, *, param_itemsize: int) -> Traffic:
-    """A step of torch's AdamW, whose moments have the parameter's dtype: ``numel * 7 * param``.
+def apply_traffic(numel: int, nnz: int, *, itemsize: int, index_itemsize: int = 4) -> Traffic:
+    """delta_apply_: ``changed * (index + itemsize) + sectors(dense)``, and the changes as scattered writes.
 
-    The gradient is read; the parameter and both moments are read and written.
+    A partly written sector is fetched first, without the other half of its granule: Nsight Compute counts 0.873 GB read
+    for 2.5 % of 2^30 bf16, which are the indices, the values and a third of all sectors.
     """
-    return Traffic(7.0 * numel * param_itemsize)
+    fetched = touched_bytes(numel, nnz, itemsize, size=SECTOR_BYTES)
+    return scattered_writes(nnz * (index_itemsize + itemsize) + fetched, numel, nnz, itemsize)
 
 
-def dense_clip_traffic(numel: int, *, grad_itemsize: int) -> Traffic:
-    """torch.nn.utils.clip_grad_norm_: ``3 * numel * g``: read for the norm, then read and written for scaling."""
-    return Traffic(3.0 * numel * grad_itemsize)
-
-
-# The same for the arguments of an op on single elements
+# The same for the arguments of an op
 
 
 def numel_of(tensors: Sequence[Tensor]) -> int:
@@ -250,28 +225,6 @@ def of_step(arguments: Mapping[str, Any]) -> Traffic:
 STATE_NAMES = frozenset(name for op in STEP_OPS.values() for name in op.states)
 
 
-def of_swap(arguments: Mapping[str, Any]) -> Traffic:
-    return swap_traffic(*_sizes(arguments), **_itemsizes(arguments))
-
-
-def of_gather(arguments: Mapping[str, Any]) -> Traffic:
-    """masked_grad_gather_ without accumulation: ``touched(g) + index + nnz * out``; the sums are negligible."""
-    (numel, nnz), sizes = _sizes(arguments), _itemsizes(arguments)
-    gradient = touched_bytes(numel, nnz, sizes["itemsize"])
-    return Traffic(gradient + nnz * (sizes["index_itemsize"] + arguments["out"].element_size()))
-
-
-def of_apply(arguments: Mapping[str, Any]) -> Traffic:
-    """delta_apply_: ``changed * (index + itemsize) + sectors(dense)``, and the changes as scattered writes.
-
-    A partly written sector is fetched first, without the other half of its granule: Nsight Compute counts 0.873 GB read
-    for 2.5 % of 2^30 bf16, which are the indices, the values and a third of all sectors.
-    """
-    (numel, changed), sizes = _sizes(arguments), _itemsizes(arguments)
-    fetched = touched_bytes(numel, changed, sizes["itemsize"], size=SECTOR_BYTES)
-    return scattered_writes(changed * sum(sizes.values()) + fetched, numel, changed, sizes["itemsize"])
-
-
 def of_tiles(arguments: Mapping[str, Any]) -> Traffic:
     """tile_weight_grad_: columns of X and dY under an active tile, each read once; gradients written.
 
@@ -297,14 +250,3 @@ def of_tiles(arguments: Mapping[str, Any]) -> Traffic:
     widths += sum(width(torch.cat(parts), columns) for columns, parts in of_inputs.values())
     tokens = len(inputs[0]) / (1 if offsets is None else len(offsets))
     return Traffic(tokens * widths * inputs[0].element_size() + out.numel() * out.element_size())
-
-
-def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    return numel_of(arguments["dense"]), arguments["indices"].numel()
-
-
-def _itemsizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "itemsize": arguments["dense"][0].element_size(),
-        "index_itemsize": arguments["indices"].element_size(),
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,7 @@ from sparse_opt.ops import STEP_OPS
 from sparse_opt.tensors import as_bits
 
 from . import bounds
-from .cases import SUM_RTOL, Active, WrongResult, check_bits
-from .inputs import segments, step_case_of
+from .cases import SUM_RTOL, Active, WrongResult, check_bits, segments, step_case_of
 
 Named = dict[str, nn.Parameter]
 Gradients = Literal["dense", "compact"]
@@ -45,21 +44,12 @@ def sparse_adamw(
     gradients: Gradients,
     backend: str | None = None,
     *,
-    keep_base_weights: bool = False,
-    compact_weights: bool = False,
     lr: float = LR,
+    **options: Any,
 ) -> SparseAdamW:
     """SparseAdamW over the mask, with compact fp32 gradients and moments."""
-    optimizer = SparseAdamW(
-        params.items(),
-        mask,
-        lr=lr,
-        weight_decay=WEIGHT_DECAY,
-        grads=gradients,
-        keep_base_weights=keep_base_weights,
-        compact_weights=compact_weights,
-        backend=backend,
-    )
+    options |= {"weight_decay": WEIGHT_DECAY, "grads": gradients, "backend": backend}
+    optimizer = SparseAdamW(params.items(), mask, lr=lr, **options)
     trained = {name: param for name, param in params.items() if param.requires_grad}
     if gradients == "dense":
         for name, param in trained.items():

@@ -22,7 +22,7 @@ from sparse_opt.tensors import as_bits
 from ..harness import Benchmark, comma_separated, one_of_each
 from ..rows import Run
 from ..shapes import LLAMA_3_2_3B, LLAMA_64M, scaled, total_numel
-from . import inputs, tiles
+from . import cases, tiles
 from .cases import Active
 from .recorder import TORCH, Recorder
 from .weights import WeightRows
@@ -84,8 +84,8 @@ def measure(args: Namespace, run: Run) -> None:
 
 def time_delta(recorder: Recorder, numel: int, density: float, generator: torch.Generator) -> None:
     """Time delta_encode and delta_apply_ at one density, and torch's operations."""
-    old = inputs.random_tensors({"weight": (numel,)}, torch.bfloat16, generator)
-    case = inputs.delta_encode_case(old, density, generator)
+    old = cases.random_tensors({"weight": (numel,)}, torch.bfloat16, generator)
+    case = cases.delta_encode_case(old, density, generator)
     peer = functools.partial(torch_encode, old[0], case.arguments["new"][0])
     torch_work = recorder.work("ne, nonzero, index", TORCH, density, peer, case.traffic)
     to_torch = {"torch": {"work": "ne, nonzero, index", "backend": TORCH}}
@@ -93,7 +93,7 @@ def time_delta(recorder: Recorder, numel: int, density: float, generator: torch.
 
     indices, values, _ = torch.ops.sparse_opt.delta_encode(old, case.arguments["new"], backend="reference")
     active = Active(indices, [0], [len(indices)])
-    recorder.time(recorder.cases({"delta_apply_": inputs.delta_apply_case(old, active, values)}, density))
+    recorder.time(recorder.cases({"delta_apply_": cases.delta_apply_case(old, active, values)}, density))
 
 
 def torch_encode(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,7 @@ from sparse_opt.masks.patterns import PATTERNS
 from ..harness import Work
 from ..shapes import SHAPES, Shapes, total_numel
 from .bounds import Traffic, of_tiles
-from .cases import WrongResult
-from .inputs import segments
+from .cases import WrongResult, segments
 from .recorder import TORCH, Recorder
 
 OP, MM = "tile_weight_grad_", "torch.mm"
@@ -193,19 +192,7 @@ class TileGradients:
             raise WrongResult(f"{OP} on backend {backend}: found_inf is set, but every gradient is finite")
 
     def traffic(self) -> Traffic:
-        operands = self.operands
-        return of_tiles(
-            {
-                "out": self.out,
-                "grad_outputs": operands.grad_outputs,
-                "inputs": operands.inputs,
-                "tiles": self.tiles,
-                "starts": self.starts,
-                "ends": self.ends,
-                "tile_size": self.tile_size,
-                "token_offsets": operands.token_offsets,
-            }
-        )
+        return of_tiles(vars(self.operands) | vars(self))  # named as the op's arguments
 
 
 def time_layers(recorder: Recorder, shapes: Shapes, tokens: Sequence[int], generator: torch.Generator) -> None:

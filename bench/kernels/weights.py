@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_opt import BackendUnavailable, MaskSet, set_l2_fetch_granularity
+from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.ops import STEP_OPS
 
 from ..harness import Work, passes
 from ..shapes import Shapes, total_numel
 from ..timing import Prepared
-from . import bounds, inputs
+from . import bounds, cases
 from .cases import Active
 from .optimizers import (
     ADAMW,
@@ -57,7 +57,6 @@ FUSED = "torch.optim.AdamW(fused=True).step"
 STEP_DENSE, STEP_COMPACT = "SparseAdamW.step, dense gradients", "SparseAdamW.step, compact gradients"
 SMALL = ", lr 1e-6"
 KNOWN = ", compact weights"  # which are not read from the model
-FINE = ", 32-byte fetches"  # into the L2; the default of an H200 is 64 (set_l2_fetch_granularity)
 CLIP = "SparseAdamW.clip_grad_norm_"
 BASE = "SparseAdamW.base_weights, in"
 GATHER, SWAP, REPLACE = "masked_grad_gather_", "indexed_swap_", "indexed_replace_"
@@ -84,15 +83,15 @@ class WeightRows:
     def __post_init__(self) -> None:
         self.numel = total_numel(self.shapes)
         self.itemsize = self.dtype.itemsize
-        self.params = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=0.02)
+        self.params = cases.random_tensors(self.shapes, self.dtype, self.generator, scale=0.02)
         self.start = [param.clone() for param in self.params]
-        self.grads = inputs.random_tensors(self.shapes, self.dtype, self.generator, scale=1e-3)
+        self.grads = cases.random_tensors(self.shapes, self.dtype, self.generator, scale=1e-3)
         self.named_grads = self._named(self.grads)
 
     def run(self) -> None:
         """Time all rows."""
         for i, density in enumerate(DENSITIES):
-            active = inputs.random_active(self.params, density, self.generator)
+            active = cases.random_active(self.params, density, self.generator)
             masked = Masked(mask_of(self._named(self.params), active), active, density)
             self._op_steps(masked)
             self._gather_and_swap(masked, [self._torch_clip()] if i == 0 else [])
@@ -100,24 +99,23 @@ class WeightRows:
             self.base_weights(masked)
             for compact_weights in (False, True):
                 self.base_weights(masked, lr=SMALL_LR, n_steps=FEW_STEPS, compact_weights=compact_weights)
-            self.fine_fetches(masked, with_dense=i == 0)
         for pattern in PATTERNS:
             self.step_under(pattern, "dense")
 
     def _op_steps(self, masked: Masked) -> None:
-        active = inputs.narrowed(masked.active)
+        active = cases.narrowed(masked.active)
         for op, kind in itertools.product(STEP_OPS, STEP_NAMES):
             self._restart()
-            case = inputs.step_case(op, self.params, self.grads, active, self.generator, dense_grads=kind == "dense")
+            case = cases.step_case(op, self.params, self.grads, active, self.generator, dense_grads=kind == "dense")
             # Restart from the same weights: under a constant gradient they grow until a step no longer changes a bit.
             works = self.recorder.cases({f"{op}, {kind} gradients": case}, masked.density, self._restart)
             self.recorder.time(works)
 
     def _gather_and_swap(self, masked: Masked, others: Sequence[Work]) -> None:
-        active, cases = inputs.narrowed(masked.active), self.recorder.cases
-        self.recorder.time([*cases({GATHER: inputs.gather_case(self.grads, active)}, masked.density), *others])
-        for name, make in ((SWAP, inputs.swap_case), (REPLACE, inputs.replace_case)):
-            self.recorder.time(cases({name: make(self.params, active, self.generator)}, masked.density))
+        active, works_of = cases.narrowed(masked.active), self.recorder.cases
+        self.recorder.time([*works_of({GATHER: cases.gather_case(self.grads, active)}, masked.density), *others])
+        for name, make in ((SWAP, cases.swap_case), (REPLACE, cases.replace_case)):
+            self.recorder.time(works_of({name: make(self.params, active, self.generator)}, masked.density))
 
     def _optimizers(self, masked: Masked, others: Sequence[Work]) -> None:
         """SparseAdamW as users call it, on the backend that `auto` selects."""
@@ -162,20 +160,11 @@ class WeightRows:
 
         traffic = step_traffic(optimizer, param_itemsize=self.itemsize, dense_grads=kind == "dense", changed=changed)
         call = Prepared(prepare, functools.partial(step_again, optimizer))
-        fused = FUSED + (FINE if name.endswith(FINE) else "")
-        peers = {"fused AdamW": {"work": fused, "backend": TORCH, "density": None}}
+        peers = {"fused AdamW": {"work": FUSED, "backend": TORCH, "density": None}}
         backend = backend or self.recorder.auto(ADAMW)
         return [self.recorder.work(name, backend, masked.density, call, traffic, peers=peers)]
 
-    def base_weights(
-        self,
-        masked: Masked,
-        fetches: str = "",
-        *,
-        lr: float = LR,
-        n_steps: int = 1,
-        compact_weights: bool = False,
-    ) -> None:
+    def base_weights(self, masked: Masked, *, lr: float = LR, n_steps: int = 1, compact_weights: bool = False) -> None:
         """The swap to the base weights, after `n_steps` steps at this learning rate; the one back takes as long."""
         self._restart()
         named, mask = self._parameters(), masked.mask
@@ -187,46 +176,12 @@ class WeightRows:
         for _ in range(n_steps - 1):
             step_again(optimizer)
         changed = swapped_share(optimizer, named, mask.nnz)
-        size = index_itemsize(optimizer)
-        if compact_weights:
-            traffic = bounds.replace_traffic(
-                mask.numel,
-                mask.nnz,
-                itemsize=self.itemsize,
-                compact_itemsizes=2 * self.itemsize,
-                index_itemsize=size,
-                changed=changed,
-            )
-        else:
-            traffic = bounds.swap_traffic(
-                mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed
-            )
-        name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "") + fetches
+        traffic_of, size = bounds.replace_traffic if compact_weights else bounds.swap_traffic, index_itemsize(optimizer)
+        traffic = traffic_of(mask.numel, mask.nnz, itemsize=self.itemsize, index_itemsize=size, changed=changed)
+        name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "")
         with contextlib.ExitStack() as inside:
             call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
             self.recorder.time([self.recorder.work(name, self.recorder.auto(SWAP), masked.density, call, traffic)])
-
-    def fine_fetches(self, masked: Masked, *, with_dense: bool) -> None:
-        """Ops on single elements with `set_l2_fetch_granularity(32)`, and the dense step for comparison."""
-        recorder = self.recorder
-        if recorder.device.type == "cpu":
-            return
-        try:
-            before = set_l2_fetch_granularity(32, recorder.device)
-        except (BackendUnavailable, RuntimeError) as error:
-            recorder.run.note(f"not timed: rows{FINE}: {str(error).partition(chr(10))[0]}")
-            return
-        try:
-            gather = inputs.gather_case(self.grads, inputs.narrowed(masked.active))
-            recorder.time(recorder.cases({GATHER + FINE: gather}, masked.density, only=recorder.auto(gather.op)))
-            works = [self._fused_step(FINE)] if with_dense else []
-            for kind, name in STEP_NAMES.items():
-                for lr, suffix in ((LR, ""), (SMALL_LR, SMALL)):
-                    works += self._step(name + suffix + FINE, masked, kind, lr=lr)
-            recorder.time(works)
-            self.base_weights(masked, FINE)
-        finally:
-            set_l2_fetch_granularity(before, recorder.device)
 
     def step_under(self, pattern: str, kind: Gradients) -> None:
         """The step under a random mask of the pattern."""
@@ -250,13 +205,15 @@ class WeightRows:
         for param, grad in zip(named.values(), self.grads, strict=True):
             param.grad = grad
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(named.values()), NO_CLIP)
-        traffic = bounds.dense_clip_traffic(self.numel, grad_itemsize=self.itemsize)
+        # Gradients are read for the norm, then read and written for scaling.
+        traffic = bounds.Traffic(3.0 * self.numel * self.itemsize)
         return self.recorder.work("torch.nn.utils.clip_grad_norm_", TORCH, None, clip, traffic)
 
-    def _fused_step(self, fetches: str = "") -> Work:
+    def _fused_step(self) -> Work:
         step = torch_adamw(self._parameters(), self.named_grads).step
-        traffic = bounds.dense_adamw_traffic(self.numel, param_itemsize=self.itemsize)
-        return self.recorder.work(FUSED + fetches, TORCH, None, step, traffic)
+        # The gradient is read; the parameter and both moments, of its dtype, are read and written.
+        traffic = bounds.Traffic(7.0 * self.numel * self.itemsize)
+        return self.recorder.work(FUSED, TORCH, None, step, traffic)
 
     def _restart(self) -> None:
         """Restore the initial weights: after many steps they are so large that a small step changes no bit."""

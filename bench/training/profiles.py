@@ -104,13 +104,12 @@ def _measure(args: Namespace, run: Run) -> None:
         common = {"use_cpu": args.device == "cpu"}
         sampling = {**common, "verifier": args.verifier, "max_completion_length": args.max_completion_length}
         model, data, test_data = args.model_name_or_path, args.dataset_name, args.test_dataset_name
+        commands: list[Any] = []
         if model is None:
             sizes = {"answers": args.answers, "hidden_size": args.hidden_size, "n_layers": args.n_layers}
             world = make_arithmetic(folder / "sums", **ARITHMETIC, **sizes, seed=args.seed)
             data, test_data = world / "data/train.jsonl", world / "data/test.jsonl"
             model, commands = folder / "start", [["sft", _start_options(args, world, folder / "start") | common]]
-        else:
-            commands = []
         sampling |= {"model_name_or_path": model}
         test = {**sampling, "dataset_name": test_data, "dataset_split": f"train[:{args.n_test}]"}
         start = _run(folder, "start", [*commands, ["test", {**test, **PLAIN["test"], "batch_size": 256}]])

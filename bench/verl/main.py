@@ -27,6 +27,7 @@ from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 from sparse_opt.masks.patterns import PATTERNS
 
+from .. import ranks
 from ..harness import Benchmark, WrongResult, not_between, run_in_process
 from ..rows import Case, Row, Run
 from ..shapes import LLAMAS
@@ -52,11 +53,9 @@ _EPILOG = """examples:
 
 def options(parser: CommandParser) -> None:
     shapes = [name for name in LLAMAS if name != "70b"]  # both engines are on the GPUs at once
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--shape", choices=shapes, default="3b", help="of the Llama (%(default)s)")
-    what.add_argument("--density", type=float, default=0.025, help="of the random mask (%(default)s)")
+    what, run = ranks.add_options(parser, shapes)
+    parser.set_defaults(sequence_length=1024)
     what.add_argument("--pattern", choices=tuple(PATTERNS), default="tile64", help="of the mask (%(default)s)")
-    what.add_argument("--sequence_length", type=int, default=1024, help="tokens, half of them prompt (%(default)s)")
     what.add_argument("--batch_size", type=int, default=4, help="sequences of an update on each GPU (%(default)s)")
     what.add_argument("--micro_batch_size", type=int, default=2, help="of these at once (%(default)s)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="recompute activations in each layer")
@@ -67,22 +66,17 @@ def options(parser: CommandParser) -> None:
         help="verl's fused log-probabilities, as use_fused_kernels (%(default)s); without flash-attn, none is a loop "
         "over tokens",
     )
-    what.add_argument("--learning_rate", type=float, default=1e-6, help="of the timed updates (%(default)s)")
-    run = parser.add_argument_group("how")
     run.add_argument("--gpus", type=int, default=2, help="of this host (%(default)s)")
     run.add_argument("--n_rounds", type=int, default=20, help="timed updates of each engine (%(default)s)")
     run.add_argument("--folder", type=Path, help="keeps the model and the mask for later runs (default: temporary)")
-    run.add_argument("--seed", type=int, default=0, help="of weights, mask and batch (%(default)s)")
-    run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU, for tests")
 
 
 def problem(args: Namespace) -> str:
     """The error in the options; empty if they are valid."""
     on_cpu = args.device == "cpu"
     if args.small:
-        args.shape, args.sequence_length = "tiny", min(args.sequence_length, 32)
         args.density = max(args.density, 0.25)  # the matrices have 8 to 32 tiles
-    if error := not_between(args, "sequence_length", at_least=4):
+    if error := not_between(args, "sequence_length", at_least=4) or ranks.problem(args, "verl"):
         return error
     if args.batch_size % args.micro_batch_size:
         return f"--batch_size {args.batch_size} is no multiple of --micro_batch_size {args.micro_batch_size}"
@@ -94,9 +88,6 @@ def problem(args: Namespace) -> str:
         return "verl is not installed here: `make test-verl` installs it into an environment of its own, build/verl"
     if on_cpu and os.environ.get("VERL_PLATFORM") != "cpu":
         return "--device cpu: verl has no platform for the CPU; tests/verl_engine/cpu_platform.py is that of the tests"
-    if args.output is None and args.shape != "3b":
-        args.output = Path(f"bench/results/verl_{args.shape}.json")
-    args.device = "cpu" if on_cpu else "cuda"
     return ""
 
 

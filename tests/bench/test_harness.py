@@ -107,8 +107,8 @@ def test_wrong_and_missing_rows_and_with_strict_missed_targets_end_with_1(capsys
 
     assert benchmark(partly).main([]) == 1
     assert capsys.readouterr().err == "WRONG RESULT: a bit\nnot measured: two\n"
-    target = {"suite": "one", "gpu": "", "where": {}, "metric": "time", "at_most": 0.5, "reason": "because"}
-    monkeypatch.setattr(harness.report, "targets", lambda: [target])
+    target = {"where": {}, "metric": "time", "at_most": 0.5, "reason": "because"}
+    monkeypatch.setattr(harness.report, "targets", lambda: {"one": [target]})
     assert benchmark().main([]) == 0
     assert benchmark().main(["--strict"]) == 1
     assert "MISSED: one: time 1, expected <= 0.500 ms (because)" in capsys.readouterr().err

@@ -11,6 +11,9 @@ import pytest
 from sparse_opt.cli.main import main
 from sparse_opt.cli.quickstart import data as quickstart_data
 
+# One worker makes what the tests of this file share.
+pytestmark = pytest.mark.xdist_group("quickstart")
+
 TINY = ("--sft_steps", 2, "--dpo_steps", 3, "--n_questions", 66, "--device", "cpu")
 
 

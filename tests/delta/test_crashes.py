@@ -12,6 +12,9 @@ from crash_driver import state_at
 from sparse_opt import DeltaLog
 from sparse_opt.errors import DeltaLogError
 
+# One worker makes what the tests of this file share.
+pytestmark = pytest.mark.xdist_group("crashes")
+
 START = (0, 1, 2, 4, 5, 7)
 
 

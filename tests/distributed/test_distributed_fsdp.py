@@ -30,7 +30,7 @@ from sparse_opt.optim.gradients import reduction
 pytestmark = pytest.mark.dist
 
 Forward = Callable[[Tensor], Tensor]
-STEPS, TOKENS, VOCABULARY, WIDTH = 8, 24, 71, 64
+STEPS, TOKENS, VOCABULARY, WIDTH = 5, 24, 71, 64
 
 
 class Block(nn.Module):

@@ -132,9 +132,10 @@ def reshard(rank: int, folder: str) -> None:
         require_state(optimizer, states[True], rank == 0)
         dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/{True}3")
     for mesh in meshes.values():
-        for n in meshes if rank < mesh.size() else ():
+        more = mesh.size() % len(meshes) + 1
+        for n in {more, len(meshes) + 1 - mesh.size()} if rank < mesh.size() else ():
             _, optimizer = sharded(mesh)
-            if n == mesh.size() % len(meshes) + 1:  # of each number of ranks by torch's own function on another
+            if n == more:  # of each number of ranks by torch's own function on another
                 loaded = {"optimizer": optimizer.state_dict()}
                 dcp.load(loaded, checkpoint_id=f"{folder}/{False}{n}", process_group=mesh.get_group())
                 optimizer.load_state_dict(loaded["optimizer"])

@@ -199,13 +199,10 @@ def test_conversations_that_repeat_the_prompt_are_rendered_once(load, trainer, c
         load("dpo", [{"chosen": [ASK, ANSWER], "rejected": [later, WRONG]}])
 
 
-def test_empty_completions_are_reported(load):
+def test_empty_completions_and_equal_pairs_are_reported(load):
     row = {"prompt": "a", "completion": "b"}
     with pytest.warns(UserWarning, match="a completion is empty in 1 of 2 rows, the first is row 2"):
         load("sft", [row, {**row, "completion": " "}])
-
-
-def test_equal_pairs_are_reported(load):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     with pytest.warns(UserWarning, match="chosen equals rejected in 1 of 2 rows, the first is row 2"):
         load("dpo", [pair, {**pair, "rejected": "b"}])

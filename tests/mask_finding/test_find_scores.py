@@ -16,7 +16,7 @@ from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.errors import DeltaLogError, MaskError
 from sparse_opt.mask_finding import log_scores as mask_scores
-from sparse_opt.mask_finding.find import find_from_log, mask_file_name
+from sparse_opt.mask_finding.find import find_from_log
 from sparse_opt.mask_finding.log_scores import LOG_METHODS, LogScores, plan_scores
 from sparse_opt.masks.parameters import select_names
 
@@ -272,22 +272,6 @@ def test_a_step_without_changes_an_unknown_step_and_no_tensor_are_refused(tmp_pa
         find_magnitude(log, sparsity=90, include=["v*"])
     with pytest.raises(DeltaLogError, match="step 7 is not logged"):
         find_magnitude(log, sparsity=90, target_step=7)
-
-
-def test_target_step_and_metadata(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(10)}
-    with DeltaLog.create(tmp_path / "log", state, metadata={"model": "org/name"}, keyframe_every=2) as log:
-        for step in (10, 20, 30):
-            state["w"][step // 10] = step
-            log.append(step)
-    early = find_magnitude(log, sparsity=80, target_step=20, min_tensor_keep=0)
-    assert early["w"].tolist() == [1, 2]
-    expected = {"method": "magnitude", "step": "20", "base_step": "0", "model": "org/name", "pool": "global"}
-    assert early.metadata.items() >= expected.items()
-    last = find_magnitude(log, sparsity=80)
-    assert last["w"].tolist() == [2, 3]
-    assert last.metadata["step"] == "30"
-    assert MaskSet.load(last.save(tmp_path / mask_file_name(80, "magnitude", 30))).metadata == last.metadata
 
 
 class Block(nn.Module):

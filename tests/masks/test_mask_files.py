@@ -195,13 +195,6 @@ def bool_masks(mask: MaskSet) -> dict[str, Any]:
     return {name: mask.bool(name) for name in mask.names}
 
 
-def test_pt_plain(mask: MaskSet, tmp_path: Path) -> None:
-    torch.save(bool_masks(mask), tmp_path / "m.pt")
-    loaded = MaskSet.load(tmp_path / "m.pt")
-    assert loaded == mask
-    assert (loaded.pattern, loaded.metadata) == ("element", {})
-
-
 def test_pt_under_the_key_masks(mask: MaskSet, tmp_path: Path) -> None:
     others = {"metadata": {"method": "fisher", "step": 50}, "sparsity": 97.5, "history": [1, 2], "format": "torch"}
     torch.save({"masks": bool_masks(mask), **others}, tmp_path / "m.pt")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +33,17 @@ VARIANTS = [
         *(BOOL_OPTIONS[option] for option, default in op.options.items() if isinstance(default, bool)),
     ]
 ]
+
+
+def half_of(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every other combination of values of three lists or more: all pairs of values of any two lists are among them."""
+    numbered = itertools.product(*(enumerate(values) for values in lists))
+    return [tuple(value for _, value in chosen) for chosen in numbered if sum(i for i, _ in chosen) % 2 == 0]
+
+
+def name_of(value: object) -> str:
+    """For test ids."""
+    return str(value).removeprefix("torch.")
 
 
 def runs_of(kind: str, count: int, i: int, generator: torch.Generator) -> Tensor:

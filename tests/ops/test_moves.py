@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import LAYOUTS, MASKS, assert_same_bits, behind_its_beginning, bits_of, make
+from cases import LAYOUTS, MASKS, assert_same_bits, behind_its_beginning, bits_of, half_of, make, name_of
 
 from sparse_opt import ops
 
@@ -15,20 +15,15 @@ ANY = (*FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint
 ONE_OF_EACH_SIZE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def name_of(value):
-    return str(value).removeprefix("torch.")
-
-
 def gather(case, backend, **options):
     segments = case.indices, case.starts, case.ends
     options = {**case.layout, **case.extra, **options}
     ops.masked_grad_gather_(case.grad, case.dense_grads, *segments, backend=backend, **options)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("accumulate", [False, True], ids=["overwrite", "accumulate"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(
+    ("dtype", "accumulate", "layout", "mask"), half_of(FLOATS, (False, True), LAYOUTS, MASKS), ids=name_of
+)
 def test_gather(dtype, accumulate, layout, mask, place):
     device, backend = torch.device(place[0]), place[1]
     case = make(device, dtype=dtype, mask=mask, layout=layout)
@@ -58,10 +53,11 @@ def test_gather_of_runs_in_buffers_that_no_vector_fits(dense_moved, out_moved, p
     assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("out_dtype", FLOATS, ids=name_of)
-@pytest.mark.parametrize("dense_dtype", FLOATS, ids=name_of)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "index_dtype", "dense_dtype", "out_dtype"),
+    half_of(LAYOUTS, (torch.int32, torch.int64), FLOATS, FLOATS),
+    ids=name_of,
+)
 def test_gather_dtypes(layout, index_dtype, dense_dtype, out_dtype, place):
     shapes = [(5, 33), (70,)]
     case = make(
@@ -132,9 +128,9 @@ def any_bits(shape, dtype, generator, device):
     return raw.view(dtype).view(shape).to(device)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ANY, ids=name_of)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "index_dtype"), half_of(ANY, LAYOUTS, (torch.int32, torch.int64)), ids=name_of
+)
 def test_swap_moves_bits(dtype, layout, index_dtype, place):
     device, backend = torch.device(place[0]), place[1]
     generator = torch.Generator().manual_seed(3)
@@ -170,9 +166,9 @@ def test_swap_of_unaligned_tensors(dtype, layout, place):
     assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("wide", ["", "before", "after", "both"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "wide"), half_of(FLOATS, LAYOUTS, ["", "before", "after", "both"]), ids=name_of
+)
 def test_replace(dtype, layout, wide, place):
     device, backend = torch.device(place[0]), place[1]
     for mask in ("ragged", "empty", "full"):

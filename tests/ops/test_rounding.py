@@ -4,17 +4,13 @@ import math
 
 import pytest
 import torch
-from cases import bits_of
+from cases import bits_of, name_of
 from torch import Tensor
 
 from sparse_opt import ops
 from sparse_opt.ops.rounding import philox2x32, random_words, stochastic_round
 
 HALVES = (torch.bfloat16, torch.float16)
-
-
-def name_of(value: object) -> str:
-    return str(value).removeprefix("torch.")
 
 
 # Known answers that come with Random123, https://github.com/DEShawResearch/random123 (tests/kat_vectors).

@@ -5,16 +5,24 @@ import math
 
 import pytest
 import torch
-from cases import LAYOUTS, MASKS, VARIANTS, assert_same_bits, behind_its_beginning, bits_of, make, run_step, step_call
+from cases import (
+    LAYOUTS,
+    MASKS,
+    VARIANTS,
+    assert_same_bits,
+    behind_its_beginning,
+    bits_of,
+    half_of,
+    make,
+    name_of,
+    run_step,
+    step_call,
+)
 
 from sparse_opt import ops
 from sparse_opt.ops import STEP_OPS, narrow_indices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def name_of(value):
-    return str(value).removeprefix("torch.")
 
 
 def check(op, case, place, rounds=2, **options):
@@ -30,9 +38,7 @@ def check(op, case, place, rounds=2, **options):
     return got
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("dtype", "layout", "mask"), half_of(DTYPES, LAYOUTS, MASKS), ids=name_of)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_masks(op, dtype, layout, mask, place):
     case = make(torch.device(place[0]), dtype=dtype, mask=mask, layout=layout)
@@ -46,12 +52,11 @@ def test_masks(op, dtype, layout, mask, place):
         assert got.exp_avg_sq[slot] == case.exp_avg_sq[slot]
 
 
-@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
-@pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("master", [False, True], ids=["", "master"])
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "moments", "master", "rounding", "compact"),
+    half_of(DTYPES, LAYOUTS, DTYPES[:2], *[(False, True)] * 3),
+    ids=name_of,
+)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_storage(op, dtype, layout, moments, master, rounding, compact, place):
     case = make(
@@ -70,12 +75,14 @@ def copied(arguments):
 
 
 # Masters are not rounded stochastically, and the states are fp32.
-@pytest.mark.parametrize(("held", "rounding"), [("weights", False), ("weights", True), ("master", False)])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+HELD = (("weights", False), ("weights", True), ("master", False))
+
+
+@pytest.mark.parametrize(("dtype", "layout", "held_and_rounding"), half_of(DTYPES, LAYOUTS, HELD), ids=name_of)
 @pytest.mark.parametrize("op", STEP_OPS)
-def test_params_that_need_not_be_read(op, dtype, layout, held, rounding, place):
+def test_params_that_need_not_be_read(op, dtype, layout, held_and_rounding, place):
     """The bits of a step that reads them; and where nothing changes, whatever they hold stays."""
+    held, rounding = held_and_rounding
     device, backend = torch.device(place[0]), place[1]
     case = make(device, dtype=dtype, mask="ragged" if layout.startswith("run") else "random", layout=layout)
     case.lr.fill_(1e-5)  # changes nearly all weights in fp32, and few of those in 16 bits
@@ -193,10 +200,11 @@ def test_unaligned_tensors(op, dtype, layout, compact, place):
     assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("grad_dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=name_of)
-@pytest.mark.parametrize("compact", [True, False], ids=["compact", "dense"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "compact", "index_dtype", "grad_dtype"),
+    half_of(LAYOUTS, (True, False), (torch.int32, torch.int64), DTYPES),
+    ids=name_of,
+)
 @pytest.mark.parametrize("op", STEP_OPS)
 def test_gradient_and_index_dtypes(op, layout, compact, index_dtype, grad_dtype, place):
     case = make(
@@ -224,11 +232,11 @@ def test_lengths_next_to_block_lengths(op, layout, compact, place):
     check(op, scattered, place, compact=compact)
 
 
-@pytest.mark.parametrize(("moments", "rounding"), [(torch.float32, False), (torch.bfloat16, True)], ids=["", "rounded"])
-@pytest.mark.parametrize("layout", ["element", "narrow"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    ("dtype", "layout", "moments"), half_of(DTYPES, ["element", "narrow"], DTYPES[:2]), ids=name_of
+)
 @pytest.mark.parametrize("op", STEP_OPS)
-def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
+def test_elements_far_apart(op, dtype, layout, moments, place):
     """At most as many active elements as granules; lists around a table's size."""
     long = dtype == torch.bfloat16 and place != ("cpu", "triton")  # slow in the interpreter, and Triton has one table
     shapes = [(41, 1 + 3400 // (i + 1)) for i in range(12 if long else 3)]
@@ -236,7 +244,7 @@ def test_elements_far_apart(op, dtype, layout, moments, rounding, place):
     case = make(device, dtype=dtype, moment_dtype=moments, mask="far-apart", shapes=shapes, layout=layout)
     assert case.ends[0] - case.starts[0] > 2 * 640  # several blocks
     assert case.numel * dtype.itemsize >= 64 * case.nnz
-    check(op, case, place, compact=False, stochastic_rounding=rounding)
+    check(op, case, place, compact=False, stochastic_rounding=moments == torch.bfloat16)
 
 
 @pytest.mark.parametrize(

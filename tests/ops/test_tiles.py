@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import bits_of
+from cases import bits_of, name_of
 from torch import Tensor
 
 from sparse_opt import MaskSet, ops
@@ -20,10 +20,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Multiples of neither tile size, nor of 8 or 2; narrower than a tile, a single row, a single column; many tiles.
 SHAPES = ((130, 77), (1, 201), (201, 1), (64, 128), (9, 5))
 PADDING = 3  # slots before and after, which belong to no tile
-
-
-def name_of(value: object) -> str:
-    return str(value).removeprefix("torch.")
 
 
 @dataclass

@@ -30,6 +30,9 @@ pytest.importorskip("triton", reason="needs triton")
 
 from sparse_opt import triton_kernels
 
+# One worker makes what the tests of this file share.
+pytestmark = pytest.mark.xdist_group("triton_compile")
+
 CPU = torch.device("cpu")
 # What a block may have of shared memory, in KiB (CUDA C++ Programming Guide, technical specifications): of the oldest
 # GPU, of those whose products are summed in tensor memory, and of a workgroup of gfx942.

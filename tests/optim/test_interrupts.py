@@ -144,7 +144,8 @@ BODY = (2, 3, 4)  # the lines of `use`, from its first one, that are within the 
 
 def test_ctrl_c_at_every_place(backend):
     trained = Trained(backend)
-    for tracer in every_place(use, BODY, (signal.SIGINT, 0)):
+    step = 10 if backend[0] == "reference" else 1  # both differ in the ops alone
+    for tracer in every_place(use, BODY, (signal.SIGINT, 0), step=step):
         assert raises(KeyboardInterrupt, tracer, use, trained, []) == bool(tracer.where), tracer.where
         trained.assert_unharmed(tracer.where)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, tracer.where

@@ -11,7 +11,7 @@ from sparse_opt import MaskSet, SparseAdamW
 
 RUN_LENGTH = {"run16": 16, "run32": 32, "tile64": 64, "tile128": 64}
 # Under Triton's interpreter a step takes a tenth of a second.
-N_STEPS = 4 if os.environ.get("TRITON_INTERPRET") == "1" else 30
+N_STEPS = 4 if os.environ.get("TRITON_INTERPRET") == "1" else 15
 
 
 def make_model(device, dtype=torch.float32, ragged=False):

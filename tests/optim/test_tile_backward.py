@@ -1,15 +1,15 @@
 """Weight gradients computed tile by tile: the forward pass has the same bits, and the gradients are equal."""
 
-import subprocess
-import sys
+import contextlib
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from computed import Computed
+from launch import launch
 from tiled_models import EPS32, SIZES, assert_same_gradients, batch, loss_of, pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -203,42 +203,48 @@ def test_tiles_of_a_backward_pass_that_failed_are_dropped(device, native):
     assert_same_gradients(tiles, dense)
 
 
-FREES_AN_OPERAND = """
-import gc, sys, torch
-sys.path.insert(0, "..")
-from tiled_models import batch, pair
-
 class Calls(torch.autograd.Function):
+    """Fails in its backward pass, and calls a function when its graph is released."""
+
     @staticmethod
-    def forward(ctx, x):
-        ctx.on_release = OnRelease()
+    def forward(ctx, x, call):
+        ctx.on_release = OnRelease(call)
         return x.clone()
+
     @staticmethod
     def backward(ctx, grad):
         raise RuntimeError("on purpose")
 
+
 class OnRelease:
+    def __init__(self, call):
+        self.call = call
+
     def __del__(self):
+        self.call()
+
+
+def releases_an_operand(rank):
+    model, tiles, _, _ = pair("cpu")
+    tiles.gradient_buffers[0].set_queue_limits(tiles=10**9, tile_bytes=10**12)
+    released = []
+
+    def call():
         tiles.zero_grad()
-        print("released")
+        released.append(True)
 
-model, tiles, _, _ = pair("cpu")
-tiles.gradient_buffers[0].set_queue_limits(tiles=10**9, tile_bytes=10**12)
-try:
-    model[2](Calls.apply(model[0](batch("cpu")))).sum().backward()
-except RuntimeError as error:
-    assert "on purpose" in str(error)
-    del error
-gc.collect()
-tiles.compact_grad(model[2].weight)  # adds the product, and releases the last references to its graph
-"""
+    with contextlib.suppress(RuntimeError):
+        model[2](Calls.apply(model[0](batch("cpu")), call)).sum().backward()
+    gc.collect()
+    assert not released
+    tiles.compact_grad(model[2].weight)  # adds the product, and releases the last references to its graph
+    assert released
 
 
+@pytest.mark.dist
 def test_operands_are_released_without_a_lock(native):
     """Their graph may run any code; this one's would wait for the lock forever."""
-    command = [sys.executable, "-c", FREES_AN_OPERAND]
-    ended = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stdout) == (0, "released\n"), ended.stderr
+    launch(releases_an_operand, 1)
 
 
 def test_a_queued_operand_that_is_changed_in_place_raises(device, native):

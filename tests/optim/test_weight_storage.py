@@ -1,5 +1,6 @@
 """compact_weights and offload_base_weights: the same training to the bit as without them."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -80,8 +81,9 @@ def test_training_has_the_same_bits(storage, dtype, pattern, device, sparse_opti
         train(model, ours, range(2))
         train(plain, theirs, range(2))
         assert same(model, plain)
-        with ours.base_weights():
+        with contextlib.suppress(KeyError), ours.base_weights():
             assert same(model, start)
+            raise KeyError
         assert same(model, plain)
     assert not same(model, start)
     state, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
@@ -144,16 +146,6 @@ def test_a_saved_state_continues(storage, device):
     assert same(model, plain)
     with ours.base_weights():
         assert same(model, start)
-
-
-def test_an_error_inside_base_weights_restores_the_weights(storage, device):
-    model, ours, plain, theirs = pair(device, storage)
-    for m, optimizer in ((model, ours), (plain, theirs)):
-        train(m, optimizer, range(1))
-        with pytest.raises(KeyError), optimizer.base_weights():
-            raise KeyError
-        train(m, optimizer, range(1, 2))
-    assert same(model, plain)
 
 
 @pytest.mark.parametrize("compact", COMPACT)

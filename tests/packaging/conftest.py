@@ -31,6 +31,13 @@ generate = runpy.run_path(str(RULES / "generate.py"))["generate"]
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker makes the copy of the checkout, and the process that builds are forked from."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group("packaging"))
+
+
 @pytest.fixture(scope="session")
 def checkout() -> Path:
     return CHECKOUT

@@ -158,17 +158,11 @@ def test_a_build_compiles_the_objects_that_depend_on_a_change(project):
     linked = project.extension.stat().st_mtime_ns
     assert project.build() == set()
     assert project.extension.stat().st_mtime_ns == linked
-
-
-def test_an_editable_install_compiles_what_has_changed(project):
-    project.build()
+    # An editable install, too, compiles what has changed.
     project.edit("csrc/kernels/first.cpp")
     (project.folder / "wheel").mkdir()
     assert project.build(*EDITABLE, project.folder / "wheel") == {"first.o"}
-
-
-def test_the_extension_has_no_code_of_a_deleted_source(project):
-    project.build()
+    # The extension has no code of a deleted source.
     assert b"second" in project.extension.read_bytes()
     (project.folder / "csrc/kernels/second.cpp").unlink()
     assert project.build() == set()

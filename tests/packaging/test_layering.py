@@ -39,7 +39,7 @@ LAYERS = (
         "_kernels",
         "_autograd",
     ),
-    ("ops", "backends", "l2_fetch"),
+    ("ops", "backends"),
     ("masks",),
     ("optim", "delta"),
     ("distributed", "weight_sync"),

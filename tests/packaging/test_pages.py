@@ -40,6 +40,11 @@ def test_links_lead_somewhere(page):
     assert broken == []
 
 
+def test_no_line_begins_with_a_measured_value(page):
+    """Markdown ends the paragraph before a line that begins with a comment."""
+    assert "\n<!-- bench value" not in prose_of(page)
+
+
 def test_paths_exist(page):
     paths = re.findall(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/.*-]*\w)", prose_of(page))
     assert [path for path in paths if not list(ROOT.glob(path))] == []

@@ -18,6 +18,9 @@ from sparse_opt.trainers import dpo, grpo, sft
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.console import Metrics
 
+# One worker makes what the tests of this file share.
+pytestmark = pytest.mark.xdist_group("loops")
+
 MODES = {
     "dense": {},
     "sparse": {"density": 0.3},

@@ -12,7 +12,7 @@ from verl.utils import tensordict_utils
 from verl.workers.engine import BaseEngine
 from verl.workers.utils.losses import sft_loss
 
-from sparse_opt.bench.verl.engines import make_engine
+from sparse_opt.bench.verl.world import make_engine
 
 VOCABULARY = 64
 BATCH = 8  # sequences in the batch of a step, of all ranks

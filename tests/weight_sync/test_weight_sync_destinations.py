@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import DamagedMessage, ForeignMessage, WeightSyncError
-from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.weight_sync import Destination, WeightReceiver, WeightSender
 
 SHAPES = {
@@ -97,7 +96,7 @@ def test_an_engine_with_its_own_layout(place, pattern):
         assert receiver.digest == sender.state_message().result_digest
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", ["element", "run16", "tile128"])
 def test_tensor_parallel_slices(place, pattern):
     """Two ranks: rows of some weights, columns of others, replicated norms, a weight that only rank 0 has."""
     device, backend = place

@@ -30,13 +30,11 @@ from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
 
 from ...harness import ALLOCATOR, Benchmark, comma_separated, not_between, one_of_each, run_in_process
-from ...models import without_weights
+from ...models import make_checkpoint, preference_pairs, without_weights, write_pairs
 from ...rows import Case, Run
 from ...shapes import SHAPES
 from . import delta_log
-from .inputs import make_checkpoint, preference_pairs, write_pairs
-from .modes import SPARSE_MODES, Job, Mode, config_of
-from .peers import GALORE_RANK, missing_package
+from .modes import GALORE_RANK, SPARSE_MODES, Job, Mode, config_of, missing_package
 from .results import first_loss_atol, result_rows, wrong_results
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -56,7 +54,6 @@ _OF_GRPO = ("n_generations", "max_new_tokens")
 _EPILOG = """examples:
   sparse-opt bench baseline dpo --modes dense,adamw8bit,galore,lora,qlora,sparse,tiles
   sparse-opt bench baseline dpo --modes dense,sparse,tiles             # and --batch_size 4 --sequence_length 1024
-  sparse-opt bench baseline dpo --modes dense,tiles --exclude '*norm*' # random masks of the matrices alone
   sparse-opt bench baseline dpo --modes sparse,tiles --compile --cuda_graphs --share_prompts
   sparse-opt bench baseline dpo --share_prompts --prompt_share 0.75 --batch_size 4
   sparse-opt bench baseline grpo --n_generations 8 --max_new_tokens 128
@@ -93,43 +90,25 @@ def options(parser: CommandParser) -> None:
         default="bf16",
         help="the decoder layers' matrices: bf16, or NF4 with double quantization; then lora is QLoRA (%(default)s)",
     )
-    what.add_argument(
-        "--density", type=float, default=0.025, help="of the random masks of modes sparse and tiles (%(default)s)"
-    )
-    what.add_argument(
-        "--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles' random mask (%(default)s)"
-    )
+    what.add_argument("--density", type=float, default=0.025, help="of the random masks (%(default)s)")
+    what.add_argument("--tile_pattern", choices=TILE_PATTERNS, default="tile64", help="of mode tiles (%(default)s)")
     what.add_argument("--experts", type=int, default=8, help="of each layer, in mode experts (%(default)s)")
     what.add_argument("--lean", action="store_true", help="under a mask: bf16 moments, and base weights in host memory")
     add_tensor_choice(parser.add_argument_group("tensors of the random masks"))
     what.add_argument("--lora_rank", type=int, default=16, help="of modes lora and qlora (%(default)s)")
     what.add_argument("--shira_rank", type=int, help="of mode shira (46: 2.2 %% of the weights; of a tiny shape 1)")
     what.add_argument("--gradient_checkpointing", action="store_true", help="in every mode")
-    what.add_argument(
-        "--precomputed_reference",
-        action="store_true",
-        help="dpo: compute the reference's log-probabilities before the first step, in every mode",
-    )
-    what.add_argument(
-        "--share_prompts",
-        action="store_true",
-        help="run every mode a second time, with a prompt computed once for its completions when they are trained",
-    )
+    what.add_argument("--precomputed_reference", action="store_true", help="dpo: before the first step, in every mode")
+    what.add_argument("--share_prompts", action="store_true", help="every mode twice, also with prompts computed once")
     what.add_argument("--compile", action="store_true", help="torch.compile the model's layers, in every mode")
-    what.add_argument(
-        "--cuda_graphs", action="store_true", help="dpo, modes sparse and tiles, on a GPU: replay steps as CUDA graphs"
-    )
+    what.add_argument("--cuda_graphs", action="store_true", help="dpo, modes sparse and tiles: replay steps, on a GPU")
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", help="preference data as `train` reads it; default: random words of exact length")
-    data.add_argument(
-        "--subset_size", type=int, help=f"use this many examples (default: all; {N_PAIRS} of random words)"
-    )
+    data.add_argument("--subset_size", type=int, help=f"so many examples (default: all; {N_PAIRS} of random words)")
     data.add_argument("--batch_size", type=int, default=1, help="pairs or prompts a step (%(default)s)")
     data.add_argument("--sequence_length", type=int, default=512, help="tokens, prompt and completion (%(default)s)")
-    data.add_argument(
-        "--prompt_share", type=float, help="dpo: the prompt's share of the tokens of random words (default: an eighth)"
-    )
+    data.add_argument("--prompt_share", type=float, help="dpo: of the tokens of random words (default: an eighth)")
     data.add_argument("--n_generations", type=int, default=8, help="grpo: completions of a prompt (%(default)s)")
     data.add_argument("--max_new_tokens", type=int, default=128, help="grpo: tokens of every completion (%(default)s)")
     run = parser.add_argument_group("how")
@@ -139,9 +118,7 @@ def options(parser: CommandParser) -> None:
     run.add_argument("--seed", type=int, default=0, help="of weights, mask, data and their order (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
     run.add_argument("--kernel_time", action="store_true", help="profile one more step: the GPU's time without gaps")
-    run.add_argument(
-        "--delta_log", action="store_true", help="dpo: what a log of every step adds, in blocks of --n_steps"
-    )
+    run.add_argument("--delta_log", action="store_true", help="dpo: what a log of every step adds, --n_steps at a time")
     run.add_argument("--work_dir", type=Path, help="where masks, data and logs are written (default: the system's)")
 
 

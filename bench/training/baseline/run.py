@@ -44,8 +44,8 @@ from sparse_opt.trainers.sampling import Sampling, rollout
 from sparse_opt.trainers.shared_prompts import check_shared_prompts, collate_shared_prompts
 
 from ...harness import job_main, limit_memory
+from ...models import word_tokenizer
 from .delta_log import measure_logging
-from .inputs import word_tokenizer
 from .modes import DPO_BETA, SPARSE_MODES, Job, held_bytes, least_bytes, make_policy, n_tiled, n_trained, prepare
 
 GRPO_BETA = 0.04

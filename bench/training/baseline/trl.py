@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,20 @@ from .modes import Job
 from .run import finite
 
 
-def run(job: Job) -> dict[str, Any]:
-    """Train for `n_steps` and return what was measured, step by step; a step includes the device's work."""
-    transformers, trl, datasets = (import_module(name) for name in ("transformers", "trl", "datasets"))
-    on_gpu, sparse = job.device != "cpu", job.mode != "dense"
+def trainer_options(folder: str, n_steps: int, seed: int, *, on_gpu: bool) -> dict[str, Any]:
+    """The options of TRL's trainers that all benchmarks have: metrics of every step, and no checkpoints."""
+    quiet: dict[str, Any] = {"save_strategy": "no", "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    arithmetic = {"bf16": True, "use_cpu": not on_gpu, "lr_scheduler_type": "constant", "seed": seed}
+    return {"output_dir": folder, "max_steps": n_steps, **arithmetic, **quiet}
+
+
+def step_watch(add: Callable[[dict[str, float]], object], *, on_gpu: bool) -> Any:
+    """A callback of transformers' trainers. It passes the seconds of each step, which include the device's work, to
+    `add`, and resets the peak of memory after the setup."""
+    transformers = import_module("transformers")
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    times: list[dict[str, Any]] = []
 
     class Watch(transformers.TrainerCallback):  # type: ignore[name-defined]  # a variable, to a type checker
-        """Times each step, and resets the peak after the setup."""
-
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
@@ -52,34 +57,33 @@ def run(job: Job) -> dict[str, Any]:
             host_s = time.perf_counter() - self._began
             synchronize()
             step_s, cpu_s = time.perf_counter() - self._began, time.process_time() - self._cpu_began
-            times.append({"step_s": step_s, "host_s": host_s, "cpu_s": cpu_s, "section_s": {}})
+            add({"step_s": step_s, "host_s": host_s, "cpu_s": cpu_s})
 
+    return Watch()
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train for `n_steps` and return what was measured, step by step; a step includes the device's work."""
+    transformers, trl, datasets = (import_module(name) for name in ("transformers", "trl", "datasets"))
+    on_gpu, sparse = job.device != "cpu", job.mode != "dense"
+    times: list[dict[str, float]] = []
     text = Path(job.dataset).read_text(encoding="utf-8")
     trainer_class = sparse_trainer(trl.DPOTrainer) if sparse else trl.DPOTrainer
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             model=transformers.AutoModelForCausalLM.from_pretrained(job.model_name, dtype=torch.bfloat16),
             args=trl.DPOConfig(
-                output_dir=folder,
-                max_steps=job.n_steps,
+                **trainer_options(folder, job.n_steps, job.seed, on_gpu=on_gpu),
                 max_length=job.sequence_length,
                 per_device_train_batch_size=job.batch_size,
                 gradient_checkpointing=job.gradient_checkpointing,
                 precompute_ref_log_probs=job.precomputed_reference,
                 learning_rate=job.learning_rate,
-                lr_scheduler_type="constant",
                 train_sampling_strategy="sequential",
-                bf16=True,
-                use_cpu=not on_gpu,
-                save_strategy="no",
-                logging_steps=1,
-                report_to=[],
-                disable_tqdm=True,
-                seed=job.seed,
             ),
             train_dataset=datasets.Dataset.from_list([json.loads(line) for line in text.splitlines()]),
             processing_class=transformers.AutoTokenizer.from_pretrained(job.model_name),
-            callbacks=[Watch()],
+            callbacks=[step_watch(times.append, on_gpu=on_gpu)],
             **({"mask": job.mask} if sparse else {}),
         )
         trainer.remove_callback(transformers.PrinterCallback)
@@ -96,7 +100,7 @@ def run(job: Job) -> dict[str, Any]:
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
         "bytes": {},
         "kernel_s": None,
-        "steps": [one | of_step for one, of_step in zip(metrics, times, strict=True)],
+        "steps": [{"section_s": {}, **one, **of_step} for one, of_step in zip(metrics, times, strict=True)],
     }
 
 

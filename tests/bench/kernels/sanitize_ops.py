@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import backends, ops
-from sparse_opt.bench.kernels.cases import Case, WrongResult, check
-from sparse_opt.bench.kernels.inputs import random_case, tile_weight_grad_case
+from sparse_opt.bench.kernels.cases import Case, WrongResult, check, random_case, tile_weight_grad_case
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta.codec import LEVELS
 from sparse_opt.delta.digest import StateDigest

@@ -9,7 +9,7 @@ import sanitize_ops
 import torch
 
 from sparse_opt import backends
-from sparse_opt.bench.kernels import cases, inputs
+from sparse_opt.bench.kernels import cases
 from sparse_opt.bench.kernels.cases import WrongResult, check
 from sparse_opt.ops import STEP_OPS
 
@@ -17,7 +17,7 @@ SHAPES = {"matrix": (17, 33), "vector": (70,), "empty": (0,), "one": (1,)}
 
 
 def case_of(op: str, density: float = 0.3, dtype: torch.dtype = torch.bfloat16, **options: bool) -> cases.Case:
-    return inputs.random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), **options)
+    return cases.random_case(op, SHAPES, dtype, density, torch.Generator().manual_seed(0), **options)
 
 
 @pytest.mark.parametrize("backend", backends.available("cpu"))
@@ -31,7 +31,7 @@ def test_every_op_agrees_with_the_reference(op, backend):
 
 def test_random_active_elements_are_sorted_unique_and_as_many_as_asked_for():
     dense = [torch.empty(100, 1000), torch.empty(0), torch.empty(5000)]
-    active = inputs.random_active(dense, 0.1, torch.Generator().manual_seed(0))
+    active = cases.random_active(dense, 0.1, torch.Generator().manual_seed(0))
     assert active.indices.dtype == torch.int32
     assert active.starts[0] == 0
     assert active.starts[1:] == active.ends[:-1]

@@ -7,9 +7,9 @@ import torch
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.bench import rows as results
-from sparse_opt.bench.kernels import inputs, optimizers, table, weights
+from sparse_opt.bench.kernels import cases, optimizers, table, weights
 from sparse_opt.bench.kernels.bounds import Rates
-from sparse_opt.bench.kernels.cases import Active, WrongResult
+from sparse_opt.bench.kernels.cases import WrongResult
 from sparse_opt.bench.kernels.optimizers import check_base_weights, parameters, sparse_adamw
 from sparse_opt.bench.kernels.recorder import Recorder
 from sparse_opt.bench.rows import Run
@@ -32,7 +32,7 @@ def test_parts_of_the_table_are_timed_by_several_calls(tmp_path, capsys, needs_e
 
 
 def test_a_wrong_op_is_not_timed(tmp_path, capsys, needs_extension, monkeypatch):
-    true_case = table.inputs.delta_apply_case
+    true_case = table.cases.delta_apply_case
 
     def wrong_case(*arguments):
         case = true_case(*arguments)
@@ -41,7 +41,7 @@ def test_a_wrong_op_is_not_timed(tmp_path, capsys, needs_extension, monkeypatch)
         case.run = lambda backend: true_run(backend) if backend == "reference" else None
         return case
 
-    monkeypatch.setattr(table.inputs, "delta_apply_case", wrong_case)
+    monkeypatch.setattr(table.cases, "delta_apply_case", wrong_case)
     path = tmp_path / "kernels.json"
     assert table.main([*WORDS, str(path), "--only", "deltas"]) == 1
     run = results.read(path)
@@ -72,38 +72,6 @@ def test_base_weights_are_checked_inside_and_outside(monkeypatch):
         check_base_weights(wrong, params)
 
 
-def fine_fetches(monkeypatch, setting):
-    """The rows with fetches of 32 bytes, on a GPU that is not touched; `setting` replaces the library function."""
-    monkeypatch.setattr(weights, "set_l2_fetch_granularity", setting)
-    recorder = Recorder(Run({}), torch.device("cuda"), [])
-    rows = weights.WeightRows(recorder, {}, torch.Generator())
-    masked = weights.Masked(MaskSet({}, {}), Active(torch.empty(0, dtype=torch.int32), [], []), 0.025)
-    rows.fine_fetches(masked, with_dense=False)
-    return recorder
-
-
-def test_a_gpu_without_smaller_fetches_leaves_their_rows_out(monkeypatch):
-    def refuse(n_bytes, device):
-        raise RuntimeError("CUDA error: limit is not supported\nand more")
-
-    recorder = fine_fetches(monkeypatch, refuse)
-    assert recorder.run.notes == ["not timed: rows, 32-byte fetches: CUDA error: limit is not supported"]
-    assert recorder.run.rows == []
-
-
-def test_fetches_are_as_they_were_after_an_error(monkeypatch):
-    set_to = []
-
-    def fail(*args):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(weights.inputs, "gather_case", fail)
-    monkeypatch.setattr(weights.inputs, "narrowed", lambda active: active)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        fine_fetches(monkeypatch, lambda n_bytes, device: set_to.append(n_bytes) or 64)
-    assert set_to == [32, 64]
-
-
 def test_timed_steps_change_the_share_of_weights_that_their_bounds_say(monkeypatch):
     """Also those of a small rate, in turns with optimizers that move the same weights far."""
     rows = weights.WeightRows(
@@ -111,7 +79,7 @@ def test_timed_steps_change_the_share_of_weights_that_their_bounds_say(monkeypat
         {"a": (300, 200)},
         torch.Generator().manual_seed(0),
     )
-    active = inputs.random_active(rows.params, 0.5, rows.generator)
+    active = cases.random_active(rows.params, 0.5, rows.generator)
     masked = weights.Masked(optimizers.mask_of(rows._named(rows.params), active), active, 0.5)
     counted, timed = [], []
     true_share = weights.changed_share

@@ -9,17 +9,16 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'sparse-opt[train]'")
 
 from sparse_opt import MaskSet
-from sparse_opt.bench.models import without_weights
-from sparse_opt.bench.training.baseline import run as baseline_run
-from sparse_opt.bench.training.baseline.inputs import (
+from sparse_opt.bench.models import (
     make_checkpoint,
     preference_pairs,
+    without_weights,
     word_tokenizer,
     words_config,
     write_pairs,
 )
-from sparse_opt.bench.training.baseline.modes import Job, held_bytes, make_policy, n_trained, prepare
-from sparse_opt.bench.training.baseline.peers import missing_package
+from sparse_opt.bench.training.baseline import run as baseline_run
+from sparse_opt.bench.training.baseline.modes import Job, held_bytes, make_policy, missing_package, n_trained, prepare
 from sparse_opt.bench.training.baseline.results import FIRST_LOSS_ATOL, wrong_results
 from sparse_opt.bench.training.baseline.run import covered, even_share, run
 from sparse_opt.trainers import graphs

@@ -1,45 +1,112 @@
-"""The CPU decoder stays within its memory for any input: fuzz_decoder.cpp under gcc's sanitizers."""
+"""The CPU's codec stays within its memory for any input: sanitized_codec.cpp under gcc's sanitizers."""
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from patch_words import any_words, as_op_arguments, changed_words, damaged
+from torch import Tensor
+
+from sparse_opt.delta.codec import LEVELS, Patch, encode
+from sparse_opt.delta.codec.words import LANE_ROWS, MODE_SHIFT, RAW_BIT, TILE
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[2] / "csrc"
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra"]
-MODES = "packed-elias packed-bitmap packed-raw tight-coded tight-raw".split()
+CPU = torch.device("cpu")
+N_DAMAGED = 100  # patches for each sound one
+NUMELS = {"packed": [301, 2 * TILE["packed"] + 77, 0, 1], "tight": [301, LANE_ROWS + 1, 1]}
+ANY_NUMBER = {np.dtype(t): np.iinfo(t) for t in (np.uint8, np.uint16, np.uint32, np.int64)}
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = shutil.which("g++")
-    if found is None:
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[bytes], list[int]]:
+    """`run(groups)`: the tiles that the program prints."""
+    compiler = shutil.which("g++")
+    if compiler is None:
         pytest.skip("needs g++ on PATH")
-    folder = tmp_path_factory.mktemp("sanitizers")
-    (folder / "empty.cpp").write_text("int main() {}\n")
-    command = [found, *FLAGS, "empty.cpp", "-o", "empty"]
-    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    (tmp_path / "empty.cpp").write_text("int main() {}\n")
+    built = subprocess.run([compiler, *FLAGS, "empty.cpp"], cwd=tmp_path, capture_output=True, text=True)
     if built.returncode != 0:
         pytest.skip(f"needs g++ with its sanitizers: {built.stderr.strip().splitlines()[-1]}")
-    return found
+    sources = [*sorted((CSRC / "delta").glob("patch_*_cpu.cpp")), HERE / "sanitized_codec.cpp"]
+    subprocess.run([compiler, *FLAGS, f"-I{CSRC}", *sources, "-o", tmp_path / "codec"], check=True)
+
+    def call(groups: bytes) -> list[int]:
+        ended = subprocess.run([tmp_path / "codec"], input=groups, capture_output=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr.decode()
+        return [int(line) for line in ended.stdout.split()]
+
+    return call
 
 
-@pytest.fixture(scope="module")
-def fuzzer(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("fuzz") / "fuzz_decoder"
-    sources = [*sorted((CSRC / "delta").glob("patch_*_cpu.cpp")), HERE / "fuzz_decoder.cpp"]
-    subprocess.run([compiler, *FLAGS, f"-I{CSRC}", *sources, "-o", program], check=True)
-    return program
+def arrays(patch: Patch) -> list[np.ndarray]:
+    """heads, sizes, offsets, records, and the tables: what the decoder reads, and what may be damaged."""
+    found = as_op_arguments(patch, CPU)
+    empty = np.zeros(0, np.uint16)
+    return [empty if a is None else a.numpy().copy() for a in (*found[:4], *found[8:]) if not isinstance(a, int)]
 
 
-def test_damaged_records_stay_within_memory(fuzzer):
-    rounds = 150
-    run = subprocess.run([fuzzer, str(rounds), "18"], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    shown = dict(line.split() for line in run.stdout.splitlines())
-    assert int(shown.pop("decoded")) == 2 * 4 * 2 * 3 * rounds
-    assert all(int(shown[mode]) > 0 for mode in MODES), "every form of a record is among the seeds"
+def content(parts: list[np.ndarray]) -> bytes:
+    parts = [parts[0], parts[1].view(np.uint8), *parts[2:]]  # sizes have two or four bytes
+    return b"".join(np.int64(part.size).tobytes() + np.ascontiguousarray(part).tobytes() for part in parts)
+
+
+def with_damaged_frame(source: np.random.Generator, patch: Patch) -> list[np.ndarray]:
+    """One number of heads, sizes, offsets or tables fits nothing, or the records end too early."""
+    parts = arrays(patch)
+    part = parts[source.choice([i for i, found in enumerate(parts) if found.size])]
+    if part is parts[3]:
+        parts[3] = part[: source.integers(part.size)]
+    else:
+        bounds = ANY_NUMBER[part.dtype]
+        drawn = source.integers(bounds.min, bounds.max, endpoint=True, dtype=part.dtype)
+        part.reshape(-1)[source.integers(part.size)] = source.choice([bounds.min, bounds.max - 3, bounds.max, drawn])
+    return parts
+
+
+def group(source: np.random.Generator, old: list[Tensor], new: list[Tensor], level: str) -> tuple[bytes, list[set]]:
+    """Tensors, their patch and damaged ones; and the tiles that the decoder may name of each, empty where it is any."""
+    sound = encode(old, new, level, backend="native")
+    level_number, *kind = as_op_arguments(sound, CPU)[4:8]
+    found, tiles, none = [content(arrays(sound))], [{len(sound.sizes)}], len(sound.sizes)
+    for i in range(N_DAMAGED):
+        patch, tile = damaged(source, sound)
+        found.append(content(with_damaged_frame(source, sound) if i % 4 == 0 else arrays(patch)))
+        tiles.append(set() if i % 4 == 0 else {tile, none})
+    numbers = [len(found), level_number, old[0].element_size(), *map(int, kind)]
+    words = [tensor.view(torch.uint8).numpy() for tensor in (*old, *new)]
+    numels = np.array([tensor.numel() for tensor in old], np.int64)
+    tensors = b"".join(np.int64(w.size).tobytes() + w.tobytes() for w in words)
+    head = b"".join(np.int64(a.size).tobytes() + a.tobytes() for a in (np.array(numbers, np.int64), numels))
+    return head + tensors + b"".join(found), tiles
+
+
+def forms(patch: Patch) -> set[str]:
+    if patch.heads is None:
+        return {"tight raw" if int(size) & RAW_BIT else "tight coded" for size in patch.sizes if size}
+    return {f"packed {int(head) >> MODE_SHIFT}" for head, size in zip(patch.heads, patch.sizes, strict=True) if size}
+
+
+def test_damaged_patches_stay_within_memory(run):
+    source, groups, expected, met = np.random.default_rng(18), b"", [], set()
+    for level in LEVELS:
+        for dtype in (torch.uint8, torch.float8_e5m2, torch.int16, torch.bfloat16, torch.float32, torch.int64):
+            for density, step in ((0.012, 2), (0.3, None), (1.0, None)):
+                old = [any_words(source, numel, dtype) for numel in NUMELS[level]]
+                new = [changed_words(source, tensor, density, step) for tensor in old]
+                made, tiles = group(source, old, new, level)
+                groups, expected = groups + made, expected + tiles
+                met |= forms(encode(old, new, level, backend="native"))
+    # All lanes of a tile of `tight`, and more than half of those of the next.
+    old = [any_words(source, TILE["tight"] + 17 * LANE_ROWS + 5, torch.bfloat16)]
+    made, tiles = group(source, old, [changed_words(source, old[0], 0.012, 2)], "tight")
+    found = run(groups + made)
+    assert all(bad in named for bad, named in zip(found, expected + tiles, strict=True) if named)
+    assert met == {"packed 0", "packed 1", "packed 2", "tight coded", "tight raw"}

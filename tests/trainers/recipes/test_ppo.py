@@ -32,6 +32,9 @@ from sparse_opt.errors import ConfigError
 from sparse_opt.masks.mask_set import MaskSet
 from sparse_opt.trainers.recipes import ppo
 
+# One worker makes what the tests of this file share.
+pytestmark = pytest.mark.xdist_group("ppo")
+
 EPS = 2**-23
 
 # The arithmetic

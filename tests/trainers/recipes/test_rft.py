@@ -15,6 +15,9 @@ from sparse_opt.integrations.trl.rewards import load_rewards
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.recipes import rft
 
+# One worker makes what the tests of this file share.
+pytestmark = pytest.mark.xdist_group("rft")
+
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
@@ -25,9 +28,9 @@ def run(command) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """(folder of generated sums, folder of a model after SFT on demonstrations, of which half are wrong)."""
-    world = make_arithmetic(
+def world(tmp_path_factory):
+    """Generated sums, and an untrained model whose tokenizer has no chat template."""
+    return make_arithmetic(
         tmp_path_factory.mktemp("world") / "arithmetic",
         max_operand=9,
         n_train=80,
@@ -36,11 +39,16 @@ def start(tmp_path_factory):
         hidden_size=96,
         n_layers=2,
     )
+
+
+@pytest.fixture(scope="module")
+def start(world):
+    """The model after SFT on demonstrations, of which half are wrong."""
     where = ["--model_name_or_path", world / "model", "--output_dir", world / "sft", "--save_strategy", "no"]
     how = ["--per_device_train_batch_size", 64, "--max_steps", 150, "--learning_rate", 3e-3, "--warmup_steps", 10]
     words = [*where, "--dataset_name", world / "data/demonstrations.jsonl", *how, "--gradient_checkpointing", "false"]
     assert main(["train", "sft", *map(str, words)]) == 0
-    return world, world / "sft"
+    return world / "sft"
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +73,7 @@ def rows_of(file: Path) -> list:
 @pytest.mark.parametrize(
     "what", [(), ("--mask_density", 0.2), ("--use_peft", "--lora_r", 32)], ids=["dense", "mask", "lora"]
 )
-def test_a_round_raises_accuracy(start, run, what):
-    world, model = start
+def test_a_round_raises_accuracy(world, start, run, what):
     sampled = ("--verifier", "exact_match", "--max_completion_length", 4, "--oversample", 8, "--temperature", 1)
     data = ("--dataset_name", world / "data/train.jsonl", *sampled)
 
@@ -74,14 +81,14 @@ def test_a_round_raises_accuracy(start, run, what):
         run("test", "--model_name_or_path", policy, "--output_dir", folder, *data)
         return json.loads(Path(folder, "report.json").read_text())["accuracy"]
 
-    run("datagen", "--model_name_or_path", model, "--output_dir", "data", "--keep", "all", *data)
+    run("datagen", "--model_name_or_path", start, "--output_dir", "data", "--keep", "all", *data)
     kept = rows_of(Path("data/rft.jsonl"))
     assert all(eval(row["prompt"].rstrip("=")) == int(row["completion"]) for row in kept)
     assert len({(row["prompt"], row["completion"]) for row in kept}) == len(kept)
-    where = ("--model_name_or_path", model, "--dataset_name", "data/rft.jsonl", "--output_dir", "rft")
+    where = ("--model_name_or_path", start, "--dataset_name", "data/rft.jsonl", "--output_dir", "rft")
     how = ("--per_device_train_batch_size", 32, "--max_steps", 60, "--learning_rate", 5e-3 if what else 1e-3)
     run("train", *where, *how, *what)
-    gain = accuracy("rft", "after") - accuracy(model, "before")
+    gain = accuracy("rft", "after") - accuracy(start, "before")
     # 640 sampled answers a side: three standard errors of a difference of shares are at most 3 * sqrt(2 / 4 / 640).
     assert gain > 3 * (2 / 4 / 640) ** 0.5
 
@@ -259,9 +266,9 @@ def test_thoughts_that_the_template_strips_are_refused(tiny, run):
     assert not Path("out", "model.safetensors").exists()
 
 
-def test_chat_prompts_need_a_template(start, run, tiny):
+def test_chat_prompts_need_a_template(world, run, tiny):
     where = ("--dataset_name", tiny / "train.json", "--output_dir", "out")
-    line = run("datagen", "--model_name_or_path", start[0] / "model", *where, code=2)
+    line = run("datagen", "--model_name_or_path", world / "model", *where, code=2)
     assert "no chat template" in line and "--style plain" in line
 
 
