@@ -1,6 +1,6 @@
 """Weight updates of a masked run for SGLang, by its hook for custom weight loaders.
 
-Written from SGLang's source and tested with a stand-in for its models: it has not run with SGLang itself.
+It has run with SGLang 0.5.17 on CPUs; `tests` have a stand-in for its models.
 
 SGLang calls a loader of the user, named by `--custom-weight-loader`, for requests `update_weights_from_tensor` with
 that `load_format`. Start it with this package in its environment:
@@ -18,8 +18,8 @@ and send, with `engine` an `sglang.Engine` of the trainer's process, the mask an
         engine.update_weights_from_tensor(named_tensors(sender.update()), load_format=LOAD_FORMAT)
 
 SGLang drops its KV cache after each request (`flush_cache`, which is on by default). A refused message leaves the
-weights as they were, but SGLang does not handle exceptions of a loader: the engine ends. A restarted engine needs the
-mask and the state again. Pipeline parallelism is not supported.
+weights as they were, but SGLang does not handle exceptions of a loader: the engine ends, and with it the process that
+holds an `sglang.Engine`. A restarted engine needs the mask and the state again. Pipeline parallelism is not supported.
 """
 
 from __future__ import annotations

@@ -100,3 +100,15 @@ def test_sft(model, mask, tmp_path):
     assert isinstance(optimizer, SparseAdamW) and optimizer.mask.digest == MaskSet.load(mask).digest
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (1e-5, 0.5)
+
+
+def test_the_options_of_the_checkpoint_engine_in_the_docs(model):
+    page = (EXAMPLES.parent / "docs" / "verl.md").read_text()
+    section = page[page.index("### The checkpoint engine") :]
+    words = section.split("```")[1].removeprefix("bash").replace("\\\n", " ").replace("...", "").split()
+    actor = ["actor_rollout_ref.actor.strategy=sparse_fsdp2", f"actor_rollout_ref.model.path={model}"]
+    config = composed("ppo_trainer", [*actor, "actor_rollout_ref.rollout.name=vllm", *words])
+    assert config.trainer.v1.trainer_mode == "separate_async" and not config.actor_rollout_ref.hybrid_engine
+    assert config.algorithm.rollout_correction.bypass_mode
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert rollout.checkpoint_engine.backend == "sparse_opt" and not rollout.free_cache_engine
