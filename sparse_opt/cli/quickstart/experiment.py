@@ -49,7 +49,7 @@ SFT_RATE, TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-3, 3e-5  # for all weights
 # that rate; docs/study.md trains SmolLM2 at about twice it, too.
 SPARSE_RATE_FACTOR = 2.0
 LOG_STEPS = "every:30,last"
-N_DENSE_UPDATES = 5  # of the engine: all weights of SmolLM2 take seconds
+N_DENSE_UPDATES = 5  # of the engine, at most: all weights of SmolLM2 take seconds
 LN2_TOLERANCE = 5e-6  # rounding of fp32 log-probabilities, times beta
 
 
@@ -137,8 +137,9 @@ def _experiment(args: Namespace) -> dict[str, Any]:
     mask.save(folder / "mask.safetensors")
     with Engine(start, args.device) as engine:
         before = _accuracy(engine.call("margins", rows["held_out"]))
-        times = f"{N_DENSE_UPDATES} times"
-        _say(f"3/5 dense DPO, {args.dpo_steps} steps: which answer is right; an engine gets all weights {times}")
+        every = _dense_update_steps(args)
+        often = "at every step" if every == 1 else f"every {every} steps"
+        _say(f"3/5 dense DPO, {args.dpo_steps} steps: which answer is right; an engine gets all weights {often}")
         dense = _dpo("dense", args, start, rows, engine, None)
         engine.call("set_weights", all_weights(model))
         _say(f"4/5 sparse DPO from the same start: {mask.density:.2%} of the weights; the engine follows every step")
@@ -211,18 +212,21 @@ def _train(trainer: Any) -> None:
     trainer.save_model()
 
 
-class _Follow(TrainerCallback):
-    """Brings the engine up to date after every step, or so many times: at the last step and evenly before it."""
+def _dense_update_steps(args: Namespace) -> int:
+    """Steps of the dense run between two updates of the engine."""
+    return -(-int(args.dpo_steps) // N_DENSE_UPDATES)
 
-    def __init__(
-        self, message: Callable[[], bytes], deliver: Callable[[bytes], object], n_times: int | None = None
-    ) -> None:
-        self._message, self._deliver, self._n_times = message, deliver, n_times
+
+class _Follow(TrainerCallback):
+    """Brings the engine up to date at the last step, and every so many steps before it."""
+
+    def __init__(self, message: Callable[[], bytes], deliver: Callable[[bytes], object], every: int) -> None:
+        self._message, self._deliver, self._every = message, deliver, every
         self.nbytes: list[int] = []
         self.seconds: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._n_times is not None and (state.max_steps - state.global_step) % -(-state.max_steps // self._n_times):
+        if (state.max_steps - state.global_step) % self._every:
             return
         began = time.perf_counter()
         message = self._message()
@@ -247,14 +251,14 @@ def _dpo(
         trainer = DPOTrainer(str(start), args=options, train_dataset=pairs)
         trainer.add_callback(DeltaLogCallback(log, LOG_STEPS))
         message = functools.partial(all_weights, trainer.model)
-        follow = _Follow(message, functools.partial(engine.call, "set_weights"), N_DENSE_UPDATES)
+        follow = _Follow(message, functools.partial(engine.call, "set_weights"), _dense_update_steps(args))
     else:
         sparse = SparseArguments(delta_log_dir=log, delta_log_steps=LOG_STEPS)
         trainer = sparse_trainer(DPOTrainer)(str(start), args=options, train_dataset=pairs, mask=mask, sparse=sparse)
         trainer.create_optimizer()
         sender = WeightSender(trainer.sparse_optimizer)
         engine.call("receive", sender.mask_message().to_bytes())
-        follow = _Follow(lambda: sender.update().to_bytes(), functools.partial(engine.call, "receive"))
+        follow = _Follow(lambda: sender.update().to_bytes(), functools.partial(engine.call, "receive"), every=1)
     trainer.add_callback(follow)
     _train(trainer)
     loss = trainer.state.log_history[0]["loss"]
