@@ -44,7 +44,8 @@ from sparse_opt.cli.parser import CommandParser
 from .. import ranks, rows
 from ..harness import Benchmark, comma_separated, one_of_each, run_in_process
 from ..rows import Case, Row, Run
-from .variants import VARIANTS, Variant, default_variants, wrong_line
+from .reference import wrong_line
+from .variants import VARIANTS, Variant, default_variants
 
 SUITE = "distributed"
 # Options that the cases of all rows have.

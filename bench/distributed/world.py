@@ -26,7 +26,8 @@ from ..harness import job_main
 from ..models import n_parameters, pair
 from ..ranks import Ranks
 from ..timing import measure
-from .variants import VARIANTS, WARM_UP, Reference, Training, Variant, first_step, make_training, wrong_line
+from .reference import Reference, first_step, wrong_line
+from .variants import VARIANTS, WARM_UP, Training, Variant, make_training
 
 # A variant is built next to others only if this many times its bf16 weights are free, and no less than the largest peak
 # of those. A step of the 3B shape on a pair of 512 tokens took 4.8 times its weights without a mask and 1.9 with one.

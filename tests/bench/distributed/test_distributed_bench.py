@@ -17,7 +17,8 @@ from sparse_opt import MaskSet
 from sparse_opt.bench import report, rows
 from sparse_opt.bench.distributed import main as distributed_main
 from sparse_opt.bench.distributed import world
-from sparse_opt.bench.distributed.variants import VARIANTS, Reference, first_step, make_training
+from sparse_opt.bench.distributed.reference import Reference, first_step
+from sparse_opt.bench.distributed.variants import VARIANTS, make_training
 from sparse_opt.bench.distributed.world import CollectiveCounter, World
 from sparse_opt.bench.models import masked_shapes, model_config, pair
 from sparse_opt.bench.rows import Run
