@@ -32,7 +32,8 @@ from verl.workers.utils.losses import ppo_loss
 
 from sparse_opt.integrations.verl.options import set_strategy
 
-from ..distributed.variants import CHECK_LR, Training, Variant, compared, first_step
+from ..distributed.reference import CHECK_LR, compared, first_step
+from ..distributed.variants import Training, Variant
 from ..harness import job_main
 from ..models import make_model
 from ..ranks import Ranks
