@@ -118,6 +118,7 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
         enforce_eager=True,
         max_model_len=512,
         dtype="bfloat16",
+        gpu_memory_utilization=0.2,  # tests may have several
         weight_transfer_config=WeightTransferConfig(backend="sparse_opt"),
         **options,
     )

@@ -30,6 +30,7 @@ class Server:
         self.address = f"http://127.0.0.1:{port}"
         self.log = log
         arguments = ["--model", str(folder), "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
+        arguments += ["--gpu-memory-utilization", "0.2"]  # tests may have another engine
         arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
         arguments += ["--weight-transfer-config", json.dumps({"backend": "sparse_opt"}), *options]
         self.process = subprocess.Popen(
