@@ -72,9 +72,11 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
         rows.append(time("launched", statistics.median(step["host_s"] for step in timed)))
     else:
         rows.append(time("CPU time", statistics.median(step["cpu_s"] for step in timed), peers=peers))
-    if result["kernel_s"] is not None:
+    of_section[""] = peers
+    for name, seconds in (result["kernel_s"] or {}).items():
+        metric = f"kernels, {name}" if name else "kernels"
         rows.append(
-            Row(suite=SUITE, case=case, metric="kernels", unit="ms", value=1e3 * result["kernel_s"], peers=peers)
+            Row(suite=SUITE, case=case, metric=metric, unit="ms", value=1e3 * seconds, peers=of_section.get(name, {}))
         )
     for metric, key in (("peak memory", "peak_memory"), ("reserved memory", "peak_reserved"), ("build peak",) * 2):
         value = result.get(f"{key.replace(' ', '_')}_bytes")

@@ -22,7 +22,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ from .delta_log import measure_logging
 from .modes import DPO_BETA, SPARSE_MODES, Job, held_bytes, least_bytes, make_policy, n_tiled, n_trained, prepare
 
 GRPO_BETA = 0.04
+_SECTION = "section "  # before the name of a section in a profile
 
 
 Step = Callable[[int], dict[str, Tensor]]  # number of the step, from 0 -> device scalars
@@ -155,6 +157,7 @@ def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, 
     if job.compile:
         trained.compile()
     timer = StepTimer(device)
+    sections = [timer.section]
     if job.cuda_graphs:
         require_graphs(trained.policy, trained.optimizer, device)
     if job.share_prompts:
@@ -169,10 +172,10 @@ def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, 
         if job.cuda_graphs:
             step = graphed(trained, batches, references)
         else:
-            step = dpo_steps(trained, batches, timer.section, references)
+            step = dpo_steps(trained, batches, lambda name: sections[-1](name), references)
     else:
         data = chosen
-        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, timer.section)
+        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, lambda name: sections[-1](name))
 
     digest = xxhash.xxh3_128_hexdigest(json.dumps(data).encode())
     if job.delta_log is not None:
@@ -181,7 +184,7 @@ def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, 
         "data_digest": digest,
         "build_peak_bytes": build_peak,
         **measure_steps(trained, step, job.n_steps, timer, device),
-        "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1)) if job.kernel_time else None,
+        "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1), sections) if job.kernel_time else None,
     }
 
 
@@ -233,19 +236,33 @@ def finite(value: float, name: str, step: int) -> float:
     return value
 
 
-def _kernel_seconds(step: Callable[[], object]) -> float:
-    """Time that a step's kernels and copies take on the GPU, without the gaps between them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+def _kernel_seconds(step: Callable[[], object], sections: list[Section]) -> dict[str, float]:
+    """Time that kernels and copies take on the GPU, without the gaps between them: of a step ("") and its sections."""
+    sections.append(_synchronized)
+    with torch.profiler.profile() as profile:
         step()
         torch.cuda.synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-    ]
-    if not spans:
+    on_gpu = torch.autograd.DeviceType.CUDA
+    kernels, found = [], {"": (-math.inf, math.inf)}
+    for event in profile.events() or ():
+        span = event.time_range.start, event.time_range.end
+        if event.device_type == on_gpu and not event.is_user_annotation:
+            kernels.append(span)
+        elif event.device_type != on_gpu and event.name.startswith(_SECTION):
+            found[event.name.removeprefix(_SECTION)] = span
+    if not kernels:
         raise SparseOptError("the profiler saw no kernel; run without --kernel_time")
-    return covered(spans) / 1e6  # they are in microseconds
+    # they are in microseconds
+    return {name: covered([k for k in kernels if start <= k[0] < end]) / 1e6 for name, (start, end) in found.items()}
+
+
+@contextmanager
+def _synchronized(name: str) -> Iterator[None]:
+    """A section of a profiled step, in which only its own kernels run."""
+    torch.cuda.synchronize()
+    with torch.profiler.record_function(_SECTION + name):
+        yield
+        torch.cuda.synchronize()
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -41,4 +41,6 @@ def load() -> tuple[Any, Any]:
         source, gguf_file=GGUF_FILE, quantization_config=config, dtype=torch.float32
     )
     vars(model.config).pop("_model_name_or_path", None)  # the name of an earlier training run, from the file
-    return model, AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
+    tokenizer.pad_token = "<|im_end|>"  # the file's, which transformers 5.17 leaves out
+    return model, tokenizer
