@@ -42,5 +42,5 @@ def load() -> tuple[Any, Any]:
     )
     vars(model.config).pop("_model_name_or_path", None)  # the name of an earlier training run, from the file
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
-    tokenizer.pad_token = "<|im_end|>"  # the file's, which transformers 5.17 leaves out
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # as in the file; transformers 5.17 finds others
     return model, tokenizer
