@@ -157,7 +157,6 @@ def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, 
     if job.compile:
         trained.compile()
     timer = StepTimer(device)
-    sections = [timer.section]
     if job.cuda_graphs:
         require_graphs(trained.policy, trained.optimizer, device)
     if job.share_prompts:
@@ -169,13 +168,12 @@ def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, 
             collate = partial(collate_shared_prompts, separate_rows=job.cuda_graphs)
         batches = [collate(pairs, pad_id).to(device) for pairs in chosen]
         references = reference_logprobs(trained, batches) if job.precomputed_reference else None
-        if job.cuda_graphs:
-            step = graphed(trained, batches, references)
-        else:
-            step = dpo_steps(trained, batches, lambda name: sections[-1](name), references)
+        make_step: Callable[..., Step] = partial(dpo_steps, trained, batches, references=references)
     else:
         data = chosen
-        step = grpo_steps(job, trained, data, pad_id, tokenizer.eos_token_id, lambda name: sections[-1](name))
+        make_step = partial(grpo_steps, job, trained, data, pad_id, tokenizer.eos_token_id)
+    step = graphed(trained, batches, references) if job.cuda_graphs else make_step(section=timer.section)
+    profiled = step if job.cuda_graphs else make_step(section=_synchronized)
 
     digest = xxhash.xxh3_128_hexdigest(json.dumps(data).encode())
     if job.delta_log is not None:
@@ -184,7 +182,7 @@ def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, 
         "data_digest": digest,
         "build_peak_bytes": build_peak,
         **measure_steps(trained, step, job.n_steps, timer, device),
-        "kernel_s": _kernel_seconds(lambda: step(job.n_steps - 1), sections) if job.kernel_time else None,
+        "kernel_s": _kernel_seconds(lambda: profiled(job.n_steps - 1)) if job.kernel_time else None,
     }
 
 
@@ -236,9 +234,8 @@ def finite(value: float, name: str, step: int) -> float:
     return value
 
 
-def _kernel_seconds(step: Callable[[], object], sections: list[Section]) -> dict[str, float]:
+def _kernel_seconds(step: Callable[[], object]) -> dict[str, float]:
     """Time that kernels and copies take on the GPU, without the gaps between them: of a step ("") and its sections."""
-    sections.append(_synchronized)
     with torch.profiler.profile() as profile:
         step()
         torch.cuda.synchronize()
