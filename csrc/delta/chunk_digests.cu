@@ -6,9 +6,9 @@
 // meanwhile.
 #include <vector>
 
-#include "chunk_digests_cuda.h"
+#include "chunk_digests.h"
 #include "common/segment_table.cuh"
-#include "xxh3.h"
+#include "xxh3.cuh"
 
 namespace sparse_opt::cuda {
 namespace {

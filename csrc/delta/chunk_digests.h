@@ -1,6 +1,8 @@
 // XXH3 of every chunk of a list of tensors: raw pointers and sizes, already checked.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 namespace sparse_opt {
@@ -21,4 +23,10 @@ struct ChunkDigestArguments {
   uint8_t* digests = nullptr;            // [first_chunk[count], kDigestBytes], big-endian; aligned to 16
 };
 
+namespace cuda {
+
+// The same conditions as for the launchers of the ops (common/arguments.h).
+void chunk_digests(const ChunkDigestArguments& args, cudaStream_t stream);
+
+}  // namespace cuda
 }  // namespace sparse_opt

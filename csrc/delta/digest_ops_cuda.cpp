@@ -1,14 +1,10 @@
-// The op that computes the digests of tensors, on each device.
+// The op that computes the digests of tensors on a GPU; on a CPU the package xxhash does.
 #include <vector>
 
-#include "chunk_digests_cpu.h"
+#include "chunk_digests.h"
+#include "cuda_stream.h"
 #include "error_text.h"
 #include "stable_abi.h"
-
-#ifdef SPARSE_OPT_WITH_CUDA
-#include "chunk_digests_cuda.h"
-#include "cuda_stream.h"
-#endif
 
 STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {
   // For sparse_opt/delta/digest.py. Returns uint8 [chunks, 16], the chunks of all tensors one after the other.
@@ -18,7 +14,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {
 namespace sparse_opt {
 namespace {
 
-// The arguments of a call, and the lists that they point to. Tensors may have any dtypes and are on one device.
+// The arguments of a call, and the lists that they point to. Tensors may have any dtypes and are on one GPU.
 struct DigestCall {
   std::vector<void*> pointers;
   std::vector<int64_t> sizes, first_chunk = {0};
@@ -50,14 +46,6 @@ struct DigestCall {
   }
 };
 
-Tensor chunk_digests_cpu(TensorList tensors) {
-  DigestCall call(tensors);
-  const Tensor digests = call.allocate();
-  cpu::chunk_digests(call.args, parallel_for);
-  return digests;
-}
-
-#ifdef SPARSE_OPT_WITH_CUDA
 Tensor chunk_digests_cuda(TensorList tensors) {
   DigestCall call(tensors);
   const OnStream stream(call.device.index);
@@ -65,17 +53,10 @@ Tensor chunk_digests_cuda(TensorList tensors) {
   cuda::chunk_digests(call.args, stream);
   return digests;
 }
-#endif
 
 }  // namespace
 }  // namespace sparse_opt
 
-STABLE_TORCH_LIBRARY_IMPL(SPARSE_OPT_NATIVE, CPU, m) {
-  m.impl("chunk_digests", sparse_opt::boxed<&sparse_opt::chunk_digests_cpu>);
-}
-
-#ifdef SPARSE_OPT_WITH_CUDA
 STABLE_TORCH_LIBRARY_IMPL(SPARSE_OPT_NATIVE, CUDA, m) {
   m.impl("chunk_digests", sparse_opt::boxed<&sparse_opt::chunk_digests_cuda>);
 }
-#endif

@@ -1,4 +1,4 @@
-// XXH3 of 128 bits with the default secret and seed 0, for host and device.
+// XXH3 of 128 bits with the default secret and seed 0.
 // https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 //
 // A long input is cut into blocks of 16 stripes of 64 bytes. The amount that a stripe adds to the accumulators does not
@@ -9,15 +9,6 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
-
-#include "common/host_device.h"
-
-// The loops for short inputs are not unrolled on a GPU, where they would be most of the kernel's code.
-#ifdef __CUDACC__
-#define SPARSE_OPT_ROLLED _Pragma("unroll 1")
-#else
-#define SPARSE_OPT_ROLLED
-#endif
 
 namespace sparse_opt::xxh3 {
 
@@ -59,64 +50,64 @@ struct alignas(16) Pair {
   uint64_t first, second;
 };
 
-SPARSE_OPT_HOST_DEVICE uint64_t read32(const uint8_t* data) {
+__device__ __forceinline__ uint64_t read32(const uint8_t* data) {
   uint32_t word;
   memcpy(&word, data, sizeof(word));
   return word;
 }
 
-SPARSE_OPT_HOST_DEVICE uint64_t read64(const uint8_t* data) {
+__device__ __forceinline__ uint64_t read64(const uint8_t* data) {
   uint64_t word;
   memcpy(&word, data, sizeof(word));
   return word;
 }
 
 // The 8 bytes of the secret at any byte.
-SPARSE_OPT_HOST_DEVICE uint64_t secret_at(const uint64_t* secret, int byte) {
+__device__ __forceinline__ uint64_t secret_at(const uint64_t* secret, int byte) {
   const int shift = byte % 8 * 8;
   const uint64_t low = secret[byte / 8] >> shift;
   return shift == 0 ? low : low | secret[byte / 8 + 1] << (64 - shift);
 }
 
-SPARSE_OPT_HOST_DEVICE uint32_t swap32(uint32_t x) {
+__device__ __forceinline__ uint32_t swap32(uint32_t x) {
   return x << 24 | (x << 8 & 0xff0000u) | (x >> 8 & 0xff00u) | x >> 24;
 }
 
-SPARSE_OPT_HOST_DEVICE uint64_t swap64(uint64_t x) {
+__device__ __forceinline__ uint64_t swap64(uint64_t x) {
   return uint64_t{swap32(static_cast<uint32_t>(x))} << 32 | swap32(static_cast<uint32_t>(x >> 32));
 }
 
-SPARSE_OPT_HOST_DEVICE uint64_t multiply32(uint64_t a, uint64_t b) {
+__device__ __forceinline__ uint64_t multiply32(uint64_t a, uint64_t b) {
   return uint64_t{static_cast<uint32_t>(a)} * static_cast<uint32_t>(b);
 }
 
-SPARSE_OPT_HOST_DEVICE Hash128 multiply64(uint64_t a, uint64_t b) {
+__device__ __forceinline__ Hash128 multiply64(uint64_t a, uint64_t b) {
   const auto product = static_cast<unsigned __int128>(a) * b;
   return {static_cast<uint64_t>(product), static_cast<uint64_t>(product >> 64)};
 }
 
-SPARSE_OPT_HOST_DEVICE uint64_t folded_product(uint64_t a, uint64_t b) {
+__device__ __forceinline__ uint64_t folded_product(uint64_t a, uint64_t b) {
   const Hash128 product = multiply64(a, b);
   return product.low ^ product.high;
 }
 
-SPARSE_OPT_HOST_DEVICE uint64_t avalanche(uint64_t x) {
+__device__ __forceinline__ uint64_t avalanche(uint64_t x) {
   x = (x ^ x >> 37) * kPrimeMx1;
   return x ^ x >> 32;
 }
 
 // That of XXH64, for the shortest inputs.
-SPARSE_OPT_HOST_DEVICE uint64_t avalanche_xxh64(uint64_t x) {
+__device__ __forceinline__ uint64_t avalanche_xxh64(uint64_t x) {
   x = (x ^ x >> 33) * kPrime64_2;
   x = (x ^ x >> 29) * kPrime64_3;
   return x ^ x >> 32;
 }
 
-SPARSE_OPT_HOST_DEVICE Hash128 hash_of_none(const uint64_t* secret) {
+__device__ __forceinline__ Hash128 hash_of_none(const uint64_t* secret) {
   return {avalanche_xxh64(secret[8] ^ secret[9]), avalanche_xxh64(secret[10] ^ secret[11])};
 }
 
-SPARSE_OPT_HOST_DEVICE Hash128 hash_1_to_3(const uint8_t* data, int64_t size, const uint64_t* secret) {
+__device__ __forceinline__ Hash128 hash_1_to_3(const uint8_t* data, int64_t size, const uint64_t* secret) {
   const uint32_t low = uint32_t{data[0]} << 16 | uint32_t{data[size >> 1]} << 24 | uint32_t{data[size - 1]} |
                        static_cast<uint32_t>(size) << 8;
   const uint32_t swapped = swap32(low), high = swapped << 13 | swapped >> 19;
@@ -124,7 +115,7 @@ SPARSE_OPT_HOST_DEVICE Hash128 hash_1_to_3(const uint8_t* data, int64_t size, co
   return {avalanche_xxh64(low ^ key(0)), avalanche_xxh64(high ^ key(1))};
 }
 
-SPARSE_OPT_HOST_DEVICE Hash128 hash_4_to_8(const uint8_t* data, int64_t size, const uint64_t* secret) {
+__device__ __forceinline__ Hash128 hash_4_to_8(const uint8_t* data, int64_t size, const uint64_t* secret) {
   const uint64_t word = read32(data) | read32(data + size - 4) << 32;
   Hash128 hash = multiply64(word ^ secret[2] ^ secret[3], kPrime64_1 + (static_cast<uint64_t>(size) << 2));
   hash.high += hash.low << 1;
@@ -135,7 +126,7 @@ SPARSE_OPT_HOST_DEVICE Hash128 hash_4_to_8(const uint8_t* data, int64_t size, co
   return hash;
 }
 
-SPARSE_OPT_HOST_DEVICE Hash128 hash_9_to_16(const uint8_t* data, int64_t size, const uint64_t* secret) {
+__device__ __forceinline__ Hash128 hash_9_to_16(const uint8_t* data, int64_t size, const uint64_t* secret) {
   const uint64_t first = read64(data), last = read64(data + size - 8);
   Hash128 mixed = multiply64(first ^ last ^ secret[4] ^ secret[5], kPrime64_1);
   mixed.low += static_cast<uint64_t>(size - 1) << 54;
@@ -148,7 +139,8 @@ SPARSE_OPT_HOST_DEVICE Hash128 hash_9_to_16(const uint8_t* data, int64_t size, c
 }
 
 // Adds 16 bytes to each of two accumulators, with 32 bytes of the secret from `key` on.
-SPARSE_OPT_HOST_DEVICE void mix_32(Hash128& acc, const uint8_t* a, const uint8_t* b, const uint64_t* secret, int key) {
+__device__ __forceinline__ void mix_32(Hash128& acc, const uint8_t* a, const uint8_t* b, const uint64_t* secret,
+                                       int key) {
   const uint64_t a0 = read64(a), a1 = read64(a + 8), b0 = read64(b), b1 = read64(b + 8);
   acc.low += folded_product(a0 ^ secret_at(secret, key), a1 ^ secret_at(secret, key + 8));
   acc.low ^= b0 + b1;
@@ -156,18 +148,19 @@ SPARSE_OPT_HOST_DEVICE void mix_32(Hash128& acc, const uint8_t* a, const uint8_t
   acc.high ^= a0 + a1;
 }
 
-SPARSE_OPT_HOST_DEVICE Hash128 hash_17_to_240(const uint8_t* data, int64_t size, const uint64_t* secret) {
+// Its loops are not unrolled: they would be most of the kernel's code.
+__device__ __forceinline__ Hash128 hash_17_to_240(const uint8_t* data, int64_t size, const uint64_t* secret) {
   Hash128 acc = {static_cast<uint64_t>(size) * kPrime64_1, 0};
   if (size <= 128) {
-    SPARSE_OPT_ROLLED
+#pragma unroll 1
     for (int i = static_cast<int>(size - 1) / 32; i >= 0; --i) {
       mix_32(acc, data + 16 * i, data + size - 16 * (i + 1), secret, 32 * i);
     }
   } else {
-    SPARSE_OPT_ROLLED
+#pragma unroll 1
     for (int i = 0; i < 4; ++i) mix_32(acc, data + 32 * i, data + 32 * i + 16, secret, 32 * i);
     acc = {avalanche(acc.low), avalanche(acc.high)};
-    SPARSE_OPT_ROLLED
+#pragma unroll 1
     for (int i = 4; 32 * (i + 1) <= size; ++i) {
       mix_32(acc, data + 32 * i, data + 32 * i + 16, secret, kSecretMiddle + 32 * (i - 4));
     }
@@ -178,7 +171,7 @@ SPARSE_OPT_HOST_DEVICE Hash128 hash_17_to_240(const uint8_t* data, int64_t size,
 }
 
 // For at most kLongestShort bytes.
-SPARSE_OPT_HOST_DEVICE Hash128 hash_short(const uint8_t* data, int64_t size, const uint64_t* secret) {
+__device__ __forceinline__ Hash128 hash_short(const uint8_t* data, int64_t size, const uint64_t* secret) {
   if (size > 16) return hash_17_to_240(data, size, secret);
   if (size > 8) return hash_9_to_16(data, size, secret);
   if (size > 3) return hash_4_to_8(data, size, secret);
@@ -193,11 +186,11 @@ struct LongShape {
   int stripes;
 };
 
-SPARSE_OPT_HOST_DEVICE LongShape long_shape(int64_t size) {
+__device__ __forceinline__ LongShape long_shape(int64_t size) {
   return {(size - 1) / kBlock, static_cast<int>((size - 1) % kBlock) / kStripe};
 }
 
-SPARSE_OPT_HOST_DEVICE Pair first_accumulators(int pair) {
+__device__ __forceinline__ Pair first_accumulators(int pair) {
   switch (pair) {
     case 0:
       return {kPrime32_3, kPrime64_1};
@@ -211,30 +204,30 @@ SPARSE_OPT_HOST_DEVICE Pair first_accumulators(int pair) {
 }
 
 // A pair's 16 bytes of a stripe, as two words.
-SPARSE_OPT_HOST_DEVICE void accumulate(Pair& acc, Pair data, Pair key) {
+__device__ __forceinline__ void accumulate(Pair& acc, Pair data, Pair key) {
   const uint64_t first = data.first ^ key.first, second = data.second ^ key.second;
   acc.first += data.second + multiply32(first, first >> 32);
   acc.second += data.first + multiply32(second, second >> 32);
 }
 
-SPARSE_OPT_HOST_DEVICE uint64_t scramble(uint64_t acc, uint64_t key) {
+__device__ __forceinline__ uint64_t scramble(uint64_t acc, uint64_t key) {
   return (acc ^ acc >> 47 ^ key) * kPrime32_1;
 }
 
 // The amount that pair `pair` adds to the half of the hash whose part of the secret begins at byte `merge`.
-SPARSE_OPT_HOST_DEVICE uint64_t merged(Pair acc, int pair, const uint64_t* secret, int merge) {
+__device__ __forceinline__ uint64_t merged(Pair acc, int pair, const uint64_t* secret, int merge) {
   const int key = merge + 16 * pair;
   return folded_product(acc.first ^ secret_at(secret, key), acc.second ^ secret_at(secret, key + 8));
 }
 
 // The hash, from the sums of all pairs' merged().
-SPARSE_OPT_HOST_DEVICE Hash128 finished(uint64_t merged_low, uint64_t merged_high, int64_t size) {
+__device__ __forceinline__ Hash128 finished(uint64_t merged_low, uint64_t merged_high, int64_t size) {
   const auto bytes = static_cast<uint64_t>(size);
   return {avalanche(bytes * kPrime64_1 + merged_low), avalanche(~(bytes * kPrime64_2) + merged_high)};
 }
 
 // xxHash's canonical form: 16 bytes, big-endian, as two words to store.
-SPARSE_OPT_HOST_DEVICE Pair canonical(Hash128 hash) {
+__device__ __forceinline__ Pair canonical(Hash128 hash) {
   return {swap64(hash.high), swap64(hash.low)};
 }
 
