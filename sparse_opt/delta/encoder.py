@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..errors import DeltaLogError, MaskError
 from ..masks.mask_set import MaskSet
-from ..tensors import materialized
+from ..tensors import as_bits, materialized
 from .chain import LogFiles
 from .digest import StateDigest
 from .files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepHeader, step_file, write_step
 from .lock import WriterLock, require_no_log
-from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, count_changes, encode
+from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, encode
 from .state import StateLayout
 from .writer import HostCopy, StepJob
 
@@ -78,7 +78,7 @@ class StepCoder:
         differ = list(range(len(names)))
         every = settings.keyframe_every
         if not needs_keyframe and every is not None and self.since_keyframe + 1 >= every:
-            changed = sum(count_changes(layout, old, new).values())
+            changed = sum(int((as_bits(old[name]) != as_bits(new[name])).sum()) for name in names)
         elif not needs_keyframe:
             masked = self._masked()
             patch = encode(layout, old, new, settings.level, masked=masked, advance=True, meanwhile=meanwhile)
