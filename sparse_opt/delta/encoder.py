@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..errors import DeltaLogError, MaskError
 from ..masks.mask_set import MaskSet
-from ..tensors import as_bits, materialized
+from ..tensors import HostCopy, as_bits, materialized
 from .chain import LogFiles
 from .digest import StateDigest
 from .files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepHeader, step_file, write_step
 from .lock import WriterLock, require_no_log
 from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, encode
 from .state import StateLayout
-from .writer import HostCopy, StepJob
+from .writer import StepJob
 
 
 @dataclass
@@ -109,7 +109,8 @@ class StepCoder:
         )
         # Copied, because training modifies the state, and safetensors refuses tensors that share a storage.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
-        return StepJob(header, HostCopy(payload), digests[0], tuple(differ), restarts=needs_keyframe)
+        copy = HostCopy([*payload.values()], aside=True)
+        return StepJob(header, tuple(payload), copy, digests[0], tuple(differ), restarts=needs_keyframe)
 
     def _masked(self) -> MaskedState | None:
         """Return the mask's elements of `coded_against`, or None if the log has no mask."""

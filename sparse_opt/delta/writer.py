@@ -7,12 +7,11 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 
-import torch
 from torch import Tensor
 
 from ..errors import DeltaLogError
+from ..tensors import HostCopy
 from .digest import StateDigest
 from .files import KEYFRAME, StepHeader, write_step
 from .lock import WriterLock
@@ -63,53 +62,18 @@ class StepInfo:
         return cls(file.step, file.kind, changed, numel, size, header.level, header.masked, parent)
 
 
-class HostCopy:
-    """An asynchronous copy of tensors to the host: from a GPU to pinned memory, on a side stream.
-
-    It is ordered after the work on the device's current stream. The tensors must not be written to until `result` has
-    returned. CPU tensors are passed through.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._sources = dict(tensors)
-        self._copies: dict[str, Tensor] = {}
-        self._events: list[torch.cuda.Event] = []
-        for device in sorted({t.device for t in tensors.values() if t.is_cuda}, key=str):
-            stream = _copy_stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for name, tensor in tensors.items():
-                    if tensor.device == device:
-                        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-                        self._copies[name] = copy.copy_(tensor, non_blocking=True)
-                event = torch.cuda.Event(blocking=True)  # the thread that waits for it does not spin
-                event.record(stream)
-                self._events.append(event)
-
-    def result(self) -> dict[str, Tensor]:
-        """Wait for the copies and return them. May be called from another thread."""
-        for event in self._events:
-            event.synchronize()
-        whole = {name: self._copies.get(name, tensor) for name, tensor in self._sources.items()}
-        self._sources = {}
-        return whole
-
-
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 @dataclass(frozen=True)
 class StepJob:
     """A step to be written. The writer adds previous step, parent step and digests to `header`.
 
     Attributes:
+        parts: the names of the payload's tensors in the file.
         digests: digests of the tensors at the layout positions `digested`; all others have the parent's digests.
         restarts: a keyframe that restarts the log after a failed step.
     """
 
     header: StepHeader
+    parts: tuple[str, ...]
     payload: HostCopy
     digests: StateDigest
     digested: tuple[int, ...]
@@ -243,7 +207,8 @@ class StepWriter:
     def _run(self, job: StepJob) -> StepInfo:
         try:
             # First, so that no tensor is freed while it is copied.
-            payload, digests = job.payload.result(), job.digests.result()
+            payload = dict(zip(job.parts, job.payload.result(), strict=True))
+            digests = job.digests.result()
             if self._failed is not None and not job.restarts:
                 raise DeltaLogError(
                     f"{job.header.file.where}: dropped with step {self._failed}, which could not be written"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
-from ..tensors import named_parameters_of
+from ..tensors import HostCopy, named_parameters_of
 from .destinations import Addresses, Destination, place, refuse_shared, whole_weight
-from .digest import HostCopy, from_hex, to_hex
+from .digest import from_hex, numbers_of, to_hex
 from .encoding import (
     Group,
     GroupValues,
@@ -248,7 +248,7 @@ class WeightReceiver:
         valid = _all_valid(message, received, results)
         if valid is not None:
             _write(received, valid)
-        sums = self._verify(mask, message, received, found.numbers)
+        sums = self._verify(mask, message, received, numbers_of(found))
         if valid is None:
             _write(received)
         self.version, self.digest, self._sums = message.version, message.result_digest, sums
@@ -291,7 +291,7 @@ class WeightReceiver:
 def _sums_of_weights(mask: _Mask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
-    return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
+    return numbers_of(HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]))
 
 
 def _all_valid(message: Message, received: Sequence[_Received], results: Sequence[Tensor]) -> Tensor | None:

@@ -16,9 +16,9 @@ from .. import quantised_layers
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim import SparseOptimizer
-from ..tensors import holds_base_weights, is_wrapper, named_parameters_of
+from ..tensors import HostCopy, holds_base_weights, is_wrapper, named_parameters_of
 from .destinations import Parts, place, whole_weight
-from .digest import HostCopy, to_hex
+from .digest import numbers_of, to_hex
 from .encoding import Encoding, GroupValues, Layout, Message, mask_tensors, sends_all, units_of
 from .index import Backend, Index, choose, only_parts
 
@@ -248,7 +248,7 @@ class _Totals:
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        numbers = self._totals.numbers
+        numbers = numbers_of(self._totals)
         if len(numbers) == len(self._sizes):
             return [(digest, digest, numel) for digest, numel in zip(numbers, self._sizes, strict=True)]
         return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
