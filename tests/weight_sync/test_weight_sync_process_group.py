@@ -15,7 +15,7 @@ from unittest.mock import DEFAULT, patch
 import pytest
 import torch
 from followers import PATIENCE, Follower, followed_by, sending, started, weights_and_mask, with_other_values
-from samples import bits, change, clones, make_weights, same_bits
+from samples import bits, change, clones, make_weights, same_bits, send_aside
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
@@ -385,10 +385,10 @@ def test_nccl_between_two_processes(tmp_path):
         for version in range(1, 3):
             change(weights, mask, 0.1, seed=version)
             assert channel.update() == version
-        channel.begin_update()
+        sent = send_aside(channel)
         torch.cuda._sleep(2 * 10**9)  # the next training step, about a second
         busy = torch.cuda.current_stream().record_event()
-        assert channel.finish_update() == 3
+        sent.join(60)
         assert not busy.query(), "the update has waited for the training stream"
         channel.close()
         assert process.wait(60) == 0, (tmp_path / "nccl").read_text()

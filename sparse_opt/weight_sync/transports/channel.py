@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...errors import WeightSyncError, listed
 from ...tensors import compact_json
-from ..background import UpdateSender
 from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
@@ -43,7 +42,7 @@ class _Problems:
         return receiver in self.lost or receiver in self.refused
 
 
-class SenderChannel(UpdateSender):
+class SenderChannel(ABC):
     """The trainer's end of a transport.
 
     With a `DistributedWeightSender`, construct it on all ranks and call its methods alike: rank 0 has the connections,
@@ -59,7 +58,6 @@ class SenderChannel(UpdateSender):
 
     Attributes:
         transport: the name of the transport, which must be that of the receivers.
-        devices: on whose current streams `send` copies tensors.
 
     Raises:
         WeightSyncError: the address cannot be used.
@@ -75,8 +73,7 @@ class SenderChannel(UpdateSender):
         device: torch.device,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(weights, [device] if weights.sender is None else [weights.sender.device, device])
-        self.timeout = timeout
+        self.weights, self.timeout = weights, timeout
         self._device = device
         self._sender = weights.sender
         self._differing: set[int] = set()  # receivers with other weights than the sender's
@@ -90,14 +87,10 @@ class SenderChannel(UpdateSender):
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Names of the receivers that have joined and are not lost; empty on ranks other than 0.
-
-        From `begin_update` to `finish_update` those that the channel's thread knows.
-        """
+        """Names of the receivers that have joined and are not lost; empty on ranks other than 0."""
         if self._control is None:
             return ()
-        if self._future is None:
-            self._control.discover()
+        self._control.discover()
         return tuple(self._control.names.values())
 
     def wait_for_receivers(self, count: int, timeout: float = 300.0) -> None:
@@ -106,7 +99,6 @@ class SenderChannel(UpdateSender):
         Raises:
             WeightSyncError: fewer have joined within `timeout` seconds; those hold the version. Or as `update`.
         """
-        self._require_idle()
         self.weights.on_rank_0(lambda: self.send(None, count, timeout))
 
     def update(self, receivers: int = 0, *, verify: bool = False) -> int:
@@ -126,7 +118,6 @@ class SenderChannel(UpdateSender):
                 `receivers` have joined. All others hold the version. The next round does without the lost ones, and
                 sends a state to the other named ones.
         """
-        self._require_idle()
         update = self.weights.update()
         self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
@@ -136,21 +127,14 @@ class SenderChannel(UpdateSender):
         self._before_close.append(function)
 
     def close(self, timeout: float | None = None) -> None:
-        """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
+        """End the connections: `receive` of the receivers returns None.
 
         Args:
             timeout: seconds to wait for receivers that are busy elsewhere, such as generating; their `receive` raises
                 WeightSyncError if they come later. Default: the channel's timeout. Receivers that have left, as the
                 workers of `VLLMChannelSync` do then, are not waited for.
-
-        Raises:
-            WeightSyncError: as `finish_update`, if an update had begun; after the connections have ended.
         """
-        try:
-            if self._future is not None:
-                self.finish_update()
-        finally:
-            self.weights.on_rank_0(lambda: self._close(self.timeout if timeout is None else timeout))
+        self.weights.on_rank_0(lambda: self._close(self.timeout if timeout is None else timeout))
 
     def _ask(self, control: ControlServer, receivers: Iterable[int]) -> list[int]:
         asked = list(receivers)
