@@ -146,8 +146,9 @@ class VLLMChannelSync(VLLMClient):
         Engines that have restarted are connected again, and get the mask and all active values.
 
         Args:
-            verify: let all workers read all active weights afterwards, and compare them with the sender's, also those
-                of tensor parallelism; see `SenderChannel.update`.
+            verify: let all workers read all active weights afterwards, and compare them with the sender's; see
+                `SenderChannel.update`. Workers of tensor and pipeline parallelism, which have only parts of the
+                weights, have the version then, but are an error.
 
         Raises:
             WeightSyncError: an engine cannot be reached or refuses the update, or its workers are lost or have other

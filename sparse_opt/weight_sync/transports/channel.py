@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ...errors import WeightSyncError, listed
-from ...tensors import compact_json
 from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
@@ -31,12 +30,12 @@ _TIMEOUTS_OF_A_ROUND = 5
 
 @dataclass
 class _Problems:
-    """What went wrong in a round: receiver -> its name if it is lost, why it refused a message, or how it differs."""
+    """What went wrong in a round: receiver -> its name if it is lost, why it refused a message or is not verified."""
 
     names: Mapping[int, str]  # of the receivers, also of those that have left since
     lost: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
-    differing: dict[int, str] = field(default_factory=dict)
+    unverified: dict[int, str] = field(default_factory=dict)
 
     def concern(self, receiver: int) -> bool:
         return receiver in self.lost or receiver in self.refused
@@ -76,7 +75,6 @@ class SenderChannel(ABC):
         self.weights, self.timeout = weights, timeout
         self._device = device
         self._sender = weights.sender
-        self._differing: set[int] = set()  # receivers with other weights than the sender's
         self._before_close: list[Callable[[], object]] = []
         self._control = weights.on_rank_0(lambda: ControlServer(address, timeout))
 
@@ -110,13 +108,14 @@ class SenderChannel(ABC):
         Args:
             receivers: wait first until at least this many have joined, for `timeout` seconds at most. A receiver that
                 was lost because it was slow joins again when it next receives: without this, after the round.
-            verify: let the receivers read all active weights afterwards, and compare their digests with the sender's,
-                those of receivers of parts with the digest of these parts. Other weights are not compared.
+            verify: let the receivers read all active weights afterwards, and compare their digests with the sender's.
+                Other weights are not compared.
 
         Raises:
-            WeightSyncError: receivers are lost, have refused a message or have other weights; names them. Or fewer than
-                `receivers` have joined. All others hold the version. The next round does without the lost ones, and
-                sends a state to the other named ones.
+            WeightSyncError: receivers are lost, have refused a message, have other weights or, with `verify`, have only
+                parts of the weights; names them. Or fewer than `receivers` have joined. All others hold the version.
+                The next round does without the lost ones, and sends a state to those that have refused a message or
+                have other weights.
         """
         update = self.weights.update()
         self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify))
@@ -173,21 +172,6 @@ class SenderChannel(ABC):
             finally:
                 self._drop()
 
-    def _compare(self, replies: Mapping[int, dict[str, Any]], problems: _Problems) -> None:
-        """Compare the digests in replies with the sender's version, whose parts are each read once."""
-        _, sender = self._connected()
-        expected: dict[str, str] = {}
-        for r, reply in replies.items():
-            key = compact_json(reply["parts"])
-            if key not in expected:
-                expected[key] = sender.digest_of(reply["parts"])
-            if reply["digest"] != expected[key]:
-                problems.differing[r] = (
-                    f"its active weights have digest {reply['digest']}, expected {expected[key]}: they were changed by "
-                    "others"
-                )
-        self._differing |= problems.differing.keys()
-
     def send(
         self, update: PendingMessage | None, receivers: int = 0, timeout: float | None = None, *, verify: bool = False
     ) -> None:
@@ -222,7 +206,7 @@ class SenderChannel(ABC):
         clauses = [] if missing is None else [missing]
         clauses += [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
         clauses += [f"{problems.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
-        clauses += [f"{problems.names[r]}: {reason}" for r, reason in problems.differing.items()]
+        clauses += [f"{problems.names[r]}: {reason}" for r, reason in problems.unverified.items()]
         if clauses:
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
@@ -238,10 +222,7 @@ class SenderChannel(ABC):
             states |= self._send(sender.mask_message(), without_mask, problems)
         states = {r: state for r, state in states.items() if not problems.concern(r)}
         ready = {sender.version} if update is None else {sender.version, sender.version - 1}
-        behind = [
-            r for r, state in states.items() if state["state"] or state["version"] not in ready or r in self._differing
-        ]
-        self._differing.difference_update(asked)
+        behind = [r for r, state in states.items() if state["state"] or state["version"] not in ready]
         if behind:
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
@@ -270,8 +251,7 @@ class SenderChannel(ABC):
                 if not complete:
                     self._drop()
             taken = {r: reply for r, reply in replies.items() if r not in failed}
-            if verify:
-                self._compare(taken, problems)
+            problems.unverified.update({r: reply["unverified"] for r, reply in taken.items() if "unverified" in reply})
             states |= taken
             remaining = [r for r in failed if r in control.names]
             if not remaining:
@@ -370,9 +350,7 @@ class ReceiverChannel(ABC):
                     continue
                 message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
-                verified: dict[str, Any] = {}
-                if command["verify"]:
-                    verified = {"parts": self.weights.parts, "digest": self.weights.read_digest()}
+                unverified = self._why_unverified() if command["verify"] else None
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
@@ -383,9 +361,18 @@ class ReceiverChannel(ABC):
             self._has_mask |= message.kind == "mask"
             self._needs_state &= message.kind != "state"
             status = self._status()
-            self._control.reply(status | verified)
+            self._control.reply(status if unverified is None else status | {"unverified": unverified})
+            self._needs_state |= unverified is not None and self.weights.is_whole
             if self.weights.version is not None and not status["state"]:
                 return self.weights.version
+
+    def _why_unverified(self) -> str | None:
+        """Return the error if the weights cannot be verified or are not those of the version."""
+        try:
+            self.weights.verify()
+        except WeightSyncError as error:
+            return str(error)
+        return None
 
     def _status(self) -> dict[str, Any]:
         # A mask and a version of another sender say nothing about this one's.
