@@ -26,8 +26,8 @@ class StepInfo:
 
     Attributes:
         kind: `keyframe` or `patch`.
-        changed: the number of `numel` elements whose bits differ from the previous step's; None for a keyframe after a
-            failed step.
+        changed: the number of `numel` elements whose bits differ from the previous step's; None if the writer of a
+            keyframe did not count them.
         bytes: size of the file.
         level: empty for a keyframe.
         masked: the patch is coded over the elements of the log's mask.
@@ -69,7 +69,6 @@ class StepJob:
     Attributes:
         parts: the names of the payload's tensors in the file.
         digests: digests of the tensors at the layout positions `digested`; all others have the parent's digests.
-        restarts: a keyframe that restarts the log after a failed step.
     """
 
     header: StepHeader
@@ -77,21 +76,6 @@ class StepJob:
     payload: HostCopy
     digests: StateDigest
     digested: tuple[int, ...]
-    restarts: bool = False
-
-
-@dataclass(frozen=True)
-class WriterStatus:
-    """Status of the writer.
-
-    stopped: the last attempted step could not be written.
-    needs_keyframe: stopped, and no keyframe that restarts the log has been submitted since.
-    error: the cause, if it was not reported yet.
-    """
-
-    stopped: bool
-    needs_keyframe: bool
-    error: BaseException | None
 
 
 class Append:
@@ -116,18 +100,20 @@ class Append:
         try:
             return self._future.result()
         except DeltaLogError:
-            if self._writer.is_here:
-                self._writer.reported()
+            self._writer.is_reported = True
             raise
 
 
 class StepWriter:
-    """Writes steps in order, in one thread. After a failed step nothing is written until a keyframe restarts
-    the log.
+    """Writes steps in order, in one thread, until one cannot be written; those after it are dropped.
 
     Args:
         base, last: headers of the log's first and last step.
         lock: of the log's directory; checked before each file appears.
+
+    Attributes:
+        error: why a step could not be written; None if all could.
+        is_reported: the error was raised to the caller.
     """
 
     def __init__(self, base: StepHeader, last: StepHeader, lock: WriterLock) -> None:
@@ -135,18 +121,10 @@ class StepWriter:
         self._process = os.getpid()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="delta-log")
         self._slots = threading.Semaphore(IN_FLIGHT)
-        self._lock = threading.Lock()
-        self._failed: int | None = None
-        self._unreported: BaseException | None = None
-        # Failed steps, without those dropped after them, and how many of them a keyframe has
-        # followed that restarts the log.
-        self._failures = self._restarted = 0
+        self.error: BaseException | None = None
+        self.is_reported = False
+        self._failed_step = 0  # of the error
         self._futures: list[Future[StepInfo]] = []
-
-    @property
-    def last_step(self) -> int:
-        """The last step on disk."""
-        return self._last.file.step
 
     @property
     def is_here(self) -> bool:
@@ -169,30 +147,20 @@ class StepWriter:
         self._slots.release()
 
     def submit(self, job: StepJob) -> Append:
-        if job.restarts:
-            self._restarted = self._failures  # if it fails too, that is a new failure
         future = self._executor.submit(self._run, job)
         self._futures = [f for f in self._futures if not f.done()] + [future]
         return Append(job.header.file.step, self, future)
 
-    def refused(self, step: int, message: str) -> Append:
-        """Return an `Append` that has failed with `message`, without an attempt to write the step."""
-        future: Future[StepInfo] = Future()
-        future.set_exception(DeltaLogError(message))
-        return Append(step, self, future)
+    def require_no_error(self) -> None:
+        """Raise the error of a step that could not be written."""
+        if self.error is not None:
+            self.is_reported = True
+            raise self.error
 
     def drain(self) -> None:
         """Wait until every submitted step is on disk or has failed."""
         for future in self._futures:
             future.exception()
-
-    def reported(self) -> WriterStatus:
-        """Return the status, and mark its error as reported."""
-        with self._lock:
-            stopped = self._failed is not None
-            found = WriterStatus(stopped, stopped and self._failures > self._restarted, self._unreported)
-            self._unreported = None
-        return found
 
     def close(self) -> None:
         """Write the submitted steps, and let the thread end; in a forked process, do nothing.
@@ -209,16 +177,14 @@ class StepWriter:
             # First, so that no tensor is freed while it is copied.
             payload = dict(zip(job.parts, job.payload.result(), strict=True))
             digests = job.digests.result()
-            if self._failed is not None and not job.restarts:
+            if self.error is not None:
                 raise DeltaLogError(
-                    f"{job.header.file.where}: dropped with step {self._failed}, which could not be written"
+                    f"{job.header.file.where}: dropped with step {self._failed_step}, which could not be written"
                 )
             return self._write(job, payload, digests)
         except BaseException as error:
-            with self._lock:
-                if self._failed is None or job.restarts:
-                    self._failed, self._unreported = job.header.file.step, error
-                    self._failures += 1
+            if self.error is None:
+                self._failed_step, self.error = job.header.file.step, error
             raise
         finally:
             self._slots.release()
@@ -239,6 +205,5 @@ class StepWriter:
             result_digest=layout.state_digest(whole),
         )
         write_step(header, payload, require_lock=self._lock_file.require_held)
-        with self._lock:
-            self._last, self._failed = header, None
+        self._last = header
         return StepInfo.of(header)

@@ -51,7 +51,6 @@ def test_create_refuses_a_directory_with_a_log(tmp_path):
     for options, message in (
         ({"keyframe_every": 0}, "keyframe_every is 0"),
         ({"level": "small"}, "level is 'small', expected packed or tight"),
-        ({"on_error": "ignore"}, "on_error is 'ignore', expected raise or warn"),
     ):
         with pytest.raises(DeltaLogError, match=message):
             DeltaLog.create(tmp_path / "c", state, **options)  # type: ignore[arg-type]
