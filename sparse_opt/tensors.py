@@ -5,6 +5,7 @@ Digests are xxh3_128. They detect damage and mix-ups, not forgery.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -178,6 +179,48 @@ BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def as_bits(tensor: Tensor) -> Tensor:
     """Return a flat view of the tensor's storage as integers of the same size."""
     return tensor.view(-1).view(BITS_DTYPE[tensor.element_size()])
+
+
+class HostCopy:
+    """A copy of tensors to the host: from a GPU to pinned memory, while the host does other work.
+
+    CPU tensors are passed through. The tensors must not be written to on other streams until `result` has returned.
+
+    Args:
+        tensors: of any devices.
+        aside: copy on a side stream, after the work on the current stream of each GPU, which does not wait for it. The
+            tensors must then not be written to on any stream. False: copy on the current stream.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, aside: bool = False) -> None:
+        self._sources = list(tensors)  # not freed while they are copied
+        self._copies = list(tensors)
+        self._events: list[torch.cuda.Event] = []
+        for device in sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str):
+            current = torch.cuda.current_stream(device)
+            stream = _copy_stream(device) if aside else current
+            if aside:
+                stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for i, tensor in enumerate(tensors):
+                    if tensor.device == device:
+                        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                        self._copies[i] = copy.copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # the thread that waits for it does not spin
+            event.record(stream)
+            self._events.append(event)
+
+    def result(self) -> list[Tensor]:
+        """Wait for the copies and return them. May be called from another thread."""
+        for event in self._events:
+            event.synchronize()
+        self._sources = []
+        return self._copies
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def resolve_device(name: str) -> torch.device:

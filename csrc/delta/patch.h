@@ -153,7 +153,7 @@ struct PatchArguments {
   uint8_t* records = nullptr;        // [record_bytes]
   int64_t record_bytes = 0;
   int64_t* bad_tile = nullptr;  // [1], apply only: set to the lowest number of a damaged tile, if there is one
-  int64_t* changes = nullptr;   // [count], encode and count_changes only: incremented
+  int64_t* changes = nullptr;   // [count], encode only: incremented
 
   // Scratch memory of encode on a GPU.
   int64_t* lengths = nullptr;     // [tiles], of the records, in bytes

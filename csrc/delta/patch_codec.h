@@ -12,9 +12,6 @@ namespace sparse_opt::cpu {
 // Returns what is wrong with the tables of an encode call at `tight`; null if nothing is, and at other levels.
 const char* patch_tables_fault(const PatchArguments& args);
 
-// Adds to args.changes. The level must not be `tight`.
-void count_changes(const PatchArguments& args, ParallelFor parallel_for);
-
 // Writes heads and sizes, and adds to args.changes. The records are the concatenation of the returned pieces.
 std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for);
 

@@ -100,18 +100,6 @@ const char* patch_tables_fault(const PatchArguments& args) {
   return TightCoder(args).fault();
 }
 
-void count_changes(const PatchArguments& args, ParallelFor parallel_for) {
-  for_each_tile(args, parallel_for, [&](int64_t number) {
-    const PatchTile tile = patch_tile_at(args, number);
-    uint64_t bits[kPatchTile / 64];
-    const int64_t at = tile.begin * args.element_size;
-    const int64_t changes =
-        mark_changes(args.element_size, static_cast<const char*>(args.old_tensors[tile.tensor]) + at,
-                     static_cast<const char*>(args.new_tensors[tile.tensor]) + at, tile.size, bits);
-    if (changes != 0) std::atomic_ref<int64_t>(args.changes[tile.tensor]) += changes;
-  });
-}
-
 std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for) {
   const int64_t piece = piece_tiles(args.level);
   std::vector<std::vector<uint8_t>> pieces((args.tiles() + piece - 1) / piece);

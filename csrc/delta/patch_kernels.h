@@ -9,7 +9,6 @@
 namespace sparse_opt::cuda {
 
 void patch_sample(const PatchArguments& args, const PatchSample& sample, cudaStream_t stream);
-void count_changes(const PatchArguments& args, cudaStream_t stream);  // adds to args.changes
 
 // The encoder's three steps. encode_to_slots writes sizes, lengths, changes, overflowed, overflows, heads (not at
 // `tight`), and the slots of the records that fit. Given offsets, the running sums of lengths: compact_slots copies

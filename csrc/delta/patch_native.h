@@ -1,5 +1,5 @@
 // The patch codec's ops for all devices: they check the arguments, collect pointers and call `OnDevice`, which defines
-//   static encode(PatchCall&), count_changes(PatchCall&), sample(PatchCall&, PatchSample) and apply(PatchCall&).
+//   static encode(PatchCall&), sample(PatchCall&, PatchSample) and apply(PatchCall&).
 #pragma once
 
 #include <tuple>
@@ -125,18 +125,6 @@ Encoded patch_encode(TensorList old_list, TensorList new_list, int64_t level, bo
   return OnDevice::encode(call);
 }
 
-// Returns int64 [count] on the CPU, the number of changed words of each tensor.
-template <typename OnDevice>
-Tensor count_changes(TensorList old_list, TensorList new_list) {
-  PatchCall call("old", old_list, 0, false, 0);
-  call.set_new(old_list, new_list);
-  const Tensor changes = zeros({call.args.count}, ScalarType::Long, call.device);
-  call.args.changes = static_cast<int64_t*>(changes.data_ptr());
-  OnDevice::count_changes(call);
-  return call.device.type == DeviceType::CPU ? changes
-                                             : torch::stable::to(changes, torch::stable::Device(DeviceType::CPU));
-}
-
 template <typename OnDevice>
 std::tuple<Tensor, Tensor, Tensor> patch_sample(TensorList old_list, TensorList new_list, bool is_float,
                                                 int64_t class_shift) {
@@ -198,7 +186,6 @@ Tensor patch_apply_(TensorList dense, const OptionalTensor& heads, const TensorV
 template <typename OnDevice>
 void implement_patch_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("patch_encode", boxed<&patch_encode<OnDevice>>);
-  m.impl("count_changes", boxed<&count_changes<OnDevice>>);
   m.impl("patch_sample", boxed<&patch_sample<OnDevice>>);
   m.impl("patch_apply_", boxed<&patch_apply_<OnDevice>>);
 }

@@ -13,7 +13,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {
       "patch_encode(Tensor(a!)[] old, Tensor[] new, int level, bool is_float, int class_shift, int width, "
       "Tensor? row_of, Tensor? rows, Tensor? class_table, Tensor? values, bool advance) -> "
       "(Tensor heads, Tensor sizes, Tensor records, Tensor counts)");
-  m.def("count_changes(Tensor[] old, Tensor[] new) -> Tensor");
   m.def(
       "patch_apply_(Tensor(a!)[] dense, Tensor? heads, Tensor sizes, Tensor offsets, Tensor records, int level, "
       "bool is_float, int class_shift, int width, Tensor? row_of, Tensor? rows, Tensor? class_table, Tensor? values) "
@@ -25,8 +24,6 @@ namespace {
 
 struct Cpu {
   static void sample(PatchCall& call, const PatchSample& sample) { cpu::patch_sample(call.args, sample, parallel_for); }
-
-  static void count_changes(PatchCall& call) { cpu::count_changes(call.args, parallel_for); }
 
   static void apply(PatchCall& call) { cpu::patch_apply(call.args, parallel_for); }
 

@@ -13,8 +13,6 @@ struct CudaPatches {
     cuda::patch_sample(call.args, sample, OnStream(call.device.index));
   }
 
-  static void count_changes(PatchCall& call) { cuda::count_changes(call.args, OnStream(call.device.index)); }
-
   static Encoded encode(PatchCall& call) {
     const OnStream stream(call.device.index);
     PatchArguments& args = call.args;

@@ -227,35 +227,12 @@ __global__ void __launch_bounds__(kThreads) encode_overflow_kernel(const __grid_
   if (args.advance) advance_tile(tile);
 }
 
-// One block for each tile.
-template <typename Word, int Capacity>
-__global__ void __launch_bounds__(kThreads) count_changes_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                                 const __grid_constant__ PatchArguments args) {
-  __shared__ ChangedBits changed;
-  const BlockRange range = block_range(table, kPatchTile);
-  changed.compare(static_cast<const Word*>(table.companions[range.segment]) + range.begin,
-                  static_cast<const Word*>(table.dense[range.segment]) + range.begin,
-                  static_cast<int>(range.end - range.begin));
-  const int total = block_sum_in_all_threads(__popc(changed.words[threadIdx.x]));
-  if (threadIdx.x == 0 && total != 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(args.changes + range.number), total);
-  }
-}
-
 }  // namespace
 
 void encode_to_slots(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
     for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
       encode_to_slots_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
-    });
-  });
-}
-
-void count_changes(const PatchArguments& args, cudaStream_t stream) {
-  dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-      count_changes_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args);
     });
   });
 }

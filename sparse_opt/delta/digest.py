@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from .. import backends
-from ..tensors import is_wrapper, materialized
+from ..tensors import HostCopy, is_wrapper, materialized
 
 CHUNK = 65536  # bytes
 _DIGEST_BYTES = 16
@@ -26,12 +26,11 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class _Part:
-    """The digests of the chunks of one device's tensors, in host memory after the event `arrived`."""
+    """The digests of the chunks of one device's tensors, on their way to the host."""
 
     places: tuple[int, ...]  # of the tensors in the list
     chunks: tuple[int, ...]  # of each tensor
-    digests: Tensor  # uint8 [sum(chunks), 16]
-    arrived: torch.cuda.Event | None
+    digests: HostCopy  # of one tensor, uint8 [sum(chunks), 16]
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ class StateDigest:
         """Return one digest of 32 hex digits per tensor, in order. May be called from another thread than `start`."""
         digests = [""] * self._count
         for part in self._parts:
-            if part.arrived is not None:
-                part.arrived.synchronize()
-            data, begin = part.digests.numpy().tobytes(), 0
+            data, begin = part.digests.result()[0].numpy().tobytes(), 0
             for place, chunks in zip(part.places, part.chunks, strict=True):
                 end = begin + chunks * _DIGEST_BYTES
                 digests[place] = xxhash.xxh3_128_hexdigest(data[begin:end])
@@ -80,7 +77,6 @@ class StateDigest:
 
 def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor]) -> _Part:
     chunks = tuple(-(-tensor.nbytes // CHUNK) for tensor in tensors)
-    arrived = None
     if device.type == "cpu" or (cause := _why_not_native(device)):
         if device.type != "cpu":
             _warn_copied(device.type, cause)
@@ -88,17 +84,7 @@ def _start(device: torch.device, places: Sequence[int], tensors: Sequence[Tensor
         digests.view(-1).numpy()[:] = memoryview(b"".join(map(_host_chunk_digests, tensors)))
     else:
         digests = torch.ops.sparse_opt_native.chunk_digests([materialized(tensor) for tensor in tensors])
-        digests, arrived = _copy_to_host(digests)
-    return _Part(tuple(places), chunks, digests, arrived)
-
-
-def _copy_to_host(digests: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    with torch.cuda.device(digests.device):
-        arrived = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
-        copy = torch.empty(digests.shape, dtype=digests.dtype, device="cpu", pin_memory=True)
-        copy.copy_(digests, non_blocking=True)
-        arrived.record()
-    return copy, arrived
+    return _Part(tuple(places), chunks, HostCopy([digests]))
 
 
 def _host_chunk_digests(tensor: Tensor) -> bytes:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..errors import DeltaLogError, MaskError
 from ..masks.mask_set import MaskSet
-from ..tensors import materialized
+from ..tensors import HostCopy, as_bits, materialized
 from .chain import LogFiles
 from .digest import StateDigest
 from .files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepHeader, step_file, write_step
 from .lock import WriterLock, require_no_log
-from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, count_changes, encode
+from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, encode
 from .state import StateLayout
-from .writer import HostCopy, StepJob
+from .writer import StepJob
 
 
 @dataclass
@@ -29,7 +29,6 @@ class StepCoder:
     Attributes:
         coded_against: the state that the next patch is coded against, on the model's devices.
         since_keyframe: number of patches after the last keyframe.
-        needs_keyframe: `coded_against` is not the state of a submitted step, so that the next step must be a keyframe.
         masked: the mask's elements of `coded_against`; None until a step needs them.
     """
 
@@ -37,7 +36,6 @@ class StepCoder:
     mask: LogMask | None
     coded_against: dict[str, Tensor]
     since_keyframe: int
-    needs_keyframe: bool = False
     masked: MaskedState | None = None
 
     @property
@@ -51,18 +49,16 @@ class StepCoder:
         return self.base.settings
 
     @torch.no_grad()
-    def job(self, step: int, tensors: Mapping[str, Tensor], *, needs_keyframe: bool) -> StepJob:
-        """Encode a step for the writer, and update `coded_against`. Call `submitted` after it has been submitted.
+    def job(self, step: int, tensors: Mapping[str, Tensor]) -> StepJob:
+        """Encode a step for the writer, and update `coded_against`. After an error the coder is of no use.
 
         Args:
             tensors: the tensors of the layout.
-            needs_keyframe: write a keyframe in any case.
         """
         layout, settings, names = self.layout, self.settings, self.layout.names
         new = _gathered(layout, tensors)
         # The model may have been moved to another device.
         old = self.coded_against = {name: tensor.to(new[name].device) for name, tensor in self.coded_against.items()}
-        needs_keyframe = needs_keyframe or self.needs_keyframe
         digests: list[StateDigest] = []
         # On a GPU all digests are computed while the host waits for a sample; on a CPU those of changed tensors, later.
         early = all(tensor.is_cuda for tensor in new.values())
@@ -71,15 +67,12 @@ class StepCoder:
             if early and not digests:
                 digests.append(StateDigest.start([new[name] for name in names]))
 
-        # Until the step is submitted, `coded_against` is not the state of any step.
-        self.needs_keyframe = True
         patch: StatePatch | None = None
-        changed: int | None = None
         differ = list(range(len(names)))
         every = settings.keyframe_every
-        if not needs_keyframe and every is not None and self.since_keyframe + 1 >= every:
-            changed = sum(count_changes(layout, old, new).values())
-        elif not needs_keyframe:
+        if every is not None and self.since_keyframe + 1 >= every:
+            changed = sum(int((as_bits(old[name]) != as_bits(new[name])).sum()) for name in names)
+        else:
             masked = self._masked()
             patch = encode(layout, old, new, settings.level, masked=masked, advance=True, meanwhile=meanwhile)
             counts = patch.counts
@@ -109,18 +102,15 @@ class StepCoder:
         )
         # Copied, because training modifies the state, and safetensors refuses tensors that share a storage.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
-        return StepJob(header, HostCopy(payload), digests[0], tuple(differ), restarts=needs_keyframe)
+        copy = HostCopy([*payload.values()], aside=True)
+        self.since_keyframe = 0 if patch is None else self.since_keyframe + 1
+        return StepJob(header, tuple(payload), copy, digests[0], tuple(differ))
 
     def _masked(self) -> MaskedState | None:
         """Return the mask's elements of `coded_against`, or None if the log has no mask."""
         if self.mask is not None and self.masked is None:
             self.masked = MaskedState(self.mask, self.layout, self.coded_against)
         return self.masked
-
-    def submitted(self, job: StepJob) -> None:
-        """Record that the writer has accepted the last job."""
-        self.needs_keyframe = False
-        self.since_keyframe = 0 if job.header.file.kind == KEYFRAME else self.since_keyframe + 1
 
 
 def begin(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +28,6 @@ from .state import StateLayout, TensorSpec, read_logged, read_state
 from .writer import Append, StepInfo, StepWriter
 
 ModelOrState = nn.Module | Mapping[str, Tensor]
-OnError = Literal["raise", "warn"]
 
 
 @dataclass
@@ -42,7 +39,6 @@ class _Writing:
     lock: WriterLock
     end: weakref.finalize[Any, Any]
     last_step: int
-    warned: bool = False
 
 
 class DeltaLog:
@@ -64,12 +60,10 @@ class DeltaLog:
         state = DeltaLog.open("delta_logs_llama").load(step)
     """
 
-    def __init__(self, directory: Path, model_or_state: ModelOrState | None, on_error: OnError) -> None:
-        if on_error not in ("raise", "warn"):
-            raise DeltaLogError(f"on_error is {on_error!r}, expected raise or warn")
+    def __init__(self, directory: Path, model_or_state: ModelOrState | None) -> None:
         self.directory = directory
         self._log_files = LogFiles(directory)
-        self._model, self._on_error = model_or_state, on_error
+        self._model = model_or_state
         self._writing: _Writing | None = None
 
     @classmethod
@@ -82,7 +76,6 @@ class DeltaLog:
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
-        on_error: OnError = "raise",
     ) -> DeltaLog:
         """Start a log with the current weights as the keyframe of step 0, which is on disk when this returns.
 
@@ -95,14 +88,12 @@ class DeltaLog:
             mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
                 these alone, without their positions; other changes are coded over whole tensors.
             metadata: strings stored in the log; `model` is copied to mask files made from it.
-            on_error: what `append`, `flush` and `close` do if a step could not be written: raise, or warn once and
-                continue with a keyframe as soon as one can be written.
 
         Raises:
             DeltaLogError: the directory contains a log, is locked by another writer, or cannot be written; the state
                 has an entry that cannot be logged; an option is invalid; the mask does not fit the state.
         """
-        log = cls(Path(directory), model_or_state, on_error)
+        log = cls(Path(directory), model_or_state)
         settings = LogSettings(level, keyframe_every)
         for text in (text for pair in (metadata or {}).items() for text in pair):
             if isinstance(text, str) and not is_text(text):
@@ -121,9 +112,7 @@ class DeltaLog:
         return log
 
     @classmethod
-    def open(
-        cls, directory: str | Path, model_or_state: ModelOrState | None = None, *, on_error: OnError = "raise"
-    ) -> DeltaLog:
+    def open(cls, directory: str | Path, model_or_state: ModelOrState | None = None) -> DeltaLog:
         """Open a log to read it, or to append to it with the level, mask and keyframe interval it was created with.
 
         Only lists the files; damage is detected when a step is read, or by `verify`. The first `append` rebuilds the
@@ -131,12 +120,11 @@ class DeltaLog:
 
         Args:
             model_or_state: the default of `append`.
-            on_error: see `create`.
 
         Raises:
             DeltaLogError: there is no log in the directory.
         """
-        log = cls(Path(directory), model_or_state, on_error)
+        log = cls(Path(directory), model_or_state)
         require_steps(log.directory, log._files.steps())
         return log
 
@@ -287,9 +275,9 @@ class DeltaLog:
 
         Raises:
             DeltaLogError: the step is not greater than the last one; the model is another, or holds its base weights;
-                another writer holds the lock; the log is damaged; or the process was forked from the writing one. Also
-                if an earlier step could not be written and that was not reported yet: this step is not logged, and the
-                next one is a keyframe.
+                another writer holds the lock; the log is damaged; or the process was forked from the writing one. Or an
+                earlier step could not be written, which ends the log: after `close`, this continues after the last step
+                on disk.
         """
         state = self._model if model_or_state is None else model_or_state
         if state is None:
@@ -300,40 +288,31 @@ class DeltaLog:
             self._writing = self._resumed()
         writing = self._writing
         writing.writer.require_here(f"{self.directory}: step {step}")
-        needs_keyframe = self._report(writing) or writing.coder.needs_keyframe
-        if needs_keyframe:
-            writing.last_step = writing.writer.last_step
+        writing.writer.require_no_error()
         if isinstance(step, bool) or not isinstance(step, int) or step <= writing.last_step:
             raise DeltaLogError(f"{self.directory}: step is {step!r}, expected a step after {writing.last_step}")
-        layout = self.layout
-        tensors = read_logged(state, layout, f"{self.directory}: step {step}")
-        if needs_keyframe and self._on_error == "warn":
-            # On a full disk, every step would copy a keyframe from the device and then fail to write it.
-            free = shutil.disk_usage(self.directory).free
-            if free < layout.nbytes:
-                where = f"{self.directory}: step {step}"
-                return writing.writer.refused(step, f"{where}: a keyframe takes {layout.nbytes} bytes, found {free}")
+        tensors = read_logged(state, self.layout, f"{self.directory}: step {step}")
         writing.writer.reserve()
         try:
-            job = writing.coder.job(step, tensors, needs_keyframe=needs_keyframe)
-            writing.last_step = step
-            append = writing.writer.submit(job)
-        except BaseException:
+            append = writing.writer.submit(writing.coder.job(step, tensors))
+        except BaseException as error:
+            # What the next patch would be coded against may not be the state of a step: the next call reads it again.
             writing.writer.cancel()
+            self._close_after(error)
             raise
-        writing.coder.submitted(job)
+        writing.last_step = step
         return append
 
     def flush(self) -> None:
         """Wait until all appended steps are on disk.
 
         Raises:
-            DeltaLogError: a step could not be written, and that was not reported yet.
+            DeltaLogError: a step could not be written.
         """
         if self._writing is not None:
             self._writing.writer.require_here(str(self.directory))
             self._writing.writer.drain()
-            self._report(self._writing)
+            self._writing.writer.require_no_error()
 
     def truncate(self, after: int) -> None:
         """Remove the steps after `after`, for a run that continues from there and logs them again. Closes the log.
@@ -356,13 +335,14 @@ class DeltaLog:
         In a process forked from the writing one, only this object is closed.
 
         Raises:
-            DeltaLogError: as `flush`; the lock is released in any case.
+            DeltaLogError: a step could not be written, and no other call has raised that. The lock is released in any
+                case.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.end()
-            if writing.writer.is_here:
-                self._report(writing)
+            if writing.writer.is_here and not writing.writer.is_reported:
+                writing.writer.require_no_error()
 
     def __enter__(self) -> DeltaLog:
         return self
@@ -370,12 +350,17 @@ class DeltaLog:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if value is None:
+            self.close()
+        else:
+            self._close_after(value)
+
+    def _close_after(self, error: BaseException) -> None:
+        """Close the log, and add to an error that one of an earlier step, if there is one."""
         try:
             self.close()
-        except DeltaLogError as error:
-            if value is None:
-                raise
-            value.add_note(str(error))
+        except DeltaLogError as earlier:
+            error.add_note(str(earlier))
 
     def __repr__(self) -> str:
         steps = self.steps
@@ -400,19 +385,6 @@ class DeltaLog:
         except BaseException:
             lock.release()
             raise
-
-    def _report(self, writing: _Writing) -> bool:
-        """Raise or warn if a step failed and that was not reported yet; True if the next step must be a keyframe."""
-        status = writing.writer.reported()
-        if not status.stopped:
-            writing.warned = False
-        if status.error is not None:
-            if self._on_error == "raise" or not isinstance(status.error, DeltaLogError):
-                raise status.error
-            if not writing.warned:
-                warnings.warn(f"{status.error}; training continues, and steps are missing in the log", stacklevel=3)
-                writing.warned = True
-        return status.needs_keyframe
 
 
 def _end(writer: StepWriter, lock: WriterLock) -> None:

@@ -187,16 +187,6 @@ def copy_(old: Mapping[str, Tensor], new: Mapping[str, Tensor], names: Sequence[
         torch._foreach_copy_([as_bits(old[name]) for name in names], [as_bits(new[name]) for name in names])
 
 
-def count_changes(layout: StateLayout, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return name -> number of elements whose bits differ; tensors as in `encode`. Synchronizes once per device."""
-    counts = {}
-    for specs in by_dtype(layout).values():
-        pairs = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
-        found = codec.count_changes(*pairs).tolist()
-        counts.update({spec.name: int(count) for spec, count in zip(specs, found, strict=True)})
-    return counts
-
-
 def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payload: Mapping[str, Tensor]) -> StatePatch:
     """Build the patch from a file's tensors. Checks everything that does not require decoding.
 

@@ -7,12 +7,11 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 
-import torch
 from torch import Tensor
 
 from ..errors import DeltaLogError
+from ..tensors import HostCopy
 from .digest import StateDigest
 from .files import KEYFRAME, StepHeader, write_step
 from .lock import WriterLock
@@ -27,8 +26,8 @@ class StepInfo:
 
     Attributes:
         kind: `keyframe` or `patch`.
-        changed: the number of `numel` elements whose bits differ from the previous step's; None for a keyframe after a
-            failed step.
+        changed: the number of `numel` elements whose bits differ from the previous step's; None if the writer of a
+            keyframe did not count them.
         bytes: size of the file.
         level: empty for a keyframe.
         masked: the patch is coded over the elements of the log's mask.
@@ -63,71 +62,20 @@ class StepInfo:
         return cls(file.step, file.kind, changed, numel, size, header.level, header.masked, parent)
 
 
-class HostCopy:
-    """An asynchronous copy of tensors to the host: from a GPU to pinned memory, on a side stream.
-
-    It is ordered after the work on the device's current stream. The tensors must not be written to until `result` has
-    returned. CPU tensors are passed through.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._sources = dict(tensors)
-        self._copies: dict[str, Tensor] = {}
-        self._events: list[torch.cuda.Event] = []
-        for device in sorted({t.device for t in tensors.values() if t.is_cuda}, key=str):
-            stream = _copy_stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                for name, tensor in tensors.items():
-                    if tensor.device == device:
-                        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-                        self._copies[name] = copy.copy_(tensor, non_blocking=True)
-                event = torch.cuda.Event(blocking=True)  # the thread that waits for it does not spin
-                event.record(stream)
-                self._events.append(event)
-
-    def result(self) -> dict[str, Tensor]:
-        """Wait for the copies and return them. May be called from another thread."""
-        for event in self._events:
-            event.synchronize()
-        whole = {name: self._copies.get(name, tensor) for name, tensor in self._sources.items()}
-        self._sources = {}
-        return whole
-
-
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 @dataclass(frozen=True)
 class StepJob:
     """A step to be written. The writer adds previous step, parent step and digests to `header`.
 
     Attributes:
+        parts: the names of the payload's tensors in the file.
         digests: digests of the tensors at the layout positions `digested`; all others have the parent's digests.
-        restarts: a keyframe that restarts the log after a failed step.
     """
 
     header: StepHeader
+    parts: tuple[str, ...]
     payload: HostCopy
     digests: StateDigest
     digested: tuple[int, ...]
-    restarts: bool = False
-
-
-@dataclass(frozen=True)
-class WriterStatus:
-    """Status of the writer.
-
-    stopped: the last attempted step could not be written.
-    needs_keyframe: stopped, and no keyframe that restarts the log has been submitted since.
-    error: the cause, if it was not reported yet.
-    """
-
-    stopped: bool
-    needs_keyframe: bool
-    error: BaseException | None
 
 
 class Append:
@@ -152,18 +100,20 @@ class Append:
         try:
             return self._future.result()
         except DeltaLogError:
-            if self._writer.is_here:
-                self._writer.reported()
+            self._writer.is_reported = True
             raise
 
 
 class StepWriter:
-    """Writes steps in order, in one thread. After a failed step nothing is written until a keyframe restarts
-    the log.
+    """Writes steps in order, in one thread, until one cannot be written; those after it are dropped.
 
     Args:
         base, last: headers of the log's first and last step.
         lock: of the log's directory; checked before each file appears.
+
+    Attributes:
+        error: why a step could not be written; None if all could.
+        is_reported: the error was raised to the caller.
     """
 
     def __init__(self, base: StepHeader, last: StepHeader, lock: WriterLock) -> None:
@@ -171,18 +121,10 @@ class StepWriter:
         self._process = os.getpid()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="delta-log")
         self._slots = threading.Semaphore(IN_FLIGHT)
-        self._lock = threading.Lock()
-        self._failed: int | None = None
-        self._unreported: BaseException | None = None
-        # Failed steps, without those dropped after them, and how many of them a keyframe has
-        # followed that restarts the log.
-        self._failures = self._restarted = 0
+        self.error: BaseException | None = None
+        self.is_reported = False
+        self._failed_step = 0  # of the error
         self._futures: list[Future[StepInfo]] = []
-
-    @property
-    def last_step(self) -> int:
-        """The last step on disk."""
-        return self._last.file.step
 
     @property
     def is_here(self) -> bool:
@@ -205,30 +147,20 @@ class StepWriter:
         self._slots.release()
 
     def submit(self, job: StepJob) -> Append:
-        if job.restarts:
-            self._restarted = self._failures  # if it fails too, that is a new failure
         future = self._executor.submit(self._run, job)
         self._futures = [f for f in self._futures if not f.done()] + [future]
         return Append(job.header.file.step, self, future)
 
-    def refused(self, step: int, message: str) -> Append:
-        """Return an `Append` that has failed with `message`, without an attempt to write the step."""
-        future: Future[StepInfo] = Future()
-        future.set_exception(DeltaLogError(message))
-        return Append(step, self, future)
+    def require_no_error(self) -> None:
+        """Raise the error of a step that could not be written."""
+        if self.error is not None:
+            self.is_reported = True
+            raise self.error
 
     def drain(self) -> None:
         """Wait until every submitted step is on disk or has failed."""
         for future in self._futures:
             future.exception()
-
-    def reported(self) -> WriterStatus:
-        """Return the status, and mark its error as reported."""
-        with self._lock:
-            stopped = self._failed is not None
-            found = WriterStatus(stopped, stopped and self._failures > self._restarted, self._unreported)
-            self._unreported = None
-        return found
 
     def close(self) -> None:
         """Write the submitted steps, and let the thread end; in a forked process, do nothing.
@@ -243,17 +175,16 @@ class StepWriter:
     def _run(self, job: StepJob) -> StepInfo:
         try:
             # First, so that no tensor is freed while it is copied.
-            payload, digests = job.payload.result(), job.digests.result()
-            if self._failed is not None and not job.restarts:
+            payload = dict(zip(job.parts, job.payload.result(), strict=True))
+            digests = job.digests.result()
+            if self.error is not None:
                 raise DeltaLogError(
-                    f"{job.header.file.where}: dropped with step {self._failed}, which could not be written"
+                    f"{job.header.file.where}: dropped with step {self._failed_step}, which could not be written"
                 )
             return self._write(job, payload, digests)
         except BaseException as error:
-            with self._lock:
-                if self._failed is None or job.restarts:
-                    self._failed, self._unreported = job.header.file.step, error
-                    self._failures += 1
+            if self.error is None:
+                self._failed_step, self.error = job.header.file.step, error
             raise
         finally:
             self._slots.release()
@@ -274,6 +205,5 @@ class StepWriter:
             result_digest=layout.state_digest(whole),
         )
         write_step(header, payload, require_lock=self._lock_file.require_held)
-        with self._lock:
-            self._last, self._failed = header, None
+        self._last = header
         return StepInfo.of(header)

@@ -37,8 +37,7 @@ class SparseArguments:
             is created whose step 0 is W0, even if the run is resumed; otherwise a resumed run appends to the existing
             log. Patches are coded over the mask's elements.
         delta_log_steps: the optimizer steps to log (`delta.schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
-        delta_log_level, delta_log_keyframe_every, delta_log_on_error: level, keyframe_every and on_error of
-            `DeltaLog.create`.
+        delta_log_level, delta_log_keyframe_every: level and keyframe_every of `DeltaLog.create`.
         save_delta: write a `SparseDelta`, what training has changed since W0, next to the weights of each checkpoint
             and of the saved model; `push_to_hub` uploads that of the model. Not with FSDP2.
         save_weights: False saves the delta alone, in place of the weights. A run resumes from such a checkpoint if its
@@ -76,7 +75,6 @@ class SparseArguments:
     delta_log_steps: str = "every:1,last"
     delta_log_level: str = "packed"
     delta_log_keyframe_every: int | None = None
-    delta_log_on_error: Literal["raise", "warn"] = "raise"
     save_delta: bool = False
     save_weights: bool = True
     vllm_weights: Literal["full", "sparse", "shared"] = "full"
@@ -86,8 +84,6 @@ class SparseArguments:
         Schedule.parse(self.delta_log_steps)
         if self.delta_log_level not in LEVELS:
             raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, expected {' or '.join(LEVELS)}")
-        if self.delta_log_on_error not in ("raise", "warn"):
-            raise ConfigError(f"delta_log_on_error is {self.delta_log_on_error!r}, expected raise or warn")
         if self.vllm_weights not in ("full", "sparse", "shared"):
             raise ConfigError(f"vllm_weights is {self.vllm_weights!r}, expected full, sparse or shared")
         if self.vllm_options is not None and self.vllm_weights == "full":

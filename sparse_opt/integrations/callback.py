@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class DeltaLogCallback(TrainerCallback):
     Args:
         directory: folder of the log; must not hold a log when a new run starts.
         steps: which steps are logged (`Schedule`); `last` is the last step of the run, also if it is stopped early.
-        level, keyframe_every, mask, on_error: see `DeltaLog.create`.
+        level, keyframe_every, mask: see `DeltaLog.create`.
         metadata: strings to store in the log, in addition to the model's name.
 
     Raises:
@@ -53,16 +53,10 @@ class DeltaLogCallback(TrainerCallback):
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
-        on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         self._directory = Path(directory)
         self._schedule = Schedule.parse(steps)
-        self._options: dict[str, Any] = {
-            "level": level,
-            "keyframe_every": keyframe_every,
-            "mask": mask,
-            "on_error": on_error,
-        }
+        self._options: dict[str, Any] = {"level": level, "keyframe_every": keyframe_every, "mask": mask}
         self._metadata = dict(metadata or {})
         self._running = False
         self._log: DeltaLog | None = None  # on process 0, while the run lasts
@@ -114,7 +108,7 @@ class DeltaLogCallback(TrainerCallback):
 
     def _begin(self, weights: Weights, name: str, step: int) -> None:
         if step > 0 and self._directory.is_dir() and list_steps(self._directory)[0]:
-            self._log = DeltaLog.open(self._directory, on_error=self._options["on_error"])
+            self._log = DeltaLog.open(self._directory)
             self._check_base(weights)
         else:
             self._require_base(step)

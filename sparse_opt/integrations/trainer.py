@@ -387,7 +387,6 @@ class SparseDeltaLogCallback(DeltaLogCallback):
             level=options.delta_log_level,
             keyframe_every=options.delta_log_keyframe_every,
             mask=trainer.sparse_mask,
-            on_error=options.delta_log_on_error,
             metadata={"method": type(trainer).__name__},
         )
         self._trainer = trainer

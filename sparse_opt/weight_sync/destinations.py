@@ -15,9 +15,6 @@ from ..tensors import BITS_DTYPE, dtype_name, is_wrapper, named_parameters_of
 from .encoding import Layout, LayoutTensor
 
 Range = tuple[int, int]
-# Name of a weight -> the disjoint parts of its matrix that a receiver has, each as rows r0:r1 and columns c0:c1.
-# A weight that is not listed is there as a whole.
-Parts = Mapping[str, Sequence[tuple[int, int, int, int]]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from .. import backends
 from ..errors import BackendUnavailable
 from ..masks.patterns import PATTERNS, expand_units, unit_grid
 from ..tensors import BITS_DTYPE
-from .destinations import Parts, PlacedTensor
+from .destinations import PlacedTensor
 from .digest import digest_sum, mix, zero_extended
 from .encoding import Group, Layout, active_elements, bitmap_of, set_bits
 from .triton_index import TritonChanges, TritonIndex
@@ -49,28 +49,6 @@ def compare(old: Tensor, new: Tensor, first: int, capacity: int) -> tuple[Tensor
 def select(new: Tensor, bitmap: Tensor, count: int) -> Tensor:
     """Return the elements [count] of `new` [n] that a bitmap marks, in order."""
     return new[set_bits(bitmap)[:count]]
-
-
-def only_parts(values: Tensor, group: Group, layout: Layout, units: Mapping[str, Tensor], parts: Parts) -> Tensor:
-    """Return the active values [nnz] of one dtype with 0 in place of those that are outside of some parts.
-
-    Args:
-        units: as in a mask message, by name, of the tensors in `parts`.
-    """
-    out = values.clone()
-    for start, i in zip(group.starts, group.members, strict=False):
-        entry = layout.tensors[i]
-        if entry.name not in parts:
-            continue
-        of_tensor = units[entry.name].to(values.device)
-        for block in _blocks(PlacedTensor(entry, (), ()), of_tensor, layout.pattern, start):
-            positions = block.positions()
-            row, column = positions // entry.matrix[1], positions % entry.matrix[1]
-            outside = torch.ones_like(positions, dtype=torch.bool)
-            for r0, r1, c0, c1 in parts[entry.name]:
-                outside &= (row < r0) | (row >= r1) | (column < c0) | (column >= c1)
-            out[block.begin : block.end][outside] = 0
-    return out
 
 
 class ReferenceIndex:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
-from ..tensors import named_parameters_of
+from ..tensors import HostCopy, named_parameters_of
 from .destinations import Addresses, Destination, place, refuse_shared, whole_weight
-from .digest import HostCopy, from_hex, to_hex
+from .digest import from_hex, numbers_of, to_hex
 from .encoding import (
     Group,
     GroupValues,
@@ -37,12 +37,8 @@ class _Mask(NamedTuple):
     device: torch.device
     backend: Backend
     indices: tuple[Index, ...]  # one for each group of the layout
-    parts: dict[str, list[tuple[int, int, int, int]]]  # of the weights that are not whole
+    is_whole: bool  # every active element is here
     addresses: Addresses  # of the weights that are not given as destinations
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.parts
 
 
 class _Received(NamedTuple):
@@ -97,18 +93,9 @@ class WeightReceiver:
     def is_whole(self) -> bool:
         """Whether the receiver has every active weight, so that digests of the results can be verified.
 
-        A receiver of a part, as under tensor parallelism, verifies what it receives and the order of the updates, and
-        its weights by `verify` with a digest of its `parts`.
+        A receiver of a part, as under tensor parallelism, verifies what it receives and the order of the updates.
         """
         return self._mask is not None and self._mask.is_whole
-
-    @property
-    def parts(self) -> dict[str, list[tuple[int, int, int, int]]]:
-        """The parts that this receiver has of the weights that it does not have as a whole, see `destinations.Parts`.
-
-        Values of JSON, for `WeightSender.digest_of`. Empty if the receiver is whole, and before the first mask message.
-        """
-        return {} if self._mask is None else self._mask.parts
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of memory held between updates, by purpose."""
@@ -143,47 +130,31 @@ class WeightReceiver:
             self._receive_values(message)
         return self.version
 
-    def verify(self, expected: str | None = None) -> None:
+    @torch.inference_mode()
+    def verify(self) -> None:
         """Read all active weights, and compare their digest with that of this version. Waits for the device.
 
         An update compares only the weights that a bitmap marks, so that it does not notice others that were changed.
 
-        Args:
-            expected: for a receiver of parts: `WeightSender.digest_of(receiver.parts)`, by a sender that is at the
-                version of this receiver. None for a whole one, which has the digest.
-
         Raises:
             WeightSyncError: the weights differ, or were replaced; there is no version yet; or the receiver has only
-                parts, and `expected` is None.
-        """
-        if self.version is None:
-            raise WeightSyncError("the weights cannot be verified: the receiver has no version")
-        if expected is None and not self.is_whole:
-            raise WeightSyncError(
-                "the weights cannot be verified: the receiver has only parts of them, and messages have the digest of "
-                "all active weights: pass WeightSender.digest_of(receiver.parts), or call update(verify=True) of the "
-                "sender's channel"
-            )
-        expected = self.digest if expected is None else expected
-        found = self.read_digest()
-        if found != expected:
-            raise WeightSyncError(
-                f"the active weights have digest {found}, expected {expected} at version {self.version}: they were "
-                "changed by others"
-            )
-
-    @torch.inference_mode()
-    def read_digest(self) -> str:
-        """Read all active weights and return their digest, with 0 in place of elements that are not here.
-
-        Raises:
-            WeightSyncError: there was no mask message yet, or a weight was replaced since.
+                parts of the weights.
         """
         mask = self._mask
-        if mask is None:
-            raise WeightSyncError("the weights cannot be read: there was no mask message yet")
+        if mask is None or self.version is None:
+            raise WeightSyncError("the weights cannot be verified: the receiver has no version")
+        if not mask.is_whole:
+            raise WeightSyncError(
+                "the weights cannot be verified: the receiver has only parts of them, and messages have the digest of "
+                "all active weights"
+            )
         self._require_in_place(mask)
-        return to_hex(sum(_sums_of_weights(mask)))
+        found = to_hex(sum(_sums_of_weights(mask)))
+        if found != self.digest:
+            raise WeightSyncError(
+                f"the active weights have digest {found}, expected {self.digest} at version {self.version}: they were "
+                "changed by others"
+            )
 
     def _receive_mask(self, message: Message) -> None:
         layout, units = checked_mask(message)
@@ -219,14 +190,10 @@ class WeightReceiver:
         device = tensors[0].device if tensors else torch.device("cpu")
         backend = choose(device, self._backend)
         indices = backend.build_indices(layout, units, placed, device)
-        parts = {
-            name: [(part.r0, part.r1, part.c0, part.c1) for part in tensor.primary]
-            for name, tensor in placed.items()
-            if not tensor.is_whole
-        }
+        is_whole = all(tensor.is_whole for tensor in placed.values())
         for index in indices:  # now, and not in the first update, for which requests wait
-            index.warm_up(read_old=not parts)
-        return _Mask(digest, layout, device, backend, indices, parts, Addresses(self._weights, in_weights))
+            index.warm_up(read_old=is_whole)
+        return _Mask(digest, layout, device, backend, indices, is_whole, Addresses(self._weights, in_weights))
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
@@ -248,7 +215,7 @@ class WeightReceiver:
         valid = _all_valid(message, received, results)
         if valid is not None:
             _write(received, valid)
-        sums = self._verify(mask, message, received, found.numbers)
+        sums = self._verify(mask, message, received, numbers_of(found))
         if valid is None:
             _write(received)
         self.version, self.digest, self._sums = message.version, message.result_digest, sums
@@ -291,7 +258,7 @@ class WeightReceiver:
 def _sums_of_weights(mask: _Mask) -> list[int]:
     """Return the digest of each group of the weights as they are now. Waits for the device."""
     pairs = zip(mask.layout.groups, mask.indices, strict=True)
-    return HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]).numbers
+    return numbers_of(HostCopy([mask.backend.digest_sum(index.take(), group.first) for group, index in pairs]))
 
 
 def _all_valid(message: Message, received: Sequence[_Received], results: Sequence[Tensor]) -> Tensor | None:

@@ -16,11 +16,11 @@ from .. import quantised_layers
 from ..errors import WeightSyncError
 from ..masks import MaskSet
 from ..optim import SparseOptimizer
-from ..tensors import holds_base_weights, is_wrapper, named_parameters_of
-from .destinations import Parts, place, whole_weight
-from .digest import HostCopy, to_hex
+from ..tensors import HostCopy, holds_base_weights, is_wrapper, named_parameters_of
+from .destinations import place, whole_weight
+from .digest import numbers_of, to_hex
 from .encoding import Encoding, GroupValues, Layout, Message, mask_tensors, sends_all, units_of
-from .index import Backend, Index, choose, only_parts
+from .index import Backend, Index, choose
 
 Source = SparseOptimizer | nn.Module | Mapping[str, Tensor]
 T = TypeVar("T")
@@ -178,35 +178,6 @@ class WeightSender:
             base_digest=base.digest,
         )
 
-    @torch.no_grad()
-    def digest_of(self, parts: Parts) -> str:
-        """Return the digest of the current version with 0 in place of the elements outside of some parts.
-
-        `WeightReceiver.verify` compares it with the weights of a receiver that has only these parts. Takes as much
-        memory as the active values, and waits for the device.
-
-        Args:
-            parts: of `WeightReceiver.parts`.
-
-        Raises:
-            ValueError: the mask has no weight of a name, or a part is not four numbers; names it.
-        """
-        sent, entries = self._sent, {entry.name: entry for entry in self._layout.tensors if entry.nnz}
-        for name, ranges in parts.items():
-            if name not in entries:
-                raise ValueError(f"the parts have {name!r}, which has no active elements")
-            for part in ranges:
-                if len(part) != 4 or not all(type(n) is int for n in part):
-                    raise ValueError(f"a part of {name!r} is {part}, expected the numbers r0, r1, c0, c1")
-        units = {name: units_of(self.mask, entries[name]) for name in parts}
-        total = 0
-        for group in self._layout.groups:
-            values = sent.values[group.dtype]
-            if any(name in parts for name in self._layout.names(group)):
-                values = only_parts(values, group, self._layout, units, parts)
-            total += int(self._backend.digest_sum(values, group.first))
-        return to_hex(total)
-
     def _take(self) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
         """Gather the active values on the current stream; with an event that follows them on a GPU."""
         values = self._values.take()
@@ -248,7 +219,7 @@ class _Totals:
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """(digest, digest of the changed elements, their number) of each dtype; waits for the device."""
-        numbers = self._totals.numbers
+        numbers = numbers_of(self._totals)
         if len(numbers) == len(self._sizes):
             return [(digest, digest, numel) for digest, numel in zip(numbers, self._sizes, strict=True)]
         return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]

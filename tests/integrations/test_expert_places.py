@@ -85,8 +85,9 @@ def test_updates_of_fused_experts_equal_a_fresh_load(family, ranks, tmp_path):
         message = sender.update()
         for rank, (engine, receiver) in enumerate(zip(engines, receivers, strict=True)):
             assert receiver.receive(message) == 1
-            receiver.verify(sender.digest_of(receiver.parts))
             assert receiver.is_whole == (ranks == 1)
+            if receiver.is_whole:
+                receiver.verify()
             fresh = loaded(tmp_path / f"{i}", model, rank, ranks)
             assert all(torch.equal(own, fresh.get_buffer(name)) for name, own in engine.named_buffers())
 

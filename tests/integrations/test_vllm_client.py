@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -406,18 +407,16 @@ def test_updates_are_sent_while_training_goes_on(weights, sender, servers):
             sync.connect()
             step(weights, sender)
             sent = weights["w"].clone()
-            sync.begin_update()
-            with pytest.raises(WeightSyncError, match="an update has begun: call finish_update"):
-                sync.update()
-            step(weights, sender)
-            assert sync.finish_update() == 1
+            with ThreadPoolExecutor(1) as pool:
+                sending = pool.submit(sync.send, sync.weights.update())
+                step(weights, sender)
+                sending.result(60)
+            assert sync.weights.version == 1
             assert engine.version == "1" and torch.equal(engine.weights["w"], sent)
         server.fails, llm.is_broken = "/start_weight_update", True
         for sync in clients:
-            sync.begin_update()
-        for sync in clients:
-            with pytest.raises(WeightSyncError, match="start_weight_update"):
-                sync.finish_update()
+            with ThreadPoolExecutor(1) as pool, pytest.raises(WeightSyncError, match="start_weight_update"):
+                pool.submit(sync.send, sync.weights.update()).result(60)
 
 
 def test_a_round_starts_after_the_requests_of_all_engines_have_ended(weights, sender):

@@ -1,6 +1,8 @@
 """Weights of several shapes and dtypes, and changes of their active elements."""
 
+import threading
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,3 +47,16 @@ def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 def clones(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: w.detach().clone() for name, w in weights.items()}
+
+
+def send_aside(channel: Any) -> threading.Thread:
+    """Make an update and send it in a thread, on a stream of its own."""
+    update, stream = channel.weights.update(), torch.cuda.Stream()
+
+    def send() -> None:
+        with torch.cuda.stream(stream):
+            channel.send(update)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread

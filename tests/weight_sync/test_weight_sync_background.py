@@ -1,8 +1,8 @@
-"""Updates that are sent while training goes on."""
+"""Updates that a thread sends while training goes on."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -59,51 +59,27 @@ def engine(weights, channel):
 
 def test_training_goes_on_while_an_update_is_sent(weights, mask, channel, engine):
     before = clones(engine.weights)
-    for version in (1, 2):
-        change(weights, mask, 0.2, seed=version)
-        sent = clones(weights)
-        channel.begin_update()
-        change(weights, mask, 0.9, seed=10 + version)  # the next step, which the update must not have
-        assert channel.receivers == ("engine",) and same_bits(engine.weights, before)
-        engine.gate.release()
-        assert channel.finish_update() == version
-        assert same_bits(engine.weights, sent)
-        before = sent
+    with ThreadPoolExecutor(1) as pool:
+        for version in (1, 2):
+            change(weights, mask, 0.2, seed=version)
+            sent = clones(weights)
+            sending = pool.submit(channel.send, channel.weights.update())
+            change(weights, mask, 0.9, seed=10 + version)  # the next step, which the update must not have
+            assert same_bits(engine.weights, before)
+            engine.gate.release()
+            sending.result(PATIENCE)
+            assert channel.weights.version == version and same_bits(engine.weights, sent)
+            before = sent
 
 
-def test_other_calls_wait_for_finish_update(weights, mask, channel, engine):
-    with pytest.raises(WeightSyncError, match="^no update has begun: call begin_update"):
-        channel.finish_update()
+def test_the_error_of_a_thread_leaves_the_channel_usable(weights, mask, channel, engine):
     change(weights, mask, 0.2, seed=1)
-    channel.begin_update()
-    for call in (channel.begin_update, channel.update, lambda: channel.wait_for_receivers(1)):
-        with pytest.raises(WeightSyncError, match="^an update has begun: call finish_update"):
-            call()
-    assert channel.weights.version == 1
-    engine.gate.release(2)
-    assert channel.finish_update() == 1
-    assert channel.update() == 2 and same_bits(weights, engine.weights)
-
-
-def test_the_error_of_the_background_is_raised_by_finish_update_or_close(weights, mask, channel, engine):
-    change(weights, mask, 0.2, seed=1)
-    channel.begin_update()  # the engine does not receive
-    with pytest.raises(WeightSyncError, match="^version 1: engine has not replied within 1 s$"):
-        channel.finish_update()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(channel.send, channel.weights.update())  # the engine does not receive
+        with pytest.raises(WeightSyncError, match="^version 1: engine has not replied within 1 s$"):
+            sending.result(PATIENCE)
     engine.gate.release()
     assert channel.update(receivers=1) == 2 and same_bits(weights, engine.weights)
-    channel.begin_update()
-    with pytest.raises(WeightSyncError, match="^version 3: engine has not replied within 1 s$"):
-        channel.close()
-    assert channel.address == ""
-
-
-def test_close_finishes_an_update(channel, engine):
-    channel.begin_update()
-    engine.gate.release(2)
-    channel.close()
-    engine.join(PATIENCE)
-    assert not engine.is_alive() and engine.channel.weights.version == 1
 
 
 def test_an_update_that_is_made_already_can_be_sent(weights, mask, channel, engine):
@@ -114,13 +90,3 @@ def test_an_update_that_is_made_already_can_be_sent(weights, mask, channel, engi
     engine.gate.release()
     channel.send(second)  # by a state, as the engine has missed version 1
     assert engine.channel.weights.version == 2 and same_bits(weights, engine.weights)
-
-
-def test_an_update_whose_wait_is_interrupted_can_be_finished(weights, mask, channel, engine):
-    channel.begin_update()
-    with patch.object(channel.weights, "on_rank_0", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        channel.finish_update()
-    with pytest.raises(WeightSyncError, match="^an update has begun: call finish_update"):
-        channel.begin_update()
-    engine.gate.release()
-    assert channel.finish_update() == 1

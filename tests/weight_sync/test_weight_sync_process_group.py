@@ -15,7 +15,7 @@ from unittest.mock import DEFAULT, patch
 import pytest
 import torch
 from followers import PATIENCE, Follower, followed_by, sending, started, weights_and_mask, with_other_values
-from samples import bits, change, clones, make_weights, same_bits
+from samples import bits, change, clones, make_weights, same_bits, send_aside
 
 from sparse_opt import MaskSet
 from sparse_opt.errors import WeightSyncError
@@ -101,33 +101,43 @@ def test_a_refusal_is_raised_on_both_ends_and_followed_by_a_state():
 
 
 def test_verify_names_the_receivers_whose_weights_were_changed():
-    """Two tensor-parallel ranks and a whole receiver: in each in turn, one element is changed by others."""
     weights, mask = weights_and_mask()
-    copies = [clones(weights) for _ in range(3)]
-    cuts = [{"z": (0, 100)}, {"z": (100, 200)}, {}]
-    names = ["rank 0", "rank 1", "whole"]
+    copies = {name: clones(weights) for name in ("one", "other")}
     with sending(WeightSender(weights, mask)) as channel:
-        followers = []
-        for name, copy, rows in zip(names, copies, cuts, strict=True):
-            destinations = {n: [Destination(copy[n][r0:r1], rows=(r0, r1))] for n, (r0, r1) in rows.items()}
-            receiver = WeightReceiver(copy, destinations=destinations)
-            followers.append(Follower(channel.address, copy, name, receiver=receiver))
-        channel.wait_for_receivers(3, PATIENCE)
+        followers = [Follower(channel.address, copy, name) for name, copy in copies.items()]
+        channel.wait_for_receivers(2, PATIENCE)
         change(weights, mask, 0.1, seed=1)
         assert channel.update(verify=True) == 1
-        positions = mask.indices["z"].long()
-        for i, position in enumerate((positions[0], positions[-1], positions[0])):
-            bits(copies[i]["z"])[position] ^= 1
-            version = 2 + 2 * i
-            with pytest.raises(WeightSyncError, match=f"^version {version}: {names[i]}: its active") as raised:
+        for version, (name, copy) in zip((2, 4), copies.items(), strict=True):
+            bits(copy["z"])[mask.indices["z"][-1].long()] ^= 1
+            with pytest.raises(WeightSyncError, match=f"^version {version}: {name}: the active weights have") as raised:
                 channel.update(verify=True)
-            assert not any(name in str(raised.value) for name in names if name != names[i])
+            assert not any(n in str(raised.value).split(": ")[1:2] for n in copies if n != name)
             assert channel.update(verify=True) == version + 1  # the receiver gets a state: the element has not changed
-        assert same_bits(weights, copies[2]) and all(
-            torch.equal(bits(copies[i]["z"][cut]), bits(weights["z"][cut]))
-            for i, cut in enumerate([slice(0, 100), slice(100, 200)])
-        )
-    assert all(follower.ended() and follower.versions == [*range(8)] for follower in followers)
+        assert all(same_bits(weights, copy) for copy in copies.values())
+    assert all(follower.ended() and follower.versions == [*range(6)] for follower in followers)
+
+
+def test_verify_refuses_receivers_of_parts():
+    """They have the version, and the next round sends them an update, not a state."""
+    weights, mask = weights_and_mask()
+    copies = [clones(weights) for _ in range(2)]
+    with sending(WeightSender(weights, mask)) as channel:
+        part = WeightReceiver(copies[1], destinations={"z": [Destination(copies[1]["z"][:100], rows=(0, 100))]})
+        followers = [
+            Follower(channel.address, copies[0], "whole"),
+            Follower(channel.address, copies[1], "rank 0", receiver=part),
+        ]
+        channel.wait_for_receivers(2, PATIENCE)
+        change(weights, mask, 0.1, seed=1)
+        with pytest.raises(WeightSyncError, match="^version 1: rank 0: the weights cannot be verified: .* only parts"):
+            channel.update(verify=True)
+        change(weights, mask, 0.1, seed=2)
+        with patch.object(WeightSender, "state_message", side_effect=AssertionError("a state")):
+            assert channel.update() == 2
+        assert same_bits(weights, copies[0])
+        assert torch.equal(bits(copies[1]["z"][:100]), bits(weights["z"][:100]))
+    assert all(follower.ended() and follower.versions == [0, 1, 2] for follower in followers)
 
 
 @pytest.mark.parametrize("what", ["the sender's broadcast", "the receiver's broadcast", "the receiver's memory"])
@@ -385,10 +395,10 @@ def test_nccl_between_two_processes(tmp_path):
         for version in range(1, 3):
             change(weights, mask, 0.1, seed=version)
             assert channel.update() == version
-        channel.begin_update()
+        sent = send_aside(channel)
         torch.cuda._sleep(2 * 10**9)  # the next training step, about a second
         busy = torch.cuda.current_stream().record_event()
-        assert channel.finish_update() == 3
+        sent.join(60)
         assert not busy.query(), "the update has waited for the training stream"
         channel.close()
         assert process.wait(60) == 0, (tmp_path / "nccl").read_text()

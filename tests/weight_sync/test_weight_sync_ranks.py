@@ -196,9 +196,14 @@ def a_channel_of_all_ranks(rank: int) -> None:
         for parameter in model.parameters():
             parameter.to_local().neg_()
     assert channel.update() == 1
-    channel.begin_update()
+    update = channel.weights.update()
+    sending = threading.Thread(target=channel.send, args=(update,))
+    if rank == 0:
+        sending.start()
     dist.all_reduce(torch.zeros(1))  # of training, while rank 0 sends
-    assert channel.finish_update() == 2
+    if rank == 0:
+        sending.join(60)
+    assert channel.weights.version == 2
     channel.close()
     whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
     if rank == 0:

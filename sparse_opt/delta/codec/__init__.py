@@ -108,12 +108,6 @@ def _sample(
     return Sample(*(part.numpy() for part in parts))
 
 
-def count_changes(old: Sequence[Tensor], new: Sequence[Tensor], *, backend: Backend | None = None) -> Tensor:
-    """Count the elements of each tensor whose bits differ: int64 [tensors] on the CPU. Arguments as in `encode`."""
-    _check_tensors(old, new)
-    return _implementation(new[0].device, backend).count_changes(list(old), list(new))
-
-
 def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = None, check: bool = True) -> None:
     """Apply a patch in place to tensors that have the bits of its `old`; they then have the bits of its `new`.
 

@@ -23,12 +23,6 @@ def patch_sample(
     return torch.from_numpy(found.seen), torch.from_numpy(found.changed), torch.from_numpy(found.symbols)
 
 
-def count_changes(old: Sequence[Tensor], new: Sequence[Tensor]) -> Tensor:
-    """Return the number of changed words of each tensor: int64 [tensors] on the CPU."""
-    counts = [int((a != b).sum()) for a, b in zip(_words(old), _words(new), strict=True)]
-    return torch.tensor(counts, dtype=torch.int64, device="cpu")
-
-
 def patch_encode(
     old: Sequence[Tensor],
     new: Sequence[Tensor],
@@ -47,7 +41,7 @@ def patch_encode(
     a, b = _words(old), _words(new)
     tables = _tables(row_of, rows, class_table, values)
     heads, sizes, records = reference.encode_tiles(a, b, LEVELS[level], kind, width, tables)
-    counts = count_changes(old, new)
+    counts = torch.tensor([int((x != y).sum()) for x, y in zip(a, b, strict=True)], dtype=torch.int64, device="cpu")
     if advance:
         for target, source in zip(old, new, strict=True):
             as_bits(target).copy_(as_bits(source))

@@ -59,7 +59,6 @@ class MaskArguments:
     delta_log_steps: str = option("every:1,last", "steps to log: every:10,last or 10-40:10,100")
     delta_log_level: str = option("packed", "compression of the log's patches")
     delta_log_keyframe_every: int | None = option(None, "patches between two whole states")
-    delta_log_on_error: Literal["raise", "warn"] = option("raise", "end the run, or leave out a step not written")
     statistics_steps: int | None = option(None, "write ranks and shares of the update every N steps")
     statistics_include: list[str] | None = option(None, "patterns of the weight matrices whose ranks are taken")  # noqa: RUF009
     statistics_tau: float = option(1e-6, "size of the changes counted in share_above_tau")

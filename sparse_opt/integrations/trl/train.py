@@ -261,7 +261,6 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> None
                 mask.delta_log_steps,
                 level=mask.delta_log_level,
                 keyframe_every=mask.delta_log_keyframe_every,
-                on_error=mask.delta_log_on_error,
                 metadata={"method": algorithm},
             )
         )

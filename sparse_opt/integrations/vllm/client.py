@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from ...errors import WeightSyncError, listed
 from ...weight_sync import DistributedWeightSender, PendingMessage, WeightSender
-from ...weight_sync.background import UpdateSender
 from ...weight_sync.transports.channel import SenderChannel
 from .connections import Connection, Pause, Update, connections_to
 
 
-class VLLMClient(UpdateSender):
+class VLLMClient(ABC):
     """What the clients have in common. With a `DistributedWeightSender`, create a client on all ranks and call its
     methods alike: rank 0 sends, and its errors are raised on all ranks.
     """
@@ -25,12 +23,11 @@ class VLLMClient(UpdateSender):
     def __init__(
         self,
         weights: WeightSender | DistributedWeightSender,
-        devices: Iterable[torch.device],
         engines: Any,
         pause: Pause | None,
         timeout: float,
     ) -> None:
-        super().__init__(weights, devices)
+        self.weights = weights
         self._connections = connections_to(engines, pause, timeout)
 
     def connect(self) -> int:
@@ -40,9 +37,12 @@ class VLLMClient(UpdateSender):
             WeightSyncError: an engine cannot be reached or refuses the weights; gives its message. The others have
                 them.
         """
-        self._require_idle()
         self.weights.on_rank_0(lambda: self.send(None))
         return self.weights.version
+
+    @abstractmethod
+    def send(self, update: PendingMessage | None) -> None:
+        """Bring all engines to the version of the sender's last update; None: whatever they have. On rank 0 only."""
 
 
 class VLLMWeightSync(VLLMClient):
@@ -70,8 +70,7 @@ class VLLMWeightSync(VLLMClient):
         pause: Pause | None = "keep",
         timeout: float = 300.0,
     ) -> None:
-        devices = [] if weights.sender is None else [weights.sender.device]
-        super().__init__(weights, devices, engines, pause, timeout)
+        super().__init__(weights, engines, pause, timeout)
 
     def update(self) -> int:
         """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
@@ -84,13 +83,12 @@ class VLLMWeightSync(VLLMClient):
                 weights, and a server then remains paused. The next call brings it to the sender's version. The others
                 have the new version.
         """
-        self._require_idle()
         update = self.weights.update()
         self.weights.on_rank_0(lambda: self.send(update))
         return self.weights.version
 
     def send(self, update: PendingMessage | None) -> None:
-        """See `UpdateSender.send`; engines that are not at the version before it get the mask and all active values."""
+        """See `VLLMClient.send`; engines that are not at the version before it get the mask and all active values."""
         sender = self.weights.sender
         assert sender is not None  # on rank 0
         message = None if update is None else update.wait()
@@ -105,9 +103,8 @@ class VLLMWeightSync(VLLMClient):
                     return
             with lock:
                 if not whole:
-                    with self._on_own_streams():
-                        messages = sender.mask_message(), sender.state_message()
-                        whole.extend({"message": message.to_bytes()} for message in messages)
+                    messages = sender.mask_message(), sender.state_message()
+                    whole.extend({"message": message.to_bytes()} for message in messages)
             connection.send(whole, str(sender.version))
 
         with ThreadPoolExecutor(len(self._connections)) as pool:
@@ -126,7 +123,7 @@ class VLLMChannelSync(VLLMClient):
         sync.update()
 
     Args:
-        channel: let only this object call its methods; `close` it after `finish_update`: the engines then leave it.
+        channel: let only this object call its methods; `close` it at the end: the engines then leave it.
         engines, pause, timeout: see `VLLMWeightSync`.
     """
 
@@ -138,7 +135,7 @@ class VLLMChannelSync(VLLMClient):
         pause: Pause | None = "keep",
         timeout: float = 300.0,
     ) -> None:
-        super().__init__(channel.weights, channel.devices, engines, pause, timeout)
+        super().__init__(channel.weights, engines, pause, timeout)
         self._channel = channel
         self._workers: dict[Connection, int] = {}  # of the engines that have joined the channel
         channel.before_close(self._disconnect)  # a worker receives in updates only, and would not notice it
@@ -149,15 +146,15 @@ class VLLMChannelSync(VLLMClient):
         Engines that have restarted are connected again, and get the mask and all active values.
 
         Args:
-            verify: let all workers read all active weights afterwards, and compare them with the sender's, also those
-                of tensor parallelism; see `SenderChannel.update`.
+            verify: let all workers read all active weights afterwards, and compare them with the sender's; see
+                `SenderChannel.update`. Workers of tensor and pipeline parallelism, which have only parts of the
+                weights, have the version then, but are an error.
 
         Raises:
             WeightSyncError: an engine cannot be reached or refuses the update, or its workers are lost or have other
                 weights; gives the messages. Engines without an error have the version; the next call brings the others
                 to it.
         """
-        self._require_idle()
         update = self.weights.update()
         self.weights.on_rank_0(lambda: self.send(update, verify=verify))
         return self.weights.version

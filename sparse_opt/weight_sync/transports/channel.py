@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from ...errors import WeightSyncError, listed
-from ...tensors import compact_json
-from ..background import UpdateSender
 from ..distributed import DistributedWeightSender
 from ..encoding import Entry, Message, checked_header, tensor_list
 from ..receiver import WeightReceiver
@@ -32,18 +30,18 @@ _TIMEOUTS_OF_A_ROUND = 5
 
 @dataclass
 class _Problems:
-    """What went wrong in a round: receiver -> its name if it is lost, why it refused a message, or how it differs."""
+    """What went wrong in a round: receiver -> its name if it is lost, why it refused a message or is not verified."""
 
     names: Mapping[int, str]  # of the receivers, also of those that have left since
     lost: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
-    differing: dict[int, str] = field(default_factory=dict)
+    unverified: dict[int, str] = field(default_factory=dict)
 
     def concern(self, receiver: int) -> bool:
         return receiver in self.lost or receiver in self.refused
 
 
-class SenderChannel(UpdateSender):
+class SenderChannel(ABC):
     """The trainer's end of a transport.
 
     With a `DistributedWeightSender`, construct it on all ranks and call its methods alike: rank 0 has the connections,
@@ -59,7 +57,6 @@ class SenderChannel(UpdateSender):
 
     Attributes:
         transport: the name of the transport, which must be that of the receivers.
-        devices: on whose current streams `send` copies tensors.
 
     Raises:
         WeightSyncError: the address cannot be used.
@@ -75,11 +72,9 @@ class SenderChannel(UpdateSender):
         device: torch.device,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(weights, [device] if weights.sender is None else [weights.sender.device, device])
-        self.timeout = timeout
+        self.weights, self.timeout = weights, timeout
         self._device = device
         self._sender = weights.sender
-        self._differing: set[int] = set()  # receivers with other weights than the sender's
         self._before_close: list[Callable[[], object]] = []
         self._control = weights.on_rank_0(lambda: ControlServer(address, timeout))
 
@@ -90,14 +85,10 @@ class SenderChannel(UpdateSender):
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """Names of the receivers that have joined and are not lost; empty on ranks other than 0.
-
-        From `begin_update` to `finish_update` those that the channel's thread knows.
-        """
+        """Names of the receivers that have joined and are not lost; empty on ranks other than 0."""
         if self._control is None:
             return ()
-        if self._future is None:
-            self._control.discover()
+        self._control.discover()
         return tuple(self._control.names.values())
 
     def wait_for_receivers(self, count: int, timeout: float = 300.0) -> None:
@@ -106,7 +97,6 @@ class SenderChannel(UpdateSender):
         Raises:
             WeightSyncError: fewer have joined within `timeout` seconds; those hold the version. Or as `update`.
         """
-        self._require_idle()
         self.weights.on_rank_0(lambda: self.send(None, count, timeout))
 
     def update(self, receivers: int = 0, *, verify: bool = False) -> int:
@@ -118,15 +108,15 @@ class SenderChannel(UpdateSender):
         Args:
             receivers: wait first until at least this many have joined, for `timeout` seconds at most. A receiver that
                 was lost because it was slow joins again when it next receives: without this, after the round.
-            verify: let the receivers read all active weights afterwards, and compare their digests with the sender's,
-                those of receivers of parts with the digest of these parts. Other weights are not compared.
+            verify: let the receivers read all active weights afterwards, and compare their digests with the sender's.
+                Other weights are not compared.
 
         Raises:
-            WeightSyncError: receivers are lost, have refused a message or have other weights; names them. Or fewer than
-                `receivers` have joined. All others hold the version. The next round does without the lost ones, and
-                sends a state to the other named ones.
+            WeightSyncError: receivers are lost, have refused a message, have other weights or, with `verify`, have only
+                parts of the weights; names them. Or fewer than `receivers` have joined. All others hold the version.
+                The next round does without the lost ones, and sends a state to those that have refused a message or
+                have other weights.
         """
-        self._require_idle()
         update = self.weights.update()
         self.weights.on_rank_0(lambda: self.send(update, receivers, verify=verify))
         return self.weights.version
@@ -136,21 +126,14 @@ class SenderChannel(UpdateSender):
         self._before_close.append(function)
 
     def close(self, timeout: float | None = None) -> None:
-        """End the connections: `receive` of the receivers returns None. An update that has begun is finished first.
+        """End the connections: `receive` of the receivers returns None.
 
         Args:
             timeout: seconds to wait for receivers that are busy elsewhere, such as generating; their `receive` raises
                 WeightSyncError if they come later. Default: the channel's timeout. Receivers that have left, as the
                 workers of `VLLMChannelSync` do then, are not waited for.
-
-        Raises:
-            WeightSyncError: as `finish_update`, if an update had begun; after the connections have ended.
         """
-        try:
-            if self._future is not None:
-                self.finish_update()
-        finally:
-            self.weights.on_rank_0(lambda: self._close(self.timeout if timeout is None else timeout))
+        self.weights.on_rank_0(lambda: self._close(self.timeout if timeout is None else timeout))
 
     def _ask(self, control: ControlServer, receivers: Iterable[int]) -> list[int]:
         asked = list(receivers)
@@ -189,21 +172,6 @@ class SenderChannel(UpdateSender):
             finally:
                 self._drop()
 
-    def _compare(self, replies: Mapping[int, dict[str, Any]], problems: _Problems) -> None:
-        """Compare the digests in replies with the sender's version, whose parts are each read once."""
-        _, sender = self._connected()
-        expected: dict[str, str] = {}
-        for r, reply in replies.items():
-            key = compact_json(reply["parts"])
-            if key not in expected:
-                expected[key] = sender.digest_of(reply["parts"])
-            if reply["digest"] != expected[key]:
-                problems.differing[r] = (
-                    f"its active weights have digest {reply['digest']}, expected {expected[key]}: they were changed by "
-                    "others"
-                )
-        self._differing |= problems.differing.keys()
-
     def send(
         self, update: PendingMessage | None, receivers: int = 0, timeout: float | None = None, *, verify: bool = False
     ) -> None:
@@ -238,7 +206,7 @@ class SenderChannel(UpdateSender):
         clauses = [] if missing is None else [missing]
         clauses += [f"{name} has not replied within {self.timeout:g} s" for name in problems.lost.values()]
         clauses += [f"{problems.names[r]} refused it: {reason}" for r, reason in problems.refused.items()]
-        clauses += [f"{problems.names[r]}: {reason}" for r, reason in problems.differing.items()]
+        clauses += [f"{problems.names[r]}: {reason}" for r, reason in problems.unverified.items()]
         if clauses:
             raise WeightSyncError(f"version {sender.version}: {listed(clauses, '; ')}")
 
@@ -254,10 +222,7 @@ class SenderChannel(UpdateSender):
             states |= self._send(sender.mask_message(), without_mask, problems)
         states = {r: state for r, state in states.items() if not problems.concern(r)}
         ready = {sender.version} if update is None else {sender.version, sender.version - 1}
-        behind = [
-            r for r, state in states.items() if state["state"] or state["version"] not in ready or r in self._differing
-        ]
-        self._differing.difference_update(asked)
+        behind = [r for r, state in states.items() if state["state"] or state["version"] not in ready]
         if behind:
             self._send(sender.state_message(), behind, problems, verify=verify)
         following = [r for r, state in states.items() if r not in behind and state["version"] != sender.version]
@@ -286,8 +251,7 @@ class SenderChannel(UpdateSender):
                 if not complete:
                     self._drop()
             taken = {r: reply for r, reply in replies.items() if r not in failed}
-            if verify:
-                self._compare(taken, problems)
+            problems.unverified.update({r: reply["unverified"] for r, reply in taken.items() if "unverified" in reply})
             states |= taken
             remaining = [r for r in failed if r in control.names]
             if not remaining:
@@ -386,9 +350,7 @@ class ReceiverChannel(ABC):
                     continue
                 message = Message.from_header(command["header"], tensors)
                 self.weights.receive(message)
-                verified: dict[str, Any] = {}
-                if command["verify"]:
-                    verified = {"parts": self.weights.parts, "digest": self.weights.read_digest()}
+                unverified = self._why_unverified() if command["verify"] else None
             except Exception as error:  # of any type: the sender gets a reply instead of waiting for its timeout
                 # The mask as well: a weight may have moved.
                 self._has_mask, self._needs_state = False, True
@@ -399,9 +361,18 @@ class ReceiverChannel(ABC):
             self._has_mask |= message.kind == "mask"
             self._needs_state &= message.kind != "state"
             status = self._status()
-            self._control.reply(status | verified)
+            self._control.reply(status if unverified is None else status | {"unverified": unverified})
+            self._needs_state |= unverified is not None and self.weights.is_whole
             if self.weights.version is not None and not status["state"]:
                 return self.weights.version
+
+    def _why_unverified(self) -> str | None:
+        """Return the error if the weights cannot be verified or are not those of the version."""
+        try:
+            self.weights.verify()
+        except WeightSyncError as error:
+            return str(error)
+        return None
 
     def _status(self) -> dict[str, Any]:
         # A mask and a version of another sender say nothing about this one's.

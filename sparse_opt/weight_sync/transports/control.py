@@ -12,8 +12,9 @@ one command after the other into the receiver's inbox, and the receiver answers 
 
     {"do": "status", ...}    -> {"mask": digest or null, "version": version or null, "state": the receiver asks for one}
     {"do": "message", "header": the message's header, "verify": ..., and what the transport adds}
-                             -> as for status, and if "verify" is true {"parts": those of the receiver, "digest": of its
-                             weights}; or {"failed": why the tensors did not arrive}; or {"refused": the error}
+                             -> as for status, and if "verify" is true and the weights are not those of the version
+                             {"unverified": the error}; or {"failed": why the tensors did not arrive}; or {"refused":
+                             the error}
     {"do": "close"}          -> {}
 
 Everything is JSON; nothing is unpickled. The connection is neither encrypted nor authenticated: use it in a private

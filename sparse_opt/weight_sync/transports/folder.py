@@ -189,7 +189,7 @@ class MaskElements:
     def require_only_mask_changed(self, before: MaskElements) -> None:
         """Raise DeltaLogError if the keyframe of this step has changed elements outside of the mask since `before`.
 
-        The keyframe after a step that could not be written does not state how many have changed, and is not checked.
+        A keyframe that does not state how many have changed is not checked.
         """
         pairs = ((tensor, before.values[name]) for name, tensor in self.values.items())
         inside = sum(int((as_bits(new) != as_bits(old)).sum()) for new, old in pairs)

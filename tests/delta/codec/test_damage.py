@@ -140,7 +140,6 @@ def test_arguments_that_are_not_aligned(level):
     odd = unaligned(bits(old))
     for call in (
         lambda: native.patch_apply_([bits(old).clone(), odd], *arguments),
-        lambda: native.count_changes([bits(old), odd], [bits(old), bits(new)]),
         lambda: native.patch_sample([bits(old)] * 2, [bits(new), odd], True, 23),
         lambda: native.patch_encode([bits(old)] * 2, [bits(new), odd], 0, True, 23, 0, *(None,) * 4, False),
     ):

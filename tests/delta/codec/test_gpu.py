@@ -12,7 +12,7 @@ from patch_words import any_words, as_op_arguments, bits, changed_words, damaged
 from torch import Tensor
 
 from sparse_opt import backends
-from sparse_opt.delta.codec import LEVELS, Patch, PatchError, apply_, count_changes, encode
+from sparse_opt.delta.codec import LEVELS, Patch, PatchError, apply_, encode
 from sparse_opt.delta.codec.words import TILE, first_tiles
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.tensors import as_bits
@@ -34,6 +34,7 @@ def gpu() -> torch.device:
 
 def assert_same_patch(found: Patch, expected: Patch) -> None:
     assert (found.level, found.numels, found.width) == (expected.level, expected.numels, expected.width)
+    assert torch.equal(found.counts, expected.counts)
     parts = found.parts()
     for name, part in expected.parts().items():
         assert parts[name].dtype == part.dtype
@@ -69,7 +70,6 @@ def test_more_tensors_than_one_launch_takes(gpu, level, dtype):
     patch = encode(here_old, here_new, level, backend="native")
     assert_same_patch(patch, expected)
     assert_same_words(here_old, old)
-    assert torch.equal(count_changes(here_old, here_new, backend="native"), expected.counts)
     dense = on(gpu, old)
     apply_(dense, patch, backend="native")
     assert_same_words(dense, new)
@@ -114,7 +114,6 @@ def test_tensors_of_any_alignment(gpu, level, dtype):
         expected = encode(old, new, level, backend="native")
         patch = encode(here_old, here_new, level, backend="native")
         assert_same_patch(patch, expected)
-        assert torch.equal(count_changes(here_old, here_new, backend="native"), expected.counts)
         if density < 0.1:
             apply_(here_old, patch, backend="native")
         else:
@@ -136,7 +135,7 @@ def test_a_tensor_of_more_than_2_to_the_31_words(gpu, level):
     new[-9000:] = 255
     changed = int((new != 0).sum())
     patch = encode([old], [new], level, backend="native")
-    assert patch.counts.tolist() == [changed] == count_changes([old], [new], backend="native").tolist()
+    assert patch.counts.tolist() == [changed]
     assert_same_patch(patch, encode([old.cpu()], [new.cpu()], level, backend="native"))
     apply_([old], patch, backend="native")
     assert torch.equal(old, new)
@@ -225,7 +224,6 @@ def test_tensors_on_another_device(gpu, level):
     patch = encode(there_old, there_new, level, backend="native")
     assert patch.records.device == other
     assert_same_patch(patch, expected)
-    assert torch.equal(count_changes(there_old, there_new, backend="native"), expected.counts)
     dense, here = [tensor.clone() for tensor in there_old], on(gpu, old)
     apply_(dense, patch, backend="native")
     apply_(here, patch, backend="native")  # the patch goes over
