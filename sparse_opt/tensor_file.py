@@ -88,20 +88,13 @@ class TensorFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def begin(self, name: str) -> int:
-        """The byte of the file at which a tensor begins."""
-        return self._entries[name].begin
-
-    def nbytes(self, name: str) -> int:
-        return self._entries[name].end - self._entries[name].begin
-
-    def read(self, name: str, memory: Tensor | None = None) -> Tensor:
-        """Read a tensor into new memory on the CPU, or into the first bytes of `memory`, uint8 [n].
+    def read(self, name: str) -> Tensor:
+        """Read a tensor into new memory on the CPU.
 
         Raises DamagedFile if the file has been truncated, OSError if it is unreadable.
         """
         entry = self._entries[name]
-        return self._elements(entry, 0, entry.numel, memory).view(entry.shape)
+        return self._elements(entry, 0, entry.numel).view(entry.shape)
 
     def read_range(self, name: str, begin: int, end: int) -> Tensor:
         """Read the elements [begin, end) of a tensor in row-major order: [end - begin]. Errors as in `read`."""
@@ -110,10 +103,9 @@ class TensorFile:
             raise ValueError(f"elements [{begin}, {end}) of {name}, expected a range within [0, {entry.numel})")
         return self._elements(entry, begin, end)
 
-    def _elements(self, entry: _Entry, begin: int, end: int, memory: Tensor | None = None) -> Tensor:
+    def _elements(self, entry: _Entry, begin: int, end: int) -> Tensor:
         size = entry.dtype.itemsize
-        length = (end - begin) * size
-        data = torch.empty(length, dtype=torch.uint8, device="cpu") if memory is None else memory[:length]
+        data = torch.empty((end - begin) * size, dtype=torch.uint8, device="cpu")
         _read_into(self._descriptor, data.numpy().data, entry.begin + begin * size)
         return data.view(entry.dtype)
 

@@ -97,14 +97,14 @@ class Table:
 
 
 def write_csv(table: Table, path: Path) -> None:
-    """Write the raw values of the columns. Raises DataError as `write_text`."""
+    """Write the raw values of the columns. Raises as `write_text`."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(table.columns)
     for record in table.records:
         values = ((record[key], column.kind) for key, column in table.columns.items())
         writer.writerow(_text(value, kind) if kind == "shape" else value for value, kind in values)
-    write_text(path, buffer.getvalue(), "table")
+    write_text(path, buffer.getvalue())
 
 
 def _text(value: Any, kind: str) -> str:

@@ -264,7 +264,7 @@ def _report(args: Namespace) -> None:
         **chosen,
     )
     path = args.output if args.output.suffix == ".html" and not args.output.is_dir() else args.output / "report.html"
-    write_text(path, page, "page")
+    write_text(path, page)
     if args.json:
         print_json({"file": path, "bytes": path.stat().st_size})
     else:
@@ -327,7 +327,7 @@ def _give(
     if args.output is not None:
         written = [args.output / f"{args.action}.csv", args.output / f"{args.action}.json"]
         write_csv(Table("", rows), written[0])
-        write_text(written[1], json_text(data) + "\n", "data")
+        write_text(written[1], json_text(data) + "\n")
         for picture, draw in () if args.no_plots else pictures.items():
             written.append(args.output / f"{picture}.png")
             save_png(draw(), written[-1])

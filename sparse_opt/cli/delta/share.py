@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import local
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, DataError, DeltaError, listed
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
 
 # Not copied from the base: weights, which are written or are of other formats, and its model card.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".md")
-_THREADS = 2  # each has one tensor in memory
 
 
 def run_diff(args: Namespace) -> None:
@@ -79,41 +75,23 @@ def run_apply(args: Namespace) -> None:
 
 
 def _write_shard(path: Path, target: Path, delta: SparseDelta, firsts: dict[str, str], bar: Any) -> None:
-    """Write a safetensors file with the trained tensors: the base's header, then `_THREADS` tensors at a time."""
+    """Write a safetensors file with the trained tensors: the base's header, then one tensor after the other."""
     import torch
 
     from ...tensor_file import open_tensors
 
     specs = {spec.name: spec for spec in delta.layout.tensors}
-    threads, thread = torch.get_num_threads(), local()
-
-    def start() -> None:
-        torch.set_num_threads(max(1, threads // _THREADS))
-        thread.buffer = buffers.pop()
-
-    def write(name: str) -> None:
-        tensor = file.read(name, thread.buffer)
-        if (spec := specs.get(firsts.get(name, ""))) is not None:
-            if (tensor.dtype, tuple(tensor.shape)) != (spec.torch_dtype, spec.shape):
-                raise DeltaError(f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {spec}")
-            tensor = delta.trained(spec.name, tensor, in_place=True)
-        with target.open("r+b") as out:
-            out.seek(file.begin(name))
-            out.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            # Starts to write to disk, so that the fsync at the end waits less.
-            os.posix_fadvise(out.fileno(), file.begin(name), tensor.nbytes, os.POSIX_FADV_DONTNEED)
-
-    with open_tensors(path) as file, path.open("rb") as content:
+    with open_tensors(path) as file, path.open("rb") as content, target.open("wb") as out:
         size = content.read(8)
-        target.write_bytes(size + content.read(int.from_bytes(size, "little")))
-        largest = max(map(file.nbytes, file.names), default=0)
-        buffers = [torch.empty(largest, dtype=torch.uint8, device="cpu") for _ in range(_THREADS)]
-        try:
-            with ThreadPoolExecutor(_THREADS, initializer=start) as pool:
-                for _ in pool.map(write, file.names):
-                    bar.update()
-        finally:
-            torch.set_num_threads(threads)
+        out.write(size + content.read(int.from_bytes(size, "little")))
+        for name in file.names:
+            tensor = file.read(name)
+            if (spec := specs.get(firsts.get(name, ""))) is not None:
+                if (tensor.dtype, tuple(tensor.shape)) != (spec.torch_dtype, spec.shape):
+                    raise DeltaError(f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {spec}")
+                tensor = delta.trained(spec.name, tensor, in_place=True)
+            out.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            bar.update()
 
 
 def run_show(args: Namespace) -> None:
@@ -226,11 +204,7 @@ def _folder(source: str) -> Path:
         if not Path(source).is_dir():
             raise ConfigError(f"BASE is {source}, expected a checkpoint's folder or a name on the hub")
         return Path(source)
-    from huggingface_hub import snapshot_download
+    from ...files import hub_folder
 
     name, _, revision = source.partition("@")
-    ignored = [f"*{suffix}" for suffix in _NOT_COPIED if suffix != ".safetensors"]
-    try:
-        return Path(snapshot_download(name, revision=revision or None, ignore_patterns=ignored))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the base {source}, which is not a folder: {error}") from error
+    return hub_folder(name, revision, ignore_patterns=[f"*{s}" for s in _NOT_COPIED if s != ".safetensors"])
