@@ -188,9 +188,7 @@ class SparseTrainer(RunTrainer):
 
     def _without_vllm(self, args: Any) -> AbstractContextManager[None]:
         """A context around the same call, in which TRL uses no vLLM if `_connect_vllm` does it."""
-        options = self.sparse_arguments
-        way, is_server = options.vllm_weights, getattr(args, "vllm_mode", None) == "server"
-        if way == "full" or (way == "sparse" and not is_server and options.vllm_options is None):
+        if self.sparse_arguments.vllm_weights == "full":
             return nullcontext()
         from .trl.generation import without_vllm
 
@@ -202,15 +200,10 @@ class SparseTrainer(RunTrainer):
         options = self.sparse_arguments
         if self.args.vllm_mode == "server":
             generation.connect(self, self.sparse_mask)
-            return
-        if options.vllm_weights == "shared":
+        elif options.vllm_weights == "shared":
             generation.share(self, options.vllm_options or {})
-            return
-        if options.vllm_options is not None:
-            generation.start(self, options.vllm_options)
-        self.vllm_generation.sync_weights = generation.ColocatedUpdates(
-            self.vllm_generation, self.model, self.sparse_mask
-        )
+        else:
+            generation.send(self, self.sparse_mask, options.vllm_options or {})
 
     def create_accelerator_and_postprocess(self) -> None:
         """Call the Trainer's method, and let the optimizer average compact gradients between processes.
