@@ -15,21 +15,6 @@ from typing import NamedTuple
 MINIMUM = (8, 0)
 # A100, RTX 30, RTX 40, H100 and H200, B200, RTX 50.
 USUAL = ("8.0", "8.6", "8.9", "9.0a", "10.0", "12.0")
-# torch's names of families (torch.utils.cpp_extension).
-NAMED = {
-    "Maxwell": "5.0;5.2+PTX",
-    "Maxwell+Tegra": "5.3",
-    "Pascal": "6.0;6.1+PTX",
-    "Volta": "7.0+PTX",
-    "Volta+Tegra": "7.2",
-    "Turing": "7.5+PTX",
-    "Ampere": "8.0;8.6+PTX",
-    "Ampere+Tegra": "8.7",
-    "Ada": "8.9+PTX",
-    "Hopper": "9.0+PTX",
-    "Blackwell": "10.0;10.3;12.0;12.1+PTX",
-    "Blackwell+Tegra": "11.0",
-}
 # Machine code of these and of other GPUs of their major version is not interchangeable.
 TEGRA = ((8, 7), (10, 1))
 
@@ -48,32 +33,22 @@ class Arch(NamedTuple):
         return f"{self.capability[0]}.{self.capability[1]}{self.suffix}{'+PTX' * self.ptx}"
 
 
-class Selection(NamedTuple):
-    """The architectures to build for."""
-
-    archs: str  # empty if no requested architecture can be built
-    notes: tuple[str, ...]  # one line for each difference from the request
-
-
 def parse(arch_list: str) -> list[Arch]:
-    """Parse a list, with the separators and names that torch accepts.
+    """Parse a list, with the separators that torch accepts.
 
     Raises:
         ValueError: an entry is not an architecture.
     """
     found = []
     for word in re.split(r"[; ]+", arch_list.strip("; ")) if arch_list.strip("; ") else ():
-        for entry in NAMED.get(word, word).split(";"):
-            match = _ENTRY.fullmatch(entry)
-            if match is None:
-                raise ValueError(
-                    f"TORCH_CUDA_ARCH_LIST has {word!r}, expected entries such as 8.0, 9.0a, 12.0+PTX or Hopper"
-                )
-            found.append(Arch((int(match[1]), int(match[2])), match[3], match[4] is not None))
+        match = _ENTRY.fullmatch(word)
+        if match is None:
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST has {word!r}, expected entries such as 8.0, 9.0a or 12.0+PTX")
+        found.append(Arch((int(match[1]), int(match[2])), match[3], match[4] is not None))
     return found
 
 
-def select(requested: str, known: Collection[str]) -> Selection:
+def select(requested: str, known: Collection[str]) -> tuple[str, tuple[str, ...]]:
     """Select the architectures to build for: the requested ones, or the usual ones, that kernels and nvcc support.
 
     9.0 becomes 9.0a: the same GPUs, with their matrix instructions (wgmma). Its PTX stays that of 9.0, because PTX of
@@ -82,6 +57,9 @@ def select(requested: str, known: Collection[str]) -> Selection:
     Args:
         requested: the value of TORCH_CUDA_ARCH_LIST; empty for the usual GPUs, the newest as PTX too.
         known: what `nvcc --list-gpu-arch` prints, such as "compute_90".
+
+    Returns:
+        The list, empty if no requested architecture can be built, and a line for each difference from the request.
 
     Raises:
         ValueError: an entry is not an architecture.
@@ -93,7 +71,7 @@ def select(requested: str, known: Collection[str]) -> Selection:
     if not requested.strip("; "):
         usual = [arch for name in USUAL for arch in parse(name) if compiles(arch)]
         newest = [arch for arch in usual if not arch.suffix][-1:]
-        return Selection(";".join(arch._replace(ptx=arch in newest).text for arch in usual), ())
+        return ";".join(arch._replace(ptx=arch in newest).text for arch in usual), ()
     archs = parse(requested)
     old = [arch.text for arch in archs if arch.capability < MINIMUM]
     unknown = [arch.text for arch in archs if arch.capability >= MINIMUM and not compiles(arch)]
@@ -108,7 +86,7 @@ def select(requested: str, known: Collection[str]) -> Selection:
             notes += ["9.0 is built as 9.0a, which has wgmma"]
         else:
             chosen.append(arch)
-    return Selection(";".join(dict.fromkeys(arch.text for arch in chosen)), tuple(dict.fromkeys(notes)))
+    return ";".join(dict.fromkeys(arch.text for arch in chosen)), tuple(dict.fromkeys(notes))
 
 
 @functools.cache

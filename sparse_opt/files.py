@@ -1,6 +1,6 @@
 """Atomic writes of files and folders: they appear under their final name complete or not at all, also after a crash.
 
-And checks of output folders before long work.
+And checks of output folders before long work, and folders of the hub.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import ConfigError, SparseOptError
+from .errors import ConfigError, DataError, SparseOptError
 
 # Errors of link(2) on a file system without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -209,6 +209,23 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise SparseOptError(f"{path}: cannot be written: {one_line(error)}") from error
+
+
+def hub_folder(name: str, revision: str | None, **options: Any) -> Path:
+    """Return the folder of the hub's cache with files of a repository, after a download of those that it lacks.
+
+    Args:
+        options: others of `huggingface_hub.snapshot_download`.
+
+    Raises:
+        DataError: the repository cannot be read.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision or None, **options))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {name}, which is not a folder: {one_line(error)}") from error
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:

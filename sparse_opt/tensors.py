@@ -91,9 +91,10 @@ def _has_address(tensor: Tensor) -> bool:
 
 
 def sharing_parameters(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return pairs of different `Parameter`s that share memory, by their first names.
+    """Return pairs of different `Parameter`s whose ranges of addresses overlap, by their first names.
 
-    One parameter under several names is not such a pair, and neither are disjoint views of one storage.
+    One parameter under several names is not such a pair, and neither are views of separate parts of one storage, such
+    as rows of a matrix. Columns of one matrix are: each reaches from its first row to the last.
     """
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -104,10 +105,9 @@ def sharing_parameters(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     reaching: list[tuple[str, Tensor]] = []  # the spans before, up to those that end where the next one begins
     for name, tensor in sorted(named.values(), key=lambda item: (str(item[1].device), item[1].data_ptr())):
         reaching = [p for p in reaching if p[1].device == tensor.device and _end(p[1]) > tensor.data_ptr()]
-        for other, earlier in reaching:
-            if _share_bytes(earlier, tensor):
-                first, second = sorted((other, name), key=order.__getitem__)
-                found.append((first, second))
+        for other, _ in reaching:
+            first, second = sorted((other, name), key=order.__getitem__)
+            found.append((first, second))
         reaching.append((name, tensor))
     return found
 
@@ -116,24 +116,6 @@ def _end(tensor: Tensor) -> int:
     """Return the address after the last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors with overlapping address ranges share elements."""
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    begin = min(a.data_ptr(), b.data_ptr())
-    taken = torch.zeros(max(_end(a), _end(b)) - begin, dtype=torch.bool, device="cpu")
-    _bytes_of(a, taken, begin).fill_(True)
-    return bool(_bytes_of(b, taken, begin).any())
-
-
-def _bytes_of(tensor: Tensor, memory: Tensor, begin: int) -> Tensor:
-    """Return the view of the tensor's bytes in `memory`, which has one element per byte from address `begin` on."""
-    size = tensor.element_size()
-    dims = [(n, size * stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride > 0]
-    shape, strides = [n for n, _ in dims], [stride for _, stride in dims]
-    return memory.as_strided((*shape, size), (*strides, 1), tensor.data_ptr() - begin)
 
 
 def materialized(tensor: Tensor) -> Tensor:

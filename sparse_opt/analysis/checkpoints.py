@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from ..delta.state import StateLayout, TensorSpec
 from ..errors import DataError, listed
-from ..files import DamagedFile, one_line
+from ..files import DamagedFile, hub_folder, one_line
 from ..pt_file import check_pt, load_pt
 from ..tensor_file import open_tensors
 from ..tensors import canonical_names, dtype_name, tensor_digest
@@ -238,7 +236,9 @@ def _files_of(source: str) -> list[Path]:
         return [path]
     if path.exists() and not path.is_dir():
         raise DataError(f"{source}: expected a folder, a .safetensors file or a hub name")
-    folder = path if path.is_dir() else _hub_folder(source)
+    name, _, revision = source.partition("@")
+    chosen = ["model*.safetensors", _INDEX]
+    folder = path if path.is_dir() else hub_folder(name, revision, allow_patterns=chosen)
     files = _files_in(folder)
     if not files:
         raise DataError(f"{source}: holds no {_SINGLE} and no {_INDEX}")
@@ -254,21 +254,3 @@ def _files_in(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DataError(f"{index}: not a readable index of shards: {one_line(error)}") from error
-
-
-def _hub_folder(source: str) -> Path:
-    """The folder of the hub's cache with a model's safetensors files; without a request if they are all there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    name, _, revision = source.partition("@")
-    chosen: dict[str, Any] = {"revision": revision or None, "allow_patterns": ["model*.safetensors", _INDEX]}
-    try:
-        with suppress(LocalEntryNotFoundError):
-            folder = Path(snapshot_download(name, local_files_only=True, **chosen))
-            files = _files_in(folder)
-            if files and all(file.is_file() for file in files):
-                return folder
-        return Path(snapshot_download(name, **chosen))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the checkpoint {source}, which is not a folder: {one_line(error)}") from error

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, DataError
-from ..files import one_line, written_aside
+from .. import files
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_text(path: Path, text: str, what: str) -> None:
-    """Write a text as UTF-8. Raises a DataError that names the file if it cannot be written.
-
-    Args:
-        what: what the text is, for the message: `table`.
-    """
-    with _written(path, what) as aside:
-        aside.write_text(text, encoding="utf-8")
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8. Raises a SparseOptError that names the file if it cannot be written."""
+    with files.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(path, text)
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG with 150 dots per inch. Raises a DataError that names the file if it cannot be written."""
-    with _written(path, "picture") as aside:
-        figure.savefig(aside, dpi=150, format="png")
+    """Write a figure as PNG with 150 dots per inch. Raises a SparseOptError that names the file on a failed write."""
+    with files.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.written_aside(path) as aside:
+            figure.savefig(aside, dpi=150, format="png")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -45,13 +42,3 @@ def require_matplotlib(option: str) -> None:
         raise ConfigError(
             f"option '{option}' needs the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
         ) from error
-
-
-@contextmanager
-def _written(path: Path, what: str) -> Iterator[Path]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(path) as aside:
-            yield aside
-    except OSError as error:
-        raise DataError(f"{path}: cannot write the {what}: {one_line(error)}") from error

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..delta.state_log import StateLog
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..masks.parameters import component_of
 from ..progress import progress_bar
 from ..tensors import canonical_names
@@ -32,11 +31,6 @@ from .changes import (
 
 TAU = 1e-6
 TOP_K = 3
-# exact: SVD in fp64. gram: roots of the eigenvalues of A^T A (or A A^T, the smaller) in fp64, in a fraction of the
-# time; the squares have an error of at most (m + n) eps norm(A)^2, which hides values below about 1e-6 of the norm if
-# the matrix has thousands of rows.
-Method = Literal["exact", "gram"]
-METHODS: tuple[Method, ...] = get_args(Method)
 # Rows of a tall matrix that are widened to fp64 at a time.
 _ROWS = 4096
 
@@ -69,23 +63,22 @@ class RankStats:
 
 
 @torch.no_grad()
-def singular_values(matrix: Tensor, method: Method = "exact") -> Tensor:
-    """The singular values of a matrix [m, n], computed in fp64 on its device: [min(m, n)], fp64 on the CPU, descending.
+def singular_values(matrix: Tensor) -> Tensor:
+    """The singular values of a matrix A [m, n]: [min(m, n)], descending, fp64 on the CPU, computed on A's device.
+
+    They are the roots of the eigenvalues of A^T A, or of A A^T if that is smaller, which take a fraction of the time of
+    an SVD. The squares have an error of at most (m + n) eps norm(A)^2, which hides values below about 1e-6 of the norm
+    if the matrix has thousands of rows.
 
     Raises:
-        ConfigError: an unknown method.
         DataError: not a matrix, no elements, or NaN or infinite elements.
     """
     if matrix.ndim != 2 or not matrix.numel():
         raise DataError(f"matrix has the shape {list(matrix.shape)}, expected two dimensions with elements")
-    if method not in METHODS:
-        raise ConfigError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
     odd = matrix.numel() - int(matrix.isfinite().count_nonzero())
     if odd:
         raise DataError(f"{odd} of {matrix.numel()} elements are NaN or infinite, expected numbers")
     tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
-    if method == "exact":
-        return torch.linalg.svdvals(tall.double()).cpu()
     m, n = tall.shape
     gram = torch.zeros(n, n, dtype=torch.float64, device=tall.device)
     for start in range(0, m, _ROWS):
@@ -94,16 +87,15 @@ def singular_values(matrix: Tensor, method: Method = "exact") -> Tensor:
     return torch.linalg.eigvalsh(gram).flip(0).clamp_min_(0.0).sqrt_().cpu()
 
 
-def rank_stats(delta: Tensor, tau: float = TAU, *, method: Method = "exact") -> RankStats:
+def rank_stats(delta: Tensor, tau: float = TAU) -> RankStats:
     """Compute the statistics of an update matrix [m, n] of any floating-point dtype.
 
     Raises:
-        ConfigError: an unknown method.
         DataError: not a matrix, no elements, or NaN or infinite elements.
     """
-    values = singular_values(delta, method)
+    values = singular_values(delta)
     largest, total, squares = float(values[0]), float(values.sum()), float(values.square().sum())
-    eps = min(torch.finfo(delta.dtype).eps, torch.finfo(torch.float32).eps)
+    eps = torch.finfo(torch.float32).eps
     p = values / (total or 1.0)
     share_above, share_large = _shares(delta, tau)
     return RankStats(
@@ -122,8 +114,6 @@ def get_layer_rank_stats(
     model_or_state: nn.Module | Mapping[str, Tensor],
     init_state: Mapping[str, Tensor],
     tolerance: float = TAU,
-    *,
-    method: Method = "exact",
 ) -> dict[str, RankStats]:
     """Return name -> statistics of the change of each weight matrix of a model, or of its state, since `init_state`.
 
@@ -133,7 +123,6 @@ def get_layer_rank_stats(
     Args:
         init_state: the state to compare with; must have every weight matrix, in the same shape.
         tolerance: tau of `share_above`.
-        method: how singular values are computed (`METHODS`).
 
     Raises:
         DataError: a matrix is missing from `init_state` or has another shape there, or its change is NaN or infinite.
@@ -150,7 +139,7 @@ def get_layer_rank_stats(
         base = init_state[name]
         if base.shape != tensor.shape:
             raise DataError(f"{name} is {list(tensor.shape)}, {list(base.shape)} in init_state")
-        stats |= _named_stats(name, base, tensor, tolerance, method, tensor.device)
+        stats |= _named_stats(name, base, tensor, tolerance, tensor.device)
     return stats
 
 
@@ -159,7 +148,6 @@ def measure_ranks(
     steps: Sequence[int] | None = None,
     *,
     tau: float = TAU,
-    method: Method = "exact",
     names: Sequence[str] | None = None,
     device: torch.device = DEVICE_CPU,
 ) -> dict[int, dict[str, RankStats]]:
@@ -172,7 +160,7 @@ def measure_ranks(
         device: where singular values are computed.
 
     Raises:
-        ConfigError: tau is negative, or the method is unknown.
+        ConfigError: tau is negative.
         DataError: there is no weight matrix, a step is the base, or a change is NaN or infinite; names the tensor.
         DeltaLogError: a step is not logged, or the log is damaged.
     """
@@ -186,7 +174,7 @@ def measure_ranks(
     for name in progress_bar(matrices, what="ranks", unit="tensor"):
         base, states = base_and_states(log, name, chosen)
         for step, tensor in states:
-            stats[step] |= _named_stats(name, base, tensor, tau, method, device)
+            stats[step] |= _named_stats(name, base, tensor, tau, device)
     return stats
 
 
@@ -213,9 +201,7 @@ def measure_concentration(norms: Sequence[float], k: int = TOP_K) -> dict[str, f
 
 
 @torch.no_grad()
-def _named_stats(
-    name: str, base: Tensor, tensor: Tensor, tau: float, method: Method, device: torch.device
-) -> dict[str, RankStats]:
+def _named_stats(name: str, base: Tensor, tensor: Tensor, tau: float, device: torch.device) -> dict[str, RankStats]:
     before, after = common_dtype(base, tensor)
     pairs = [(name, before, after)]
     if tensor.ndim == 3:
@@ -224,7 +210,7 @@ def _named_stats(
     for label, old, new in pairs:
         wide = wide_dtype(new)
         try:
-            stats[label] = rank_stats(new.detach().to(device, wide) - old.detach().to(device, wide), tau, method=method)
+            stats[label] = rank_stats(new.detach().to(device, wide) - old.detach().to(device, wide), tau)
         except DataError as error:
             raise DataError(f"the change of {label}: {error}") from error
     return stats

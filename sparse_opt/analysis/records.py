@@ -97,14 +97,14 @@ class Table:
 
 
 def write_csv(table: Table, path: Path) -> None:
-    """Write the raw values of the columns. Raises DataError as `write_text`."""
+    """Write the raw values of the columns. Raises as `write_text`."""
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(table.columns)
     for record in table.records:
         values = ((record[key], column.kind) for key, column in table.columns.items())
         writer.writerow(_text(value, kind) if kind == "shape" else value for value, kind in values)
-    write_text(path, buffer.getvalue(), "table")
+    write_text(path, buffer.getvalue())
 
 
 def _text(value: Any, kind: str) -> str:
@@ -253,13 +253,13 @@ def rank_records(found: Mapping[int, Mapping[str, RankStats]]) -> list[Record]:
     ]
 
 
-def rank_table(found: Mapping[int, Mapping[str, RankStats]], tau: float, method: str) -> Table:
+def rank_table(found: Mapping[int, Mapping[str, RankStats]], tau: float) -> Table:
     """The matrices at the last of the steps."""
     step = max(found)
     above = Column(f"> {threshold_text(tau)}", "percent")
     title = (
-        f"rank and size of the update by weight matrix, step {step} (singular values: {method}); {above.heading}, "
-        "large: % of elements that moved by more than this, than mean + 2 standard deviations of the matrix"
+        f"rank and size of the update by weight matrix, step {step}; {above.heading}, large: "
+        "% of elements that moved by more than this, than mean + 2 standard deviations of the matrix"
     )
     records = rank_records({step: found[step]})
     return Table(title, records, {"share_above": above}, list(records[0])[1:])

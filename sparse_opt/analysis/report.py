@@ -20,7 +20,7 @@ from .changes import (
     measure_sparsity,
     sum_changes,
 )
-from .ranks import TAU, Method, measure_ranks
+from .ranks import TAU, measure_ranks
 from .records import (
     LEVELS,
     change_tables,
@@ -42,7 +42,6 @@ def build_report(
     tolerances: Sequence[float] = TOLERANCES,
     taus: Sequence[float] = TAUS,
     rank_tau: float | None = TAU,
-    method: Method = "exact",
     names: Sequence[str] | None = None,
     device: torch.device = DEVICE_CPU,
 ) -> str:
@@ -73,9 +72,9 @@ def build_report(
         pictures = {"coverage and density by step": plots.coverage_figure(covered)}
         sections["coverage"] = pictures, coverage_tables(covered), []
     if rank_tau is not None:
-        stats = measure_ranks(log, [last.step], tau=rank_tau, method=method, names=names, device=device)
+        stats = measure_ranks(log, [last.step], tau=rank_tau, names=names, device=device)
         pictures = {"ranks by layer": plots.rank_figure(stats[last.step], rank_tau, last.step)}
-        sections["ranks"] = pictures, rank_summaries(stats), [rank_table(stats, rank_tau, method)]
+        sections["ranks"] = pictures, rank_summaries(stats), [rank_table(stats, rank_tau)]
     shapes = {spec.name: spec.shape for spec in log.layout.tensors if spec.name in last.stored}
     by_component, by_weight = ([table] for table in shape_tables(shape_records(shapes)))
     sections["shapes"] = {}, by_component, by_weight

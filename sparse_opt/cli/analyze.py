@@ -53,18 +53,14 @@ effective rank exp(-sum p ln p) with p = s / sum(s), stable rank sum(s^2) / s_1^
 that moved by more than tau and by more than mean + 2 standard deviations. It also has the spread of the update over the
 matrices, by their norms: Gini coefficient, normalised entropy, share of the 3 largest.
 
-methods, both in fp64:
-  exact    singular values by SVD
-  gram     singular values from the eigenvalues of A^T A: faster; loses those below about 1e-6 of the norm
-
 --output DIR writes ranks.csv, ranks.json, ranks_by_layer.png; of several steps also ranks_by_step.png, and
 ranks_by_layer.png shows the last of them.
 
 examples:
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --device cuda
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --all_steps --include '*.h.0.*' --output plots/
-  sparse-opt analyze ranks --delta_log_dir delta_logs_M --steps 100 --method gram --exclude '*embed*' --output plots/
-  sparse-opt analyze ranks --base_model base/ --model_name tuned/ --method gram
+  sparse-opt analyze ranks --delta_log_dir delta_logs_M --steps 100 --exclude '*embed*' --output plots/
+  sparse-opt analyze ranks --base_model base/ --model_name tuned/
 """
 _REPORT_EPILOG = """One HTML file without external resources: the tables and plots of sparsity, coverage (of a log),
 ranks and shapes.
@@ -73,14 +69,13 @@ ranks and shapes.
 
 examples:
   sparse-opt analyze report --delta_log_dir delta_logs_M --output report.html
-  sparse-opt analyze report --delta_log_dir delta_logs_M --method gram --device cuda --output reports/
+  sparse-opt analyze report --delta_log_dir delta_logs_M --device cuda --output reports/
   sparse-opt analyze report --base_model base/ --model_name tuned/ --skip ranks --output report.html
 """
 # Copies of the values in the analyses, which cannot be imported without torch.
 TOLERANCES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 TAUS = (0.0, 1e-7, 1e-6, 1e-5, 1e-4)
 TAU = 1e-6
-METHODS = ("exact", "gram")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -124,7 +119,6 @@ def _parser() -> CommandParser:
     which.add_argument("--steps", type=int, nargs="+", metavar="N", help="logged steps (the last)")
     which.add_argument("--all_steps", action="store_true", help="all logged steps")
     ranks.add_argument("--tau", type=float, default=TAU, metavar="T", help="threshold of a moved element (%(default)s)")
-    _add_method(ranks)
     _add_output(ranks)
 
     report = actions.add_parser("report", help="all analyses as one HTML page", epilog=_REPORT_EPILOG)
@@ -132,7 +126,6 @@ def _parser() -> CommandParser:
     _add_steps(report)
     _add_tolerance(report)
     _add_taus(report)
-    _add_method(report)
     report.add_argument(
         "--skip",
         nargs="+",
@@ -187,12 +180,6 @@ def _add_taus(parser: ArgumentParser) -> None:
     parser.add_argument("--tau", type=float, nargs="+", default=list(TAUS), metavar="T", help=f"thresholds ({default})")
 
 
-def _add_method(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--method", choices=METHODS, default="exact", help="how singular values are computed (%(default)s)"
-    )
-
-
 def _add_output(parser: ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for CSV, JSON and PNG files")
     parser.add_argument("--no_plots", action="store_true", help="write no PNG files, which need matplotlib")
@@ -245,7 +232,7 @@ def _ranks(args: Namespace) -> None:
 
     log, chosen = _open(args)
     steps = log.steps[1:] if args.all_steps else args.steps
-    found = measure_ranks(log, steps, tau=args.tau, method=args.method, **chosen)
+    found = measure_ranks(log, steps, tau=args.tau, **chosen)
     last = max(found)
     pictures: dict[str, Callable[[], Figure]] = {
         "ranks_by_layer": lambda: plots.rank_figure(found[last], args.tau, last)
@@ -255,12 +242,11 @@ def _ranks(args: Namespace) -> None:
     rows = records.rank_records(found)
     data = {
         "tau": args.tau,
-        "method": args.method,
         "matrices": rows,
         "components": records.component_records(found),
         "concentration": records.concentration_records(found),
     }
-    shown = [records.rank_table(found, args.tau, args.method), *records.rank_summaries(found)]
+    shown = [records.rank_table(found, args.tau), *records.rank_summaries(found)]
     _give(args, data, shown, rows, pictures, log)
 
 
@@ -275,11 +261,10 @@ def _report(args: Namespace) -> None:
         tolerances=args.tolerance,
         taus=() if "coverage" in args.skip or len(log.steps) == 2 else args.tau,
         rank_tau=None if "ranks" in args.skip else TAU,
-        method=args.method,
         **chosen,
     )
     path = args.output if args.output.suffix == ".html" and not args.output.is_dir() else args.output / "report.html"
-    write_text(path, page, "page")
+    write_text(path, page)
     if args.json:
         print_json({"file": path, "bytes": path.stat().st_size})
     else:
@@ -342,7 +327,7 @@ def _give(
     if args.output is not None:
         written = [args.output / f"{args.action}.csv", args.output / f"{args.action}.json"]
         write_csv(Table("", rows), written[0])
-        write_text(written[1], json_text(data) + "\n", "data")
+        write_text(written[1], json_text(data) + "\n")
         for picture, draw in () if args.no_plots else pictures.items():
             written.append(args.output / f"{picture}.png")
             save_png(draw(), written[-1])

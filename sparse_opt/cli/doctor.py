@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import BackendUnavailable
 from ..tables import format_bytes, table
 from .output import print_json
 from .parser import CommandParser, add_json_flag
@@ -46,7 +45,9 @@ def run(argv: Sequence[str]) -> int:
         print(_text(report))
     named = report["environment"]["SPARSE_OPT_BACKEND"]
     if "torch" in report and named not in (None, "auto", *report["backends"]["cpu"]):
-        raise BackendUnavailable(report["in_force"]["cpu"]["cause"])
+        from .. import backends
+
+        backends.choose(backends.OPS[0], "cpu")  # raises
     return 0
 
 
@@ -96,7 +97,6 @@ def examine() -> dict[str, Any]:
             for device in (present if len(present) > 1 else ("cpu", "cuda"))
         },
         "auto": {device: _auto(backends, device) for device in present},
-        "in_force": {device: _in_force(backends, device) for device in present},
     }
     return report
 
@@ -142,16 +142,6 @@ def _auto(backends: Any, device: str) -> dict[str, Any]:
     return found
 
 
-def _in_force(backends: Any, device: str) -> dict[str, Any]:
-    """The backend of each op called without the argument `backend`, with SPARSE_OPT_BACKEND taken into account."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return {"ops": {op: backends.choose(op, device) for op in backends.OPS}, "cause": ""}
-    except BackendUnavailable as error:
-        return {"ops": None, "cause": str(error)}
-
-
 def _text(report: dict[str, Any]) -> str:
     packages, python = report["packages"], report["python"]
     facts = [
@@ -189,7 +179,7 @@ def _alike(report: dict[str, Any]) -> list[list[str]]:
     """The devices, grouped by equal entries in the report."""
     groups: dict[str, list[str]] = {}
     for device in report["backends"]:
-        of_device = [report[part].get(device) for part in ("backends", "auto", "in_force")]
+        of_device = [report[part].get(device) for part in ("backends", "auto")]
         groups.setdefault(repr(of_device), []).append(device)
     return list(groups.values())
 
@@ -202,9 +192,9 @@ def _choice(report: dict[str, Any], devices: Sequence[str]) -> list[str]:
     lines = [table((on, "auto takes", "the first that runs of"), rows, n_words=3)]
     passed_over = {name: cause for entry in auto.values() for name, cause in entry["passed_over"].items()}
     lines += [f"not {name}: {cause}" for name, cause in passed_over.items()]
-    if named is not None:
-        in_force = report["in_force"][device]
-        lines.append(f"SPARSE_OPT_BACKEND={named} {on}: {in_force['cause'] or 'in force for every op'}")
+    if named in report["backends"][device]:
+        cause = report["backends"][device][named]["cause"]
+        lines.append(f"SPARSE_OPT_BACKEND={named} {on}: {cause or 'in force for every op'}")
     return lines
 
 

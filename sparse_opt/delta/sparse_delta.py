@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import __version__, quantised_layers
 from ..errors import DeltaError, DeltaLogError, listed
-from ..files import DamagedFile, one_line, write_safetensors, write_text
+from ..files import DamagedFile, hub_folder, one_line, write_safetensors, write_text
 from ..masks.mask_set import MaskSet
 from ..quantised_layers import QuantisedWeight
 from ..tensor_file import open_tensors
@@ -435,11 +435,12 @@ class SparseDelta:
             revision, token: of the hub, as in `huggingface_hub.snapshot_download`.
 
         Raises:
+            DataError: the hub has no such delta.
             DeltaError: there is no delta, or a file is damaged; names it.
         """
         folder = Path(source)
         if not folder.is_dir():
-            folder = _downloaded(str(source), revision, token)
+            folder = hub_folder(str(source), revision, token=token, allow_patterns=[DELTA_FILE, CONFIG_FILE])
         elif revision is not None:
             raise DeltaError(f"revision is {revision!r}, but {folder} is a folder, which has none")
         path = folder / DELTA_FILE
@@ -647,13 +648,3 @@ def _read_state(model_or_state: ModelOrState, what: str) -> tuple[StateLayout, d
         return read_state(model_or_state)
     except DeltaLogError as error:
         raise DeltaError(f"{what}: {error}") from error
-
-
-def _downloaded(name: str, revision: str | None, token: str | bool | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    files = [DELTA_FILE, CONFIG_FILE]
-    try:
-        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=files))
-    except (OSError, ValueError) as error:
-        raise DeltaError(f"cannot read the delta {name}, which is not a folder: {one_line(error)}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class DeltaLogCallback(TrainerCallback):
         steps: which steps are logged (`Schedule`); `last` is the last step of the run, also if it is stopped early.
         level, keyframe_every, mask: see `DeltaLog.create`.
         metadata: strings to store in the log, in addition to the model's name.
+        trainer: a sparse trainer whose base weights are step 0, in resumed runs too; it passes itself if
+            `SparseArguments` has a `delta_log_dir`.
 
     Raises:
         ConfigError: `steps` is not a valid schedule.
@@ -53,11 +55,13 @@ class DeltaLogCallback(TrainerCallback):
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
+        trainer: Any = None,
     ) -> None:
         self._directory = Path(directory)
         self._schedule = Schedule.parse(steps)
         self._options: dict[str, Any] = {"level": level, "keyframe_every": keyframe_every, "mask": mask}
         self._metadata = dict(metadata or {})
+        self._trainer = trainer
         self._running = False
         self._log: DeltaLog | None = None  # on process 0, while the run lasts
         self._logged: frozenset[int] = frozenset()
@@ -66,7 +70,7 @@ class DeltaLogCallback(TrainerCallback):
         self.close()
         self._running = True
         model = self._trained(model)
-        with self._base_weights():
+        with nullcontext() if self._trainer is None else self._trainer.base_weights():
             weights = _gathered(model)
             name = getattr(getattr(model, "config", None), "name_or_path", "")
             on_process_0(lambda: self._begin(weights, name, state.global_step))
@@ -101,17 +105,22 @@ class DeltaLogCallback(TrainerCallback):
         on_process_0(lambda: self._append(step, weights))
 
     def _trained(self, model: Any) -> Any:
-        """The model to log, of the one that the Trainer passes to its callbacks."""
-        return model
+        """The model to log. With `model_init` the Trainer passes the one that it was built with to its callbacks."""
+        return model if self._trainer is None else self._trainer.model
 
     # On process 0
 
     def _begin(self, weights: Weights, name: str, step: int) -> None:
         if step > 0 and self._directory.is_dir() and list_steps(self._directory)[0]:
             self._log = DeltaLog.open(self._directory)
-            self._check_base(weights)
+            if self._trainer is not None:
+                self._require_same(0, weights, "the weights that this run started from")
         else:
-            self._require_base(step)
+            if step > 0 and self._trainer is None:
+                raise DeltaLogError(
+                    f"{self._directory}: holds no delta log, but the run resumes after step {step}: "
+                    "choose the folder of its log, or start a new run"
+                )
             metadata = ({"model": name} if name else {}) | self._metadata
             self._log = DeltaLog.create(self._directory, weights, metadata=metadata, **self._options)
         self._logged = frozenset(self._log.steps)
@@ -123,20 +132,6 @@ class DeltaLogCallback(TrainerCallback):
             log.append(step, weights)
         elif step in self._logged:
             self._require_same(step, weights, "the weights of the resumed run at that step")
-
-    def _base_weights(self) -> AbstractContextManager[None]:
-        """A context in which the model holds the weights at the start of the run, if they are available."""
-        return nullcontext()
-
-    def _require_base(self, step: int) -> None:
-        if step > 0:
-            raise DeltaLogError(
-                f"{self._directory}: holds no delta log, but the run resumes after step {step}: "
-                "choose the folder of its log, or start a new run"
-            )
-
-    def _check_base(self, weights: Weights) -> None:
-        """Raise unless the base weights equal step 0 of the log."""
 
     def _require_same(self, step: int, weights: Weights, what: str) -> None:
         log = self._log

@@ -30,7 +30,7 @@ from ..optim.options import SharedOptions
 from ..optim.quantised import load_plain_
 from . import checks, rates
 from .arguments import Mask, SparseArguments, read_mask
-from .callback import DeltaLogCallback, Weights, on_process_0
+from .callback import DeltaLogCallback, on_process_0
 from .checkpoints import VerifiedCheckpointCallback, complete
 from .run_folder import RunFolder
 
@@ -166,8 +166,19 @@ class SparseTrainer(RunTrainer):
         if self.sparse_arguments.vllm_weights != "full":
             self._connect_vllm()
         self.add_callback(SparseCallback(self))
-        if self.sparse_arguments.delta_log_dir is not None:
-            self.add_callback(SparseDeltaLogCallback(self))
+        options = self.sparse_arguments
+        if options.delta_log_dir is not None:
+            self.add_callback(
+                DeltaLogCallback(
+                    options.delta_log_dir,
+                    options.delta_log_steps,
+                    level=options.delta_log_level,
+                    keyframe_every=options.delta_log_keyframe_every,
+                    mask=self.sparse_mask,
+                    metadata={"method": type(self).__name__},
+                    trainer=self,
+                )
+            )
 
     @contextmanager
     def _without_reference(self, bound: inspect.BoundArguments) -> Iterator[None]:
@@ -176,9 +187,7 @@ class SparseTrainer(RunTrainer):
 
     def _without_vllm(self, args: Any) -> AbstractContextManager[None]:
         """A context around the same call, in which TRL uses no vLLM if `_connect_vllm` does it."""
-        options = self.sparse_arguments
-        way, is_server = options.vllm_weights, getattr(args, "vllm_mode", None) == "server"
-        if way == "full" or (way == "sparse" and not is_server and options.vllm_options is None):
+        if self.sparse_arguments.vllm_weights == "full":
             return nullcontext()
         from .trl.generation import without_vllm
 
@@ -190,15 +199,10 @@ class SparseTrainer(RunTrainer):
         options = self.sparse_arguments
         if self.args.vllm_mode == "server":
             generation.connect(self, self.sparse_mask)
-            return
-        if options.vllm_weights == "shared":
+        elif options.vllm_weights == "shared":
             generation.share(self, options.vllm_options or {})
-            return
-        if options.vllm_options is not None:
-            generation.start(self, options.vllm_options)
-        self.vllm_generation.sync_weights = generation.ColocatedUpdates(
-            self.vllm_generation, self.model, self.sparse_mask
-        )
+        else:
+            generation.send(self, self.sparse_mask, options.vllm_options or {})
 
     def create_accelerator_and_postprocess(self) -> None:
         """Call the Trainer's method, and let the optimizer average compact gradients between processes.
@@ -373,35 +377,6 @@ class SparseTrainer(RunTrainer):
         super()._load_best_model()
         assert self.sparse_optimizer is not None
         self.sparse_optimizer.refresh_master_weights()
-
-
-class SparseDeltaLogCallback(DeltaLogCallback):
-    """The delta log of `SparseArguments`, whose step 0 is W0 in new and in resumed runs."""
-
-    def __init__(self, trainer: SparseTrainer) -> None:
-        options = trainer.sparse_arguments
-        assert options.delta_log_dir is not None
-        super().__init__(
-            options.delta_log_dir,
-            options.delta_log_steps,
-            level=options.delta_log_level,
-            keyframe_every=options.delta_log_keyframe_every,
-            mask=trainer.sparse_mask,
-            metadata={"method": type(trainer).__name__},
-        )
-        self._trainer = trainer
-
-    def _trained(self, model: Any) -> Any:
-        return self._trainer.model  # with `model_init` the Trainer passes the one that it was built with
-
-    def _base_weights(self) -> AbstractContextManager[None]:
-        return self._trainer.base_weights()
-
-    def _require_base(self, step: int) -> None:
-        """Nothing to check: the base weights are available in resumed runs as well."""
-
-    def _check_base(self, weights: Weights) -> None:
-        self._require_same(0, weights, "the weights that this run started from")
 
 
 class SparseCallback(TrainerCallback):

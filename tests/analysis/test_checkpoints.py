@@ -93,7 +93,7 @@ def test_what_is_no_checkpoint_is_named(write, tmp_path):
         (tmp_path / "empty", "holds no model.safetensors and no model.safetensors.index.json"),
         (torn, "not a readable safetensors file"),
         (lost, "model-00002-of-00002.safetensors: not a readable"),
-        ("someone/model-that-is-not-cached", "cannot read the checkpoint someone/model-that-is-not-cached"),
+        ("someone/model-that-is-not-cached", "cannot read someone/model-that-is-not-cached"),
     ):
         with pytest.raises(DataError, match=said) as caught:
             CheckpointSeries.of_pair(good, source)

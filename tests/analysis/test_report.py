@@ -14,7 +14,7 @@ from sparse_opt import MaskSet
 from sparse_opt.analysis import compare_masks, plots
 from sparse_opt.analysis.output_files import save_png
 from sparse_opt.analysis.report import build_report
-from sparse_opt.errors import DataError
+from sparse_opt.errors import SparseOptError
 
 SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
@@ -68,13 +68,13 @@ def test_masks_with_nothing_active_are_drawn(tmp_path):
 def test_a_picture_that_cannot_be_written(tmp_path, monkeypatch):
     figure = plots.mask_figure(MaskSet.random(SHAPES, density=0.1), "")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="d.png: cannot write the picture: "):
+    with pytest.raises(SparseOptError, match="d.png: cannot be written: "):
         save_png(figure, tmp_path / "file" / "d.png")
 
     def disk_full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", disk_full)
-    with pytest.raises(DataError, match="d.png: cannot write the picture: No space left on device"):
+    with pytest.raises(SparseOptError, match="d.png: cannot be written: No space left on device"):
         save_png(figure, tmp_path / "d.png")
     assert os.listdir(tmp_path) == ["file"]

@@ -91,7 +91,7 @@ def test_a_folder_of_checkpoints_instead_of_a_log(sparse_opt, files, tmp_path):
 
 def test_report_is_one_page(sparse_opt, files, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-opt[plot]'")
-    words = ("analyze", "report", *source(files), "--method", "gram", "--output")
+    words = ("analyze", "report", *source(files), "--output")
     assert sparse_opt(*words, tmp_path).done() == f"wrote {tmp_path / 'report.html'}\n"
     said = json.loads(sparse_opt(*words, tmp_path / "page.html", "--skip", "ranks", "--json").done())
     assert said["bytes"] == (tmp_path / "page.html").stat().st_size
@@ -104,7 +104,7 @@ def test_report_is_one_page(sparse_opt, files, tmp_path):
 
 def test_defaults_are_those_of_the_library():
     assert (analyze.TOLERANCES, analyze.TAUS) == (changes.TOLERANCES, changes.TAUS)
-    assert (analyze.TAU, analyze.METHODS) == (ranks.TAU, ranks.METHODS)
+    assert analyze.TAU == ranks.TAU
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,9 @@ def test_a_given_rate_is_taken_and_the_factor_named(train, files, tmp_path):
 
 
 def test_adapters(train, tmp_path):
-    assert "LoRA of rank 4" in train("sft", "--use_peft", "--lora_r", 4, "--statistics_steps", 1).done()
+    assert "LoRA of rank 4" in train("sft", "--use_peft", "--lora_r", 4).done()
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-    last = json.loads((tmp_path / "out" / "update_statistics.jsonl").read_text().splitlines()[-1])
-    assert 0 < max(matrix["effective_rank"] for matrix in last["matrices"].values()) < 4.5
-    for words in (("--mask_density", 0.1), ("--delta_log_dir", tmp_path / "log")):
+    for words in (("--mask_density", 0.1), ("--delta_log_dir", tmp_path / "log"), ("--statistics_steps", 1)):
         assert "--use_peft" in train("sft", "--use_peft", *words).failed_in_one_line(2)
 
 

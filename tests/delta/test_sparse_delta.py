@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sparse_opt import DeltaLog, DeltaSet, MaskSet, SparseAdamW, SparseDelta
 from sparse_opt.delta.sparse_delta import CONFIG_FILE, DELTA_FILE
-from sparse_opt.errors import DeltaError, DeltaLogError
+from sparse_opt.errors import DataError, DeltaError, DeltaLogError
 
 
 class Model(nn.Module):
@@ -313,7 +313,7 @@ def test_damaged_files_are_refused_in_one_line(folder, tmp_path, with_header):
     refused(of_header(format_version="9"), "its format_version is '9', expected '1'")
     for text in ("[" * 10**5, '{"header_digest": "0"}'):
         refused(lambda path, text=text: path.write_text(text), "damaged", CONFIG_FILE)
-    with pytest.raises(DeltaError, match="cannot read the delta ../no/such/folder"):
+    with pytest.raises(DataError, match="cannot read ../no/such/folder"):
         SparseDelta.from_pretrained("../no/such/folder")
     with pytest.raises(DeltaError, match="is a folder, which has none"):
         SparseDelta.from_pretrained(folder, revision="main")

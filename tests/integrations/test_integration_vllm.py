@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 import textwrap
-from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -21,62 +20,81 @@ SPARSE, SHARED = SparseArguments(vllm_weights="sparse"), SparseArguments(vllm_we
 
 
 class StandIn:
-    """In place of TRL's VLLMGeneration and of its LLM: a second model, and the messages that have reached it."""
+    """In place of `vllm.LLM`: a second model, and the messages that have reached it."""
 
-    def __init__(self, *, model, mode, **options):
-        assert mode == "colocate"
-        self.model = model
+    def __init__(self, **options):
+        self.options = options
+        self.kinds, self.sizes, self.lose_next, self.cached = [], [], False, False
+        self.version, self.is_updated = "default", False
+        parallel = SimpleNamespace(world_size_across_dp=1)
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+
+    def serve(self, model):
         self.served = copy.deepcopy(model)
-        self.llm = self
-        self.kinds, self.sizes, self.cached, self.lose_next = [], [], False, False
+        self.receiver = WeightReceiver(self.served)
 
-    def sync_weights(self):
-        assert self.model.device.type == "cuda" and not self.kinds, "all weights are sent"
+    def get_weight_version(self):
+        return self.version
 
-    def collective_rpc(self, method, args=()):
-        worker = SimpleNamespace(vllm_config=self, device=self.model.device, get_model=lambda: self.served)
-        return [method(worker, *args)]
+    def start_weight_update(self):
+        self.is_updated = True
 
-    def reset_prefix_cache(self, *, reset_connector):
+    def update_weights(self, request):
+        assert self.is_updated
+        data = request["update_info"]["message"]
+        if self.lose_next:
+            self.lose_next = False
+            raise WeightSyncError("the message is lost")
+        message = Message.from_bytes(data)
+        self.kinds.append(message.kind)
+        self.sizes.append(len(data))
+        self.receiver.receive(message)
+
+    def finish_weight_update(self, version):
+        self.is_updated, self.version = False, version
+
+    def reset_prefix_cache(self, reset_running_requests, reset_connector):
         assert reset_connector
         self.cached = False
         return True
 
-    def generate(self, prompts, images, num_generations, profiler=None):
-        assert not self.cached
-        self.cached = True
-        for served, trained in zip(self.served.parameters(), self.model.parameters(), strict=True):
-            assert torch.equal(served, trained)
-        tensors = [torch.tensor([prompt], device=self.served.device) for prompt in prompts]
-        ids = [self.served.generate(t, max_new_tokens=6, do_sample=True)[0, t.shape[1] :] for t in tensors]
-        return prompts, [i.tolist() for i in ids], [[[0.0]] * len(i) for i in ids], None
+
+def generate(generation, prompts, images, num_generations, profiler=None):
+    """In place of `VLLMGeneration.generate`."""
+    llm = generation.llm
+    assert not llm.cached
+    llm.cached = True
+    for served, trained in zip(llm.served.parameters(), generation.model.parameters(), strict=True):
+        assert torch.equal(served, trained)
+    tensors = [torch.tensor([prompt], device=llm.served.device) for prompt in prompts]
+    ids = [llm.served.generate(t, max_new_tokens=6, do_sample=True)[0, t.shape[1] :] for t in tensors]
+    return prompts, [i.tolist() for i in ids], [[[0.0]] * len(i) for i in ids], None
 
 
-class Engine:
-    """In place of the weight-transfer engine of a worker."""
-
-    def __init__(self, config, vllm_config, device, model):
-        self.receiver, self.log = WeightReceiver(model), vllm_config
-
-    def update_weights(self, info):
-        if self.log.lose_next:
-            self.log.lose_next = False
-            raise WeightSyncError("the message is lost")
-        message = Message.from_bytes(info["message"])
-        self.log.kinds.append(message.kind)
-        self.log.sizes.append(len(info["message"]))
-        self.receiver.receive(message)
+def write_all(generation):
+    """In place of TRL's `VLLMGeneration.sync_weights`."""
+    assert generation.model.device.type == "cuda" and not generation.llm.kinds, "all weights are sent"
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    config, engine = ModuleType("vllm.config"), ModuleType("engine")
-    config.WeightTransferConfig, config.set_current_vllm_config = SimpleNamespace, nullcontext
-    engine.SparseWeightTransferEngine = Engine
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+def stand_in(lab, monkeypatch):
+    """`stand_in()`: the LLM that the last trainer has started."""
+    started = []
+
+    def make_llm(**options):
+        started.append(StandIn(**options))
+        started[-1].serve(lab.model())
+        return started[-1]
+
+    vllm, config = ModuleType("vllm"), ModuleType("vllm.config")
+    vllm.LLM, config.WeightTransferConfig = make_llm, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.config", config)
-    monkeypatch.setitem(sys.modules, "sparse_opt.integrations.vllm.engine", engine)
-    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", StandIn)
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", None)  # TRL makes none
+    monkeypatch.setattr(VLLMGeneration, "generate", generate)
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", write_all)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # vLLM reads the variables of a launcher, which TRL sets
+    return lambda: started[-1]
 
 
 OPTIONS = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False, "warmup_steps": 0}
@@ -86,33 +104,22 @@ def test_a_colocated_vllm_gets_the_changed_values(lab, stand_in):
     mask = lab.random_mask(0.1)
     trainer = lab("GRPO", mask=mask, sparse=SPARSE, max_steps=4, **OPTIONS)
     trainer.train()
-    found = trainer.vllm_generation
+    found = stand_in()
+    assert found.options["weight_transfer_config"].backend == "sparse_opt"
     assert found.kinds == ["mask", "state", "update", "update", "update"]
     assert max(found.sizes[2:]) < 4 * mask.nnz + 4096  # fp32 values and a header
     start = lab.model()
     assert any(not torch.equal(a, b) for a, b in zip(found.served.parameters(), start.parameters(), strict=True))
 
 
-def test_vllm_is_started_with_the_given_options(lab, stand_in, monkeypatch):
+def test_vllm_is_started_with_the_given_options(lab, stand_in):
     """In addition to those with which TRL starts it."""
-    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", None)  # TRL makes none
-    monkeypatch.setattr(
-        VLLMGeneration, "sync_weights", lambda _: None
-    )  # on a GPU it writes all weights into vLLM's model
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # vLLM reads the variables of a launcher, which TRL sets
-    started = []
-
-    def make_llm(**options):
-        started.append(options)
-        return StandIn(model=lab.model(), mode="colocate")
-
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", make_llm, raising=False)
     mine = {"enforce_eager": True, "enable_prefix_caching": False}
     sparse = SparseArguments(vllm_weights="sparse", vllm_options=mine)
     trainer = lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, max_steps=1, vllm_max_model_length=40, **OPTIONS)
     found = trainer.vllm_generation
     assert isinstance(found, VLLMGeneration) and found.llm.kinds == []
-    (options,) = started
+    options = stand_in().options
     assert options.items() >= mine.items()
     # All that TRL 1.16 passes, but for the 8-bit and 4-bit models that a mask does not train.
     source = inspect.getsource(VLLMGeneration._init_vllm)
@@ -121,7 +128,8 @@ def test_vllm_is_started_with_the_given_options(lab, stand_in, monkeypatch):
         for node in ast.walk(ast.parse(textwrap.dedent(source)))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
     )
-    assert options.keys() - mine.keys() == {keyword.arg for keyword in call.keywords} - {"quantization"}
+    of_trl = options.keys() - mine.keys() - {"weight_transfer_config"}
+    assert of_trl == {keyword.arg for keyword in call.keywords} - {"quantization"}
     args = trainer.args
     assert options["max_num_seqs"] == args.per_device_train_batch_size * args.steps_per_generation
     assert (options["model"], options["max_model_len"]) == (trainer.model.name_or_path, 40)
@@ -129,8 +137,7 @@ def test_vllm_is_started_with_the_given_options(lab, stand_in, monkeypatch):
     assert found.llm.kinds == ["mask", "state"]
 
 
-def test_options_of_vllm_that_cannot_be_given(lab, stand_in, monkeypatch):
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", None, raising=False)
+def test_options_of_vllm_that_cannot_be_given(lab, stand_in):
     sparse = SparseArguments(vllm_weights="sparse", vllm_options={"seed": 3})
     with pytest.raises(ConfigError, match="vllm_options has 'seed', which TRL sets to 0"):
         lab("GRPO", mask=lab.random_mask(0.1), sparse=sparse, max_steps=1, **OPTIONS)
@@ -143,8 +150,8 @@ def test_options_of_vllm_that_cannot_be_given(lab, stand_in, monkeypatch):
 def test_an_update_after_a_refused_one_sends_all_active_values(lab, stand_in):
     mask = lab.random_mask(0.1)
     trainer = lab("GRPO", mask=mask, sparse=SPARSE, max_steps=1, **OPTIONS)
-    found = trainer.vllm_generation
-    found.sync_weights()
+    generation, found = trainer.vllm_generation, stand_in()
+    generation.sync_weights()
 
     def change(value):
         with torch.no_grad():
@@ -154,11 +161,11 @@ def test_an_update_after_a_refused_one_sends_all_active_values(lab, stand_in):
     change(1)
     found.lose_next = True
     with pytest.raises(WeightSyncError, match="the message is lost"):
-        found.sync_weights()
+        generation.sync_weights()
     change(2)
-    found.sync_weights()
+    generation.sync_weights()
     change(3)
-    found.sync_weights()
+    generation.sync_weights()
     assert found.kinds == ["mask", "state", "mask", "state", "update"]
     for served, trained in zip(found.served.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(served, trained)

@@ -226,11 +226,7 @@ def _folder(source: str) -> Path:
         if not Path(source).is_dir():
             raise ConfigError(f"BASE is {source}, expected a checkpoint's folder or a name on the hub")
         return Path(source)
-    from huggingface_hub import snapshot_download
+    from ...files import hub_folder
 
     name, _, revision = source.partition("@")
-    ignored = [f"*{suffix}" for suffix in _NOT_COPIED if suffix != ".safetensors"]
-    try:
-        return Path(snapshot_download(name, revision=revision or None, ignore_patterns=ignored))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the base {source}, which is not a folder: {error}") from error
+    return hub_folder(name, revision, ignore_patterns=[f"*{s}" for s in _NOT_COPIED if s != ".safetensors"])

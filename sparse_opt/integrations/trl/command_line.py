@@ -259,8 +259,9 @@ def parse(algorithm: str, argv: Sequence[str], recipe: Recipe | None = None) -> 
     mask.require_used()
     if mask.is_sparse and model.use_peft:
         raise ConfigError("--use_peft trains adapters, and a mask the model's own weights: leave out one of the two")
-    if model.use_peft and mask.delta_log_dir is not None:
-        raise ConfigError("--delta_log_dir logs the model's own weights, which --use_peft does not train: leave it out")
+    for name in ("delta_log_dir", "statistics_steps"):
+        if model.use_peft and getattr(mask, name) is not None:
+            raise ConfigError(f"--{name} is of the model's own weights, which --use_peft does not train: leave it out")
     if mask.log_margins and algorithm != "dpo":
         raise ConfigError(f"--log_margins is an option of dpo, not of {algorithm}")
     rewards = (getattr(script, "reward_funcs", None), getattr(script, "reward_model_name_or_path", None))

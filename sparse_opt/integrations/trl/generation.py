@@ -3,9 +3,9 @@
 Written for TRL 1.16, whose constructor of GRPOTrainer makes a `VLLMGeneration`, which writes all weights to vLLM before
 each generation: to a server by a group of vLLM's NCCL backend, and a server has one backend of weight transfer. So the
 constructor is called with `use_vllm=False`, and afterwards `connect` makes a `VLLMGeneration` that joins no group and
-sends messages of `sparse_opt.weight_sync`. In the trainer's process `ColocatedUpdates` replaces the method
-`sync_weights` of TRL's object, or of one that `start` makes with options of `vllm.LLM` for which TRL has no arguments.
-`share` starts vLLM in the same way, and makes the trained parameters views of its weights.
+sends messages of `sparse_opt.weight_sync`. In the trainer's process `start` starts vLLM with options of `vllm.LLM` for
+which TRL has no arguments. `send` then sends it messages, too, and `share` makes the trained parameters views of its
+weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ...errors import ConfigError
 from ...masks import MaskSet
 from ...weight_sync import WeightSender
 from ..vllm import VLLMWeightSync, share_weights
-from ..vllm.connections import reset_prefix_cache
 
 
 @contextmanager
@@ -66,11 +65,39 @@ def use_generation(trainer: Any, make: Callable[..., VLLMGeneration], **options:
     trainer._last_loaded_step = -1
 
 
+class MaskedUpdates:
+    """Called in place of `VLLMGeneration.sync_weights`: sends the mask and its active values, then what has changed.
+
+    Args:
+        model: the trained model.
+        mask: no weight outside of it changes.
+        engine: a `vllm.LLM` or the address of a server, with weight transfer backend `sparse_opt`.
+    """
+
+    def __init__(self, model: nn.Module, mask: MaskSet, engine: Any) -> None:
+        self._model, self._mask, self._engine = model, mask, engine
+        self._sync: VLLMWeightSync | None = None
+
+    def __call__(self) -> None:
+        """Bring vLLM's weights to the model's, and discard its cached keys and values.
+
+        Raises:
+            WeightSyncError: vLLM cannot be reached or discard its cache, or its weights have another dtype or layout;
+                names the weight. The next call sends the mask and all active values.
+        """
+        if self._sync is None:
+            sync = VLLMWeightSync(WeightSender(self._model, self._mask), self._engine)
+            sync.connect()
+            self._sync = sync  # kept once the mask has arrived
+        else:
+            self._sync.update()
+
+
 # A server
 
 
 class SparseServerGeneration(VLLMGeneration):
-    """TRL's generation on a server, with `VLLMWeightSync` as its `sync_weights`.
+    """TRL's generation on a server, with `MaskedUpdates` as its `sync_weights`.
 
     As in TRL, only the main process has a client of the server.
 
@@ -85,7 +112,6 @@ class SparseServerGeneration(VLLMGeneration):
 
     def __init__(self, model: nn.Module, mask: MaskSet, **options: Any) -> None:
         self._mask = mask
-        self._sync: VLLMWeightSync | None = None
         super().__init__(model=model, mode="server", **options)
 
     def _init_vllm(self) -> None:
@@ -99,24 +125,13 @@ class SparseServerGeneration(VLLMGeneration):
                     f"vllm_weights is 'sparse', and the vLLM server {url} has weight transfer backend {backend!r}, "
                     """expected 'sparse_opt': start it with --weight-transfer-config '{"backend": "sparse_opt"}'"""
                 )
+            self._send = MaskedUpdates(self.model, self._mask, self.vllm_client.base_url)
         self.accelerator.wait_for_everyone()
 
     def sync_weights(self) -> None:
-        """Bring the server's weights to the model's, and discard its cached keys and values.
-
-        The first call sends the mask and its active values, the later ones what has changed.
-
-        Raises:
-            WeightSyncError: the server cannot be reached, or its weights have another dtype or layout.
-        """
-        if not self.accelerator.is_main_process:
-            return
-        if self._sync is None:
-            sync = VLLMWeightSync(WeightSender(self.model, self._mask), self.vllm_client.base_url)
-            sync.connect()
-            self._sync = sync  # kept once the mask has arrived
-        else:
-            self._sync.update()
+        """As `MaskedUpdates`, in the main process."""
+        if self.accelerator.is_main_process:
+            self._send()
 
 
 def connect(trainer: Any, mask: MaskSet) -> None:
@@ -147,68 +162,6 @@ def connect(trainer: Any, mask: MaskSet) -> None:
 
 
 # In the trainer's process
-
-
-class ColocatedUpdates:
-    """Called in place of `VLLMGeneration.sync_weights`.
-
-    The first call writes all weights as TRL does, if they are on a GPU, and sends the mask. On a CPU TRL's transfer
-    cannot write the packed weights of vLLM, which has loaded them from the folder that the model names.
-
-    Args:
-        generation: a `trl.generation.vllm_generation.VLLMGeneration` in mode "colocate", which does not sleep.
-        model: the trained model.
-        mask: no weight outside of it changes.
-    """
-
-    def __init__(self, generation: Any, model: nn.Module, mask: MaskSet) -> None:
-        self._llm = generation.llm
-        self._write_all = generation.sync_weights
-        self._model, self._mask = model, mask
-        self._sender: WeightSender | None = None
-        self._engine: Any = None
-        self._has_failed = False
-
-    def __call__(self) -> None:
-        """Bring vLLM's weights to the model's, and discard its cached keys and values.
-
-        Raises:
-            WeightSyncError: vLLM's weights have another dtype or layout; names the weight. Or vLLM cannot discard its
-                cached keys and values. The next call sends the mask and all active values.
-        """
-        sender = self._sender
-        if sender is None:
-            if next(self._model.parameters()).is_cuda:
-                self._write_all()
-            (self._engine,) = self._llm.collective_rpc(_make_engine)
-            sender = WeightSender(self._model, self._mask)
-            messages = [sender.mask_message(), sender.state_message()]
-        else:
-            update = sender.update().wait()
-            messages = [sender.mask_message(), sender.state_message()] if self._has_failed else [update]
-        self._has_failed = True
-        for message in messages:
-            self._llm.collective_rpc(_receive, args=(self._engine, message.to_bytes()))
-        self._sender = sender  # kept once the mask has arrived
-        reset_prefix_cache(self._llm)
-        self._has_failed = False
-
-
-def _make_engine(worker: Any) -> Any:
-    """The engine of backend `sparse_opt` for a worker of vLLM, which TRL starts without a backend."""
-    from vllm.config import WeightTransferConfig
-
-    from ..vllm.engine import SparseWeightTransferEngine
-
-    config = WeightTransferConfig(backend="sparse_opt")
-    return SparseWeightTransferEngine(config, worker.vllm_config, worker.device, worker.get_model())
-
-
-def _receive(worker: Any, engine: Any, message: bytes) -> None:
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(worker.vllm_config):
-        engine.update_weights({"message": message})
 
 
 class ColocatedGeneration(VLLMGeneration):
@@ -277,6 +230,30 @@ def start(trainer: Any, llm_options: Mapping[str, Any]) -> None:
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
     )
+
+
+def send(trainer: Any, mask: MaskSet, llm_options: Mapping[str, Any]) -> None:
+    """Start vLLM for a GRPOTrainer as `start` does, and send it the changed values of the mask.
+
+    On a GPU TRL writes all weights once before: those outside of the mask may differ from the folder's that vLLM has
+    loaded. On a CPU it cannot write the packed weights of vLLM.
+
+    Raises:
+        ConfigError: as `start`.
+    """
+    from vllm.config import WeightTransferConfig
+
+    start(trainer, {"weight_transfer_config": WeightTransferConfig(backend="sparse_opt"), **llm_options})
+    generation = trainer.vllm_generation
+    write_all, updates = generation.sync_weights, MaskedUpdates(trainer.model, mask, generation.llm)
+
+    def sync_weights() -> None:
+        if next(trainer.model.parameters()).is_cuda:
+            write_all()
+        generation.sync_weights = updates
+        updates()
+
+    generation.sync_weights = sync_weights
 
 
 def share(trainer: Any, llm_options: Mapping[str, Any]) -> None:

@@ -60,7 +60,6 @@ class MaskArguments:
     delta_log_level: str = option("packed", "compression of the log's patches")
     delta_log_keyframe_every: int | None = option(None, "patches between two whole states")
     statistics_steps: int | None = option(None, "write ranks and shares of the update every N steps")
-    statistics_include: list[str] | None = option(None, "patterns of the weight matrices whose ranks are taken")  # noqa: RUF009
     statistics_tau: float = option(1e-6, "size of the changes counted in share_above_tau")
     log_margins: bool = option(False, "write the margin of each pair of DPO to logs/margins")
 

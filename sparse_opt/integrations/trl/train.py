@@ -250,9 +250,7 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> None
     if mask.log_margins:
         trainer.add_callback(MarginsCallback(trainer))
     if mask.statistics_steps is not None:
-        statistics = UpdateStatisticsCallback(
-            mask.statistics_steps, include=mask.statistics_include, tau=mask.statistics_tau
-        )
+        statistics = UpdateStatisticsCallback(mask.statistics_steps, tau=mask.statistics_tau)
         trainer.callback_handler.callbacks.insert(0, statistics)  # before the trackers, which then log its statistics
     if mask.delta_log_dir is not None and not mask.is_sparse:
         trainer.add_callback(

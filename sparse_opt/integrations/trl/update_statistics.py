@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from transformers import TrainerCallback
 from ...analysis.changes import ChangeCounts, count_changes, sum_changes
 from ...analysis.ranks import TAU, get_layer_rank_stats, is_weight_matrix
 from ...errors import ConfigError, DataError
-from ...masks.parameters import select_names
 from ...optim.sparse_optimizer import SparseOptimizer
-from ...tensors import canonical_names, named_parameters_of
 from .row_file import RowFile
 
 FILE = "update_statistics.jsonl"
@@ -28,8 +26,6 @@ _LOGGED = ("share_changed", "frobenius_norm", "effective_rank_share", "share_abo
 _TOLERANCES = (1e-6, 1e-5)
 # Name of a weight -> the positions in it that have a master copy, None for all, and the values of the copies.
 Masters = Mapping[str, tuple[Tensor | None, Tensor]]
-# Prefix that PEFT adds to the names of the model it wraps.
-_PEFT_PREFIX = "base_model.model."
 
 
 class UpdateStatisticsCallback(TrainerCallback):
@@ -37,23 +33,22 @@ class UpdateStatisticsCallback(TrainerCallback):
 
         trainer.add_callback(UpdateStatisticsCallback(20))
 
-    It copies the trained weights to the CPU; with LoRA adapters nothing, because the initial weights stay in the model.
+    It copies the trained weights to the CPU.
     `measure` documents the rows of `update_statistics.jsonl` in the output folder. Callbacks that are called later find
     five of the statistics in their logs, as `update_share_changed` and so on. A resumed run compares with the weights
     that it started from, if the trainer is sparse, and else with those of its checkpoint.
 
     Args:
         every: number of optimizer steps between two rows.
-        include: shell patterns of the weight matrices whose ranks are taken; None takes all.
         tau: of `share_above_tau`, in the units of the weights.
 
     Raises:
-        ConfigError: the model is sharded.
-        DataError: no weight matrix of the model is trained and chosen.
+        ConfigError: the model is sharded, or has adapters of PEFT.
+        DataError: no weight matrix of the model is trained.
     """
 
-    def __init__(self, every: int, *, include: Sequence[str] | None = None, tau: float = TAU) -> None:
-        self._every, self._include, self._tau = every, include, tau
+    def __init__(self, every: int, *, tau: float = TAU) -> None:
+        self._every, self._tau = every, tau
         self._is_main = False  # whether this process measures
         self._start: dict[str, Tensor] = {}
         self._logs: dict[str, float] = {}
@@ -63,6 +58,8 @@ class UpdateStatisticsCallback(TrainerCallback):
     ) -> None:
         if any(isinstance(param, DTensor) for param in model.parameters()):
             raise ConfigError("statistics_steps measures whole weights, and the model is sharded: leave the option out")
+        if hasattr(model, "peft_config"):
+            raise ConfigError("statistics_steps measures the model's own weights, and adapters of PEFT are trained")
         self._is_main = state.is_world_process_zero
         if not self._is_main:
             return
@@ -88,25 +85,13 @@ class UpdateStatisticsCallback(TrainerCallback):
         self._logs = {}
 
     def _begin(self, model: Any) -> None:
-        """Copy the weights, and choose the matrices."""
-        self._is_peft = hasattr(model, "peft_config")
+        """Copy the trained weights, and find the matrices among them."""
         parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-        firsts = canonical_names(named_parameters_of(model))
-        tied = {name: first for name, first in firsts.items() if name != first}
-        self._start = {}
-        if self._is_peft:
-            adapters = {id(p) for _, module in _adapted(model) for p in _adapter_parameters(module)}
-            parameters = {name: p for name, p in parameters.items() if id(p) not in adapters}
-            shapes = {name: module.get_base_layer().weight.dim() for name, module in _adapted(model)}
-        else:
-            trained = [name for name, p in parameters.items() if p.requires_grad]
-            self._copy(model, trained)
-            shapes = {name: parameters[name].dim() for name in trained}
+        self._copy(model, [name for name, p in parameters.items() if p.requires_grad])
         self.n_weights = sum(p.numel() for p in parameters.values())
-        matrices = [name for name, dims in shapes.items() if is_weight_matrix(name, dims)]
-        self.matrices = set(select_names(matrices, include=self._include, tied=tied))
+        self.matrices = {name for name, weight in self._start.items() if is_weight_matrix(name, weight.dim())}
         if not self.matrices:
-            raise DataError(f"no trained weight matrix matches {self._include}; there are {len(matrices)}")
+            raise DataError("no weight matrix of the model is trained")
 
     def _copy(self, model: Any, names: Iterable[str]) -> None:
         """Copy these weights to the CPU, also if they are there already; later ones are compared with the copies."""
@@ -127,20 +112,22 @@ class UpdateStatisticsCallback(TrainerCallback):
         | share_changed | share of weights whose bits differ from the start's |
         | share_changed_bf16 | the same with both rounded to bf16 first; None if the weights are 16-bit |
         | share_changed_fp32 | share of weights whose fp32 value, of a 16-bit weight its master copy, differs from the \
-start's; None for 16-bit weights without master copies, and for adapters of them |
+start's; None for 16-bit weights without master copies |
         | share_above_1e-6, share_above_1e-5 | share of weights that moved by more than this |
         | frobenius_norm | of the whole update |
-        | effective_rank_share | mean over the chosen matrices of effective rank / min(m, n) |
-        | share_above_tau | share of the chosen matrices' weights that moved by more than tau |
+        | effective_rank_share | mean over the trained matrices of effective rank / min(m, n) |
+        | share_above_tau | share of the trained matrices' weights that moved by more than tau |
         | share_large | share that moved by more than mean + 2 standard deviations of their matrix's changes |
-        | matrices | of each chosen matrix: shape, ranks, frobenius_norm, share_changed, share_above_tau, share_large |
+        | matrices | of each trained matrix: shape, ranks, frobenius_norm, share_changed, share_above_tau, share_large |
 
         Raises:
             DataError: a weight is NaN or infinite; names the matrix.
         """
         stored, rounded, squares = [], [], 0.0
         matrices: dict[str, dict[str, Any]] = {}
-        for name, before, after in self._changes(model):
+        parameters = dict(model.named_parameters())
+        for name, before in self._start.items():
+            after = parameters[name].detach()
             device = after.device
             counts = count_changes(before, after, _TOLERANCES, device=device)
             stored.append(counts)
@@ -149,7 +136,7 @@ start's; None for 16-bit weights without master copies, and for adapters of them
             wide = torch.promote_types(after.dtype, torch.float32)
             squares += float((after.to(wide) - before.to(device, wide)).double().square().sum())
             if name in self.matrices:
-                ranks = get_layer_rank_stats({name: after}, {name: before}, self._tau, method="gram")
+                ranks = get_layer_rank_stats({name: after}, {name: before}, self._tau)
                 for label, stats in ranks.items():
                     matrices[label] = {
                         "shape": list(stats.shape),
@@ -191,17 +178,6 @@ start's; None for 16-bit weights without master copies, and for adapters of them
     def _share(self, counts: list[ChangeCounts]) -> float | None:
         return sum_changes(counts).changed / self.n_weights if counts else None
 
-    def _changes(self, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, initial weight, current weight) of all weights that can have changed."""
-        if self._is_peft:
-            for name, module in _adapted(model):
-                weight = module.get_base_layer().weight.detach()
-                yield name, weight, weight + _change(module).to(weight.dtype)
-            return
-        parameters = dict(model.named_parameters())
-        for name, before in self._start.items():
-            yield name, before, parameters[name].detach()
-
 
 def _sparse(optimizer: Any) -> SparseOptimizer | None:
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
@@ -223,24 +199,3 @@ def _mean_share(matrices: Mapping[str, dict[str, Any]], key: str) -> float:
     """The share of all weights of some matrices, from those of each."""
     sizes = [math.prod(matrix["shape"]) for matrix in matrices.values()]
     return sum(size * matrix[key] for size, matrix in zip(sizes, matrices.values(), strict=True)) / sum(sizes)
-
-
-def _adapted(model: Any) -> list[tuple[str, Any]]:
-    """(name of its weight in the wrapped model, module) of each layer with an adapter."""
-    return [
-        (f"{name.removeprefix(_PEFT_PREFIX)}.weight", module)
-        for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight")
-    ]
-
-
-def _adapter_parameters(module: Any) -> list[Tensor]:
-    base = {id(p) for p in module.get_base_layer().parameters()}
-    return [p for p in module.parameters() if id(p) not in base]
-
-
-def _change(module: Any) -> Tensor:
-    """The change of a layer's weight when its adapter is merged."""
-    (adapter,) = module.active_adapters
-    change: Tensor = module.get_delta_weight(adapter)
-    return change

@@ -315,16 +315,6 @@ class Server(Connection):
         return request_json(f"{self._address}/{route}", content, method=method, timeout=self._timeout)
 
 
-def reset_prefix_cache(llm: Any) -> None:
-    """Discard the cached keys and values of a `vllm.LLM` of this process, also those that are in other memory.
-
-    Raises:
-        WeightSyncError: blocks are in use.
-    """
-    if not llm.reset_prefix_cache(reset_connector=True):
-        raise WeightSyncError("reset_prefix_cache of vLLM failed: blocks are still in use")
-
-
 def connections_to(engines: Any, pause: Pause | None, timeout: float) -> list[Connection]:
     """Return a connection for each engine: an `LLM`, the address of a server, or a list of these."""
     several = isinstance(engines, Sequence) and not isinstance(engines, str)

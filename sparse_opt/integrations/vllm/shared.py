@@ -20,7 +20,6 @@ from ...tensors import canonical_names, holds_base_weights, is_wrapper, named_pa
 from ...weight_sync import Destination
 from ...weight_sync.destinations import Addresses
 from ..loader_trace import trace_destinations
-from .connections import reset_prefix_cache
 
 _OTHER_WAY = "send updates in place of sharing weights (vllm_weights='sparse', VLLMWeightSync)"
 
@@ -53,7 +52,8 @@ class SharedWeights:
             raise WeightSyncError("the model holds its base weights: leave base_weights() before vLLM generates")
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        reset_prefix_cache(self._llm)
+        if not self._llm.reset_prefix_cache(reset_connector=True):
+            raise WeightSyncError("reset_prefix_cache of vLLM failed: blocks are still in use")
 
 
 def share_weights(model: nn.Module, llm: Any) -> SharedWeights:
