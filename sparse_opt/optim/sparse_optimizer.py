@@ -444,10 +444,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             bucket.release_dense_grads()
         super().zero_grad(set_to_none or self.grads == "compact")
 
-    def reuse_gradients(self) -> None:
-        """Let the next step use the gradients of the last one again, as a benchmark of the step does."""
-        self.collector.reuse()
-
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
         for bucket in self._buckets:
