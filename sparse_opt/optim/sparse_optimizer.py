@@ -781,7 +781,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self.generation += 1
         self._publish_state()
         if self.process_group is not None:
-            agreement.require_same_state(self, self._shards, dict(self._named()), self.process_group)
+            agreement.require_same_state(self, self.n_steps, self._shards, dict(self._named()), self.process_group)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the compact buffers: state, master, compact_weights, indices, grad, base."""
@@ -810,4 +810,4 @@ class SparseOptimizer(torch.optim.Optimizer):
         if self.process_group is not None:
             named = dict(self._named())
             agreement.require_same_weights(self._shards, named, self.process_group)
-            agreement.require_same_state(self, self._shards, named, self.process_group)
+            agreement.require_same_state(self, self.n_steps, self._shards, named, self.process_group)

@@ -41,7 +41,12 @@ def change_rate(model: nn.Module, optimizer: SparseAdamW) -> None:
     optimizer.param_groups[0]["lr"] = 0.2
 
 
+def change_steps(model: nn.Module, optimizer: SparseAdamW) -> None:
+    optimizer.n_steps += 1
+
+
 DIFFERENCES = {
+    "the number of steps is 3 on rank 0, but 4 on rank 1": change_steps,
     "parameter '0.weight' is digest": change_weight,
     "lr of parameter group 0 is 0.1 on rank 0, but 0.2 on rank 1": change_rate,
     **{f"{key} of '0.weight' is digest": change_state(key) for key in ("step", "exp_avg", "base")},

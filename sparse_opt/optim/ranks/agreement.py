@@ -60,13 +60,18 @@ def require_same_weights(
 
 def require_same_state(
     optimizer: torch.optim.Optimizer,
+    n_steps: int,
     shards: Mapping[Parameter, Shard],
     named: Mapping[str, Parameter],
     group: dist.ProcessGroup,
 ) -> None:
-    """Raise a RuntimeError unless all ranks have the same options, optimizer state and base weights, bit for bit."""
+    """Raise a RuntimeError unless all ranks have the same options, optimizer state and base weights, bit for bit.
+
+    Args:
+        n_steps: made on this rank. It is compared, because ranks with different shards have different states.
+    """
     device = optimizer.param_groups[0]["params"][0].device
-    require_same(_options(optimizer), group, device)
+    require_same([*_options(optimizer), ("the number of steps", n_steps)], group, device)
     tensors = [
         (f"{key} of {name!r}", value, shards[param].number)
         for name, param in named.items()
