@@ -39,10 +39,7 @@ TRITON_MINIMUM = (7, 0)
 # than Triton's and are as fast or faster, except for some tile products, mostly large ones, and the AdamW step from
 # dense gradients at 10 %, which are 2 to 8 % slower.
 # `reference` is last on a GPU because it reads scalars back to the host.
-AUTO_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
-    "cpu": dict.fromkeys(OPS, ("cpu", "reference")),
-    "cuda": dict.fromkeys(OPS, ("cuda", "triton", "reference")),
-}
+AUTO_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
 
 # Two cores of a busy CPU, torch 2.13, by hand with bench/kernels/host_time.py (the lab notebook, Host time), and two
@@ -256,9 +253,8 @@ def choose(op: str, device: torch.device | str, backend: str | None = None) -> s
             raise BackendUnavailable(f"backend {name!r} ({source}) cannot run: {cause}")
         return name
     device_type = torch.device(device).type
-    order = AUTO_ORDER[device_type][op] if device_type in AUTO_ORDER else ("reference",)
     passed_over: dict[str, str] = {}
-    for candidate in order:
+    for candidate in AUTO_ORDER.get(device_type, ("reference",)):
         cause = why_unavailable(candidate, device)
         if not cause:
             for faster, why in passed_over.items():

@@ -1,4 +1,4 @@
-"""Reads and writes `.pt` files: zip archives, as torch.save has written them since torch 1.6.
+"""Reads `.pt` files: zip archives, as torch.save has written them since torch 1.6.
 
 Files are untrusted: they are unpickled with `weights_only=True`, and the checksums of their records, which torch.load
 ignores, are compared. The format before torch 1.6 has no checksums and is refused.
@@ -75,16 +75,6 @@ def load_pt(path: Path, *, mmap: bool = False) -> Any:
     with _reading(), torch.device("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-
-
-def save_pt(content: Any, path: Path) -> None:
-    """Write a file with torch.save. Raises OSError if it cannot be written."""
-    try:
-        # Opened here because torch.save stores the file name that it is given, which may be a temporary one.
-        with path.open("wb") as file:
-            torch.save(content, file)
-    except RuntimeError as error:
-        raise OSError(one_line(error)) from error
 
 
 @contextlib.contextmanager

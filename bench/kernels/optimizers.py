@@ -61,7 +61,7 @@ def sparse_adamw(
 
 def step_again(optimizer: SparseAdamW) -> None:
     """Step with the gradients of the last step; normally a step consumes its compact gradients."""
-    optimizer.reuse_gradients()
+    optimizer.collector.stepped = False  # they stay in the buffers until the next ones arrive
     optimizer.step()
 
 

@@ -132,8 +132,8 @@ def _availability(backends: Any, torch: Any, backend: str, device: str) -> dict[
 
 def _auto(backends: Any, device: str) -> dict[str, Any]:
     """The backend that `auto` selects on a device for each op, and the unavailable ones of higher priority."""
-    found = {}
-    for op, order in backends.AUTO_ORDER[device.partition(":")[0]].items():
+    found, order = {}, backends.AUTO_ORDER[device.partition(":")[0]]
+    for op in backends.OPS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report contains what the warning says
             taken = backends.choose(op, device, "auto")

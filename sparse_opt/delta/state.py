@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,11 +136,17 @@ class StateLayout:
 
 
 class FullState(dict[str, Tensor]):
-    """The state dict of a module, gathered from its shards, and the names of those tensors that are not parameters."""
+    """The state dict of a module, gathered from its shards.
 
-    def __init__(self, buffers: Collection[str]) -> None:
+    Attributes:
+        buffers: the names of those tensors that are not parameters.
+        base_weights: whether the module held its base weights.
+    """
+
+    def __init__(self, buffers: Collection[str], base_weights: bool = False) -> None:
         super().__init__()
         self.buffers = frozenset(buffers)
+        self.base_weights = base_weights
 
 
 def read_logged(model_or_state: nn.Module | Mapping[str, Tensor], layout: StateLayout, where: str) -> dict[str, Tensor]:
@@ -156,14 +162,10 @@ def read_logged(model_or_state: nn.Module | Mapping[str, Tensor], layout: StateL
     except DeltaLogError as error:
         raise DeltaLogError(f"{where}: {error}") from error
     layout.require_same(found, where)
-    require_trained(tensors.values(), where)
-    return tensors
-
-
-def require_trained(weights: Iterable[Tensor], where: str) -> None:
-    """Raise DeltaLogError if weights that are to be logged after step 0 are base weights."""
-    if holds_base_weights(weights):
+    gathered_base = isinstance(model_or_state, FullState) and model_or_state.base_weights
+    if gathered_base or holds_base_weights(tensors.values()):
         raise DeltaLogError(f"{where}: the model holds its base weights: leave base_weights() first")
+    return tensors
 
 
 def read_state(model_or_state: nn.Module | Mapping[str, Tensor]) -> tuple[StateLayout, dict[str, Tensor]]:

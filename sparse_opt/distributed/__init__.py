@@ -1,11 +1,11 @@
-"""What several ranks save: state of optimizers, full states of sharded models, and delta logs."""
+"""What several ranks save: state of optimizers, and full states of sharded models."""
 
 from .checkpoint import full_optimizer_state_dict, load_optimizer
-from .delta_log import DistributedDeltaLog, full_state
+from .rank_0 import full_state, on_rank_0
 
 __all__ = [
-    "DistributedDeltaLog",
     "full_optimizer_state_dict",
     "full_state",
     "load_optimizer",
+    "on_rank_0",
 ]

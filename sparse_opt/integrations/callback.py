@@ -151,7 +151,7 @@ def _gathered(model: nn.Module) -> Weights:
     """The model, or if FSDP2 has sharded it the whole tensors on process 0; all processes must call this."""
     if not (dist.is_available() and dist.is_initialized()):
         return model
-    from ..distributed.delta_log import full_state
+    from ..distributed.rank_0 import full_state
 
     return full_state(model)
 
@@ -161,6 +161,6 @@ def on_process_0(function: Callable[[], object], error_type: type[Exception] = D
     if not (dist.is_available() and dist.is_initialized()):
         function()
         return
-    from ..distributed.delta_log import on_rank_0
+    from ..distributed.rank_0 import on_rank_0
 
     on_rank_0(function, error_type)

@@ -61,7 +61,7 @@ def find_from_log(
         include, exclude, mlp_only: which tensors are used: see `select_names`.
         routers: whether the routers of experts are used too; they are frozen otherwise.
         device: where the scores are computed; every device gives the same mask.
-        options: min_tensor_keep, pool, pattern, tensor_stats and progress of `find_mask`.
+        options: min_tensor_keep, pool, pattern and progress of `find_mask`.
 
     Returns:
         A mask over the chosen tensors. Its metadata: method, sparsity, step, base_step, steps_read (how many),
@@ -123,7 +123,7 @@ def find_from_model(
         routers: whether the routers of experts are used too; they are frozen otherwise.
         metadata: strings for the mask; method, sparsity, the given include, exclude, mlp_only and routers, and
             those of `find_mask` are added.
-        options: min_tensor_keep, pool, pattern, tensor_stats and progress of `find_mask`.
+        options: min_tensor_keep, pool, pattern and progress of `find_mask`.
 
     Raises:
         MaskError: as `calibrated_scores` and `find_mask`; or no tensor is chosen.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypedDict
 
@@ -22,8 +22,6 @@ Pool = Literal["global", "tensor"]
 POOLS: tuple[Pool, ...] = ("global", "tensor")
 
 _INFINITY_BITS = 0x7F800000
-# Scores summed at a time, in float64.
-_CHUNK = 2**22
 
 
 class ScoreSource(Protocol):
@@ -42,59 +40,16 @@ class ScoreSource(Protocol):
 
 
 @dataclass(frozen=True)
-class TensorStats:
-    """Statistics of one tensor in a selection. With a pattern, scores are those of units; counts are of elements.
-
-    Attributes:
-        kept, scoring, numel: number of elements that are kept, that have a score above zero, and in all.
-        threshold: the lowest kept score; None if no element is kept.
-        least, mean, most: minimum, mean and maximum of all scores; None if there are none.
-    """
-
-    kept: int
-    scoring: int
-    numel: int
-    threshold: float | None
-    least: float | None
-    mean: float | None
-    most: float | None
-
-
-@dataclass(frozen=True)
-class PatternCapture:
-    """The scores captured by a mask of whole units, compared with the element-wise mask of the same options.
-
-    Attributes:
-        score, element_score: sums of the scores of the kept elements.
-        nnz, element_nnz: number of kept elements.
-    """
-
-    score: float
-    element_score: float
-    nnz: int
-    element_nnz: int
-
-    @property
-    def share(self) -> float:
-        """score / element_score."""
-        return self.score / self.element_score
-
-
-@dataclass(frozen=True)
 class FoundMask:
-    """A mask and statistics of its selection.
+    """A mask and the threshold of its selection.
 
     Attributes:
         threshold: for pool global, the lowest score that counts towards the quota, floors excluded; None if the floors
-            meet the quota.
-        capture: None for the pattern element.
-        tensors: tensor name -> statistics; empty unless `tensor_stats=True`.
+            meet the quota, and for pool tensor.
     """
 
     mask: MaskSet
     threshold: float | None
-    capture: PatternCapture | None
-    tensors: Mapping[str, TensorStats]
 
 
 class SelectionOptions(TypedDict, total=False):
@@ -103,7 +58,6 @@ class SelectionOptions(TypedDict, total=False):
     min_tensor_keep: float
     pool: Pool
     pattern: str
-    tensor_stats: bool
     progress: bool
 
 
@@ -129,7 +83,6 @@ def find_mask(
     pool: Pool = "global",
     pattern: str = "element",
     metadata: Mapping[str, str] | None = None,
-    tensor_stats: bool = False,
     progress: bool = False,
 ) -> FoundMask:
     """Find the mask of the elements with the highest scores.
@@ -156,8 +109,7 @@ def find_mask(
         min_tensor_keep: the floor, as a fraction of each tensor, 0 to 1.
         pool: whether units are compared over all tensors or within each.
         pattern: the units that are kept or left out as a whole; see `masks.patterns`.
-        metadata: strings for the mask; pool, min_tensor_keep, made_by, and with a pattern captured_score, are added.
-        tensor_stats: collect `FoundMask.tensors`, which reads each score once more.
+        metadata: strings for the mask; pool, min_tensor_keep and made_by are added.
         progress: show a bar on a terminal.
 
     Raises:
@@ -173,71 +125,53 @@ def find_mask(
     if pool == "global":
         _require_quota(sum(floors.values()), quota, min_tensor_keep, sparsity)
     shares = {name: _rounded(numel, percent) for name, numel in numels.items()}
-    # With a pattern, the element-wise mask is found too, to compute how much of its score the pattern captures.
-    kinds = tuple(dict.fromkeys((pattern, "element")))
-    pooled = {kind: GlobalSelection(floors, quota) for kind in kinds} if pool == "global" else {}
-    selections: Mapping[str, GlobalSelection | TensorSelection] = pooled or {
-        kind: TensorSelection(floors, shares) for kind in kinds
-    }
-    chosen = selections[pattern]
+    chosen = GlobalSelection(floors, quota) if pool == "global" else TensorSelection(floors, shares)
     indices: dict[str, Tensor] = {}
-    tensors: dict[str, TensorStats] = {}
-    sums, counts = dict.fromkeys(selections, 0.0), dict.fromkeys(selections, 0)
     with tqdm(
-        total=(3 if pooled else 1) * len(numels),
+        total=(3 if pool == "global" else 1) * len(numels),
         desc=source.score_name,
         unit="tensor",
         leave=False,
         disable=None if progress else True,
     ) as bar:
-        if pooled:
-            for name, kind, scores in _scores(source, kinds, bar):
-                pooled[kind].count(name, scores)
-            _require_quota(pooled[pattern].floor_total, quota, min_tensor_keep, sparsity, pattern)
-            for name, kind, scores in _scores(source, kinds, bar):
-                pooled[kind].refine(name, scores)
-        for name, kind, scores in _scores(source, kinds, bar):
-            units = selections[kind].select(name, scores)
-            sums[kind] += _score_sum(scores.bits[units.to(scores.bits.device)])
-            counts[kind] += int(units.numel() if scores.sizes is None else scores.sizes.cpu()[units].sum())
-            if kind == pattern:
-                positions = expand_units(units, source.shapes[name], pattern)
-                # int32 takes half the memory.
-                indices[name] = positions.to(torch.int32) if numels[name] < 2**31 else positions
-                if tensor_stats:
-                    tensors[name] = _tensor_stats(scores, units, positions.numel())
-    if not counts[pattern]:
+        if isinstance(chosen, GlobalSelection):
+            for name, scores in _scores(source, pattern, bar):
+                chosen.count(name, scores)
+            _require_quota(chosen.floor_total, quota, min_tensor_keep, sparsity, pattern)
+            for name, scores in _scores(source, pattern, bar):
+                chosen.refine(name, scores)
+        for name, scores in _scores(source, pattern, bar):
+            positions = expand_units(chosen.select(name, scores), source.shapes[name], pattern)
+            # int32 takes half the memory.
+            indices[name] = positions.to(torch.int32) if numels[name] < 2**31 else positions
+    nnz = sum(positions.numel() for positions in indices.values())
+    if not nnz:
         raise MaskError(_no_element(source, chosen, pattern, sparsity))
     if chosen.reachable < chosen.requested:
         warnings.warn(
             f"only {chosen.reachable} elements have a {source.score_name} above zero, {chosen.requested} were "
             "requested: "
-            f"the mask keeps {counts[pattern]}",
+            f"the mask keeps {nnz}",
             stacklevel=2,
         )
-    capture = None
-    if pattern != "element":
-        capture = PatternCapture(sums[pattern], sums["element"], counts[pattern], counts["element"])
     made = {
         **(metadata or {}),
         "pool": pool,
         "min_tensor_keep": str(min_tensor_keep),
         "made_by": f"sparse-opt {__version__}",
-        **({} if capture is None else {"captured_score": f"{capture.share:.6f}"}),
     }
     mask = MaskSet(indices, source.shapes, pattern=pattern, metadata=made)
     bits = chosen.threshold
     threshold = None if bits is None else _score(bits)
-    return FoundMask(mask, threshold, capture, tensors)
+    return FoundMask(mask, threshold)
 
 
-def _scores(source: ScoreSource, kinds: Sequence[str], bar: tqdm) -> Iterator[tuple[str, str, UnitScores]]:
-    """Yield (name, kind, scores of that kind's units) in one pass over the tensors."""
+def _scores(source: ScoreSource, pattern: str, bar: tqdm) -> Iterator[tuple[str, UnitScores]]:
+    """Yield (name, scores of the pattern's units) in one pass over the tensors."""
     for name, shape in source.shapes.items():
         bits = source.bits(name)
         _require_numbers(bits, source.score_name, name)
-        for kind in kinds:
-            yield name, kind, unit_scores(bits, shape, kind)
+        yield name, unit_scores(bits, shape, pattern)
         bar.update()
 
 
@@ -276,29 +210,8 @@ def _no_element(
     return f"no element of the chosen tensors has a {source.score_name} above zero"
 
 
-def _tensor_stats(scores: UnitScores, units: Tensor, kept: int) -> TensorStats:
-    if not scores.bits.numel():
-        return TensorStats(0, 0, 0, None, None, None, None)
-    least_kept = int(scores.bits[units.to(scores.bits.device)].min()) if units.numel() else None
-    least, most = (int(bits) for bits in scores.bits.aminmax())
-    return TensorStats(
-        kept=kept,
-        scoring=scores.scoring,
-        numel=int(scores.bits.numel() if scores.sizes is None else scores.sizes.sum()),
-        threshold=None if least_kept is None else _score(least_kept),
-        least=_score(least),
-        mean=_score_sum(scores.bits) / scores.bits.numel(),
-        most=_score(most),
-    )
-
-
 def _score(bits: int) -> float:
     return float(torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32))
-
-
-def _score_sum(bits: Tensor) -> float:
-    """Return the sum of float32 scores, given by their bits, in float64."""
-    return sum(float(part.view(torch.float32).double().sum()) for part in bits.split(_CHUNK))
 
 
 def _rounded(numel: int, percent: float) -> int:

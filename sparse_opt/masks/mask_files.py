@@ -1,4 +1,4 @@
-"""Reads and writes mask files: a safetensors file of positions with metadata, or a `.pt` dictionary of bool tensors.
+"""Reads and writes mask files: safetensors files of positions with metadata. Reads `.pt` dictionaries of bool tensors.
 
 A `.pt` file (`pt_file`) holds name -> bool tensor, either directly, or under the key `masks` with the metadata under
 `metadata`.
@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..errors import MaskError
-from ..files import DamagedFile, is_text, one_line, write_safetensors, written_aside
+from ..files import DamagedFile, is_text, one_line, write_safetensors
 from ..tensor_file import open_tensors
 from ..tensors import compact_json, metadata_digest
 
@@ -88,23 +88,6 @@ def write(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_safetensors(path, indices, header)
     except (OSError, SafetensorError) as error:
-        raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
-
-
-def write_bool(path: Path, masks: Mapping[str, Tensor], metadata: Mapping[str, str], *, plain: bool) -> None:
-    """Write a `.pt` dictionary of bool tensors with torch.save, atomically. Creates missing parent folders."""
-    from ..pt_file import save_pt
-
-    if path.suffix not in _PT_SUFFIXES:
-        raise MaskError(f"{path}: files of bool tensors end in {', '.join(_PT_SUFFIXES)}; found {path.suffix!r}")
-    if not masks:
-        raise MaskError(f"{path}: the mask lists no parameters, expected at least one for a file of bool tensors")
-    content: dict[str, Any] = dict(masks) if plain else {"masks": dict(masks), "metadata": dict(metadata)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(path) as aside:
-            save_pt(content, aside)
-    except OSError as error:
         raise MaskError(f"{path}: cannot write the mask: {one_line(error)}") from error
 
 

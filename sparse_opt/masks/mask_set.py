@@ -290,24 +290,6 @@ class MaskSet:
         mask_files.write(path, self.indices, self.shapes, self.pattern, self.sparsity, self.metadata, self.digest)
         return path
 
-    def save_bool(self, path: str | Path, *, plain: builtins.bool = False) -> Path:
-        """Write the mask as a `.pt` dictionary of bool tensors, for other tools, atomically; return the path.
-
-        Takes one byte of memory and of the file for each element of the listed parameters. The pattern is not saved;
-        `load` determines the most specific one.
-
-        Args:
-            path: ends in .pt, .pth or .bin; an existing file is replaced.
-            plain: True writes name -> tensor only; False writes the tensors under `masks` and the metadata under
-                `metadata`.
-
-        Raises:
-            MaskError: the suffix is another, the mask lists no parameters, or the file cannot be written.
-        """
-        path = Path(path)
-        mask_files.write_bool(path, {name: self.bool(name) for name in self.indices}, self.metadata, plain=plain)
-        return path
-
     def resolve(self, model: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> MaskSet:
         """Return this mask with the model's parameter names, in the model's order.
 

@@ -94,6 +94,15 @@ def _unit_row_of(row: Tensor, shape: Sequence[int], pattern: str) -> Tensor:
     return row // rows * -(-rows // height) + row % rows // height
 
 
+def aligned_runs(positions: Tensor, length: int) -> Tensor | None:
+    """Return the numbers of the aligned runs that sorted unique positions consist of; None if any run is incomplete."""
+    if positions.numel() % length:
+        return None
+    first, last = positions[::length], positions[length - 1 :: length]
+    runs = first // length
+    return runs if bool(((last - first == length - 1) & (runs * length == first)).all()) else None
+
+
 def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | None:
     """Return the number of a unit that `indices` contains in part only; None if there is none.
 
@@ -104,7 +113,7 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
     if pattern == "element" or indices.numel() == 0:
         return None
     columns = matrix_shape(shape)[1]
-    runs = _aligned_runs(indices, width) if columns % width == 0 else None
+    runs = aligned_runs(indices, width) if columns % width == 0 else None
     if runs is not None and height == 1:
         return None
     # Processed in bands of whole rows of units, which bounds the scratch memory.
@@ -122,15 +131,6 @@ def broken_unit(indices: Tensor, shape: Sequence[int], pattern: str) -> int | No
         if broken is not None:
             return broken
     return None
-
-
-def _aligned_runs(indices: Tensor, width: int) -> Tensor | None:
-    """Return the runs that sorted unique `indices` consist of, or None. Fast path for rows of whole runs."""
-    if indices.numel() % width:
-        return None
-    first, last = indices[::width], indices[width - 1 :: width]
-    runs = first // width
-    return runs if bool(((last - first == width - 1) & (runs * width == first)).all()) else None
 
 
 def _broken_in_band(

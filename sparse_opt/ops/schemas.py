@@ -318,7 +318,7 @@ class StepFunction(Protocol):
     ) -> None: ...
 
 
-def step_signature(op: StepOp) -> inspect.Signature:
+def _step_signature(op: StepOp) -> inspect.Signature:
     """Return the signature of a step op: that of `StepFunction` with the op's states and options in their places."""
     parameters: list[inspect.Parameter] = []
     for common in list(inspect.signature(StepFunction.__call__).parameters.values())[1:]:
@@ -354,7 +354,7 @@ def _step_function(op: StepOp) -> StepFunction:
 
     function.__name__ = function.__qualname__ = op.name
     function.__doc__ = _docstring(op)
-    function.__signature__ = step_signature(op)  # type: ignore[attr-defined]
+    function.__signature__ = _step_signature(op)  # type: ignore[attr-defined]
     return _op("params", *op.states, "master", "weights")(function)
 
 

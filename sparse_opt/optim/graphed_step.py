@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ class _Shapes:
 
     inputs: list[Tensor]
     n_eager: int = 0  # eager steps so far
-    added: list[bytes] = field(default_factory=list)  # what the captured step has added to the optimizer's history
     graph: torch.cuda.CUDAGraph | None = None
     result: Any = None
 
@@ -114,19 +113,11 @@ class GraphedStep:
         if shapes.graph is None and shapes.n_eager < self.n_warmup:
             shapes.n_eager += 1
             return self._run_on_side_stream(shapes)
-        reducer, history = self.optimizer.collector.reducer, self.optimizer.history
-        if reducer is not None:
-            reducer.before_graph(captured=shapes.graph is not None)
         if shapes.graph is None:
             shapes.graph = self._capture(shapes)  # runs nothing, but counts the step
-            shapes.added = history.last
         else:
-            if self.optimizer.stochastic_rounding:
-                history.require_countable()
-            history.repeat(shapes.added)
+            self.optimizer.n_steps += 1
         shapes.graph.replay()
-        if reducer is not None:
-            reducer.after_replay()
         return shapes.result
 
     def _find_constants(self) -> list[Any]:

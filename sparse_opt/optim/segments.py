@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..masks.patterns import PATTERNS, matrix_shape
+from ..masks.patterns import PATTERNS, aligned_runs, matrix_shape
 from ..masks.positions import index_dtype
 from ..ops import tile_table
 from ..ops.narrow import bases_of, can_narrow, narrow_indices, widened
@@ -177,13 +177,8 @@ def run_length_of(shape: Sequence[int], pattern: str) -> int:
 
 def longest_run(positions: Tensor, at_most: int) -> int:
     """Return the longest run length up to `at_most` such that sorted unique `positions` are whole aligned runs."""
-    for length in RUN_LENGTHS:
-        if length > at_most or positions.numel() % length:
-            continue
-        first, last = positions[::length], positions[length - 1 :: length]
-        if bool(((first % length == 0) & (last - first == length - 1)).all()):
-            return length
-    return 1
+    fitting = (length for length in RUN_LENGTHS if length <= at_most and aligned_runs(positions, length) is not None)
+    return next(fitting, 1)
 
 
 def expanded(indices: Tensor, run_length: int) -> Tensor:

@@ -116,7 +116,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, tile_layers.restore, self._routes).atexit = False
         self._groups_fixed = self._closed = self._looked_for_clipping = False
         self._lost_updates: lost_updates.LostUpdates | None = None  # counted, but not read yet
-        self.history = agreement.StepHistory()
+        self.n_steps = 0  # made so far, with those that a GradScaler skipped
         self.generation = 0  # how often the compact buffers were allocated; a captured CUDA graph is valid for one
 
         if isinstance(params, nn.Module):
@@ -244,9 +244,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for bucket, its_tiles in zip(buckets, tiles, strict=True):
             bucket.allocate(STEP_OPS[self._op], self.state_dtype, **copies)
             n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
-            # Behind the gradient are the elements of an `Agreement`, which one reduction averages with it.
-            n_more = agreement.n_elements(self.process_group)
-            values = torch.zeros(n_grads + n_more, dtype=self.grad_dtype, device=bucket.device)[:n_grads]
+            values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
             binding.bind(bucket, self._op, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
         return buckets
 
@@ -269,7 +267,6 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self.process_group,
                 self.collector.lock,
                 {param: i for i, param in enumerate(order)},
-                self.history.progress,
                 self.collector.before_reduction,
                 self.collector.after_reduction,
                 overlap=not any(bucket.is_sharded for bucket in self._buckets),
@@ -444,10 +441,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             bucket.release_dense_grads()
         super().zero_grad(set_to_none or self.grads == "compact")
 
-    def reuse_gradients(self) -> None:
-        """Let the next step use the gradients of the last one again, as a benchmark of the step does."""
-        self.collector.reuse()
-
     def _check_gradients(self) -> None:
         """Raise an error that names the parameter if the step cannot read a gradient."""
         for bucket in self._buckets:
@@ -465,7 +458,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Return (norm, coefficient that clips the gradients to max_norm); without gradients the latter is None."""
         self._check_gradients()
         self.collector.reduce()
-        self.history.add_clipping(max_norm)
         if self.grads == "dense":
             for buffer in self.gradient_buffers:
                 buffer.gather_dense_grads()
@@ -536,8 +528,6 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check_binding()
-        if self.stochastic_rounding:
-            self.history.require_countable()
         self._check_groups()
         grad_scale, found_inf = self._amp_scaling()
         norm, clip_coef = self.grad_norm, self.collector.clip_coef
@@ -562,9 +552,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._lost_updates = sampled
         self.grad_norm = norm
         self.collector.mark_stepped()
-        if self.process_group is not None:
-            self.history.add_options(self.param_groups, self.defaults)
-        self.history.end_step()
+        self.n_steps += 1
         return loss
 
     def _sample_updates(self, steps: list[BucketStep]) -> lost_updates.LostUpdates | None:
@@ -572,7 +560,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
         Also warns of what an earlier step has counted.
         """
-        if self._lost_updates is None and self.history.n_steps + 1 != lost_updates.CHECKED_STEP:
+        if self._lost_updates is None and self.n_steps + 1 != lost_updates.CHECKED_STEP:
             return None
         if any(step.bucket.device.type == "cuda" for step in steps) and torch.cuda.is_current_stream_capturing():
             return None
@@ -741,7 +729,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state is malformed, or was saved with another mask, shape, dtype or set of parameters, on
                 any rank; nothing has changed.
-            RuntimeError: the ranks load different states; names the first tensor that differs. Nothing has changed.
+            RuntimeError: the ranks have loaded different states; names the first tensor that differs.
         """
         self._require_usable("load_state_dict")
         if isinstance(state_dict, dict):
@@ -776,14 +764,10 @@ class SparseOptimizer(torch.optim.Optimizer):
                 bases = base_weights.rebuild(
                     self._buckets, held, self.backend, self.collector, offload=self.offload_base_weights
                 )
-        if self.process_group is not None:
-            agreement.require_same_saved_state(
-                saved.states, saved.names, self._shards, self.process_group, self._buckets[0].device
-            )
         # Nothing has changed so far.
         self.zero_grad()
         saved.copy_states_(self._buckets)
-        self.history.restart(max(int(state["step"]) for state in saved.states.values() if "step" in state))
+        self.n_steps = max(int(state["step"]) for state in saved.states.values() if "step" in state)
         for bucket in self._buckets:
             bucket.filled_lr = None
             if bucket.weights is not None:
@@ -796,6 +780,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._bases = bases
             self.generation += 1
         self._publish_state()
+        if self.process_group is not None:
+            agreement.require_same_state(self, self.n_steps, self._shards, dict(self._named()), self.process_group)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the compact buffers: state, master, compact_weights, indices, grad, base."""
@@ -814,12 +800,14 @@ class SparseOptimizer(torch.optim.Optimizer):
     def check_ranks(self) -> None:
         """Check that all ranks of the process group have the same weights, options and optimizer state, bit for bit.
 
-        For tests and debugging: it reads all of them, synchronizes, and is a collective.
+        The base weights are part of the state. For tests and debugging: it reads all of them, synchronizes, and is a
+        collective.
 
         Raises:
             RuntimeError: some ranks differ from the first one; names the ranks and the first tensor that differs.
         """
         self._require_usable("check_ranks")
         if self.process_group is not None:
-            agreement.require_same_weights(self._shards, dict(self._named()), self.process_group)
-            agreement.require_same_state(self, self._buckets, self.process_group)
+            named = dict(self._named())
+            agreement.require_same_weights(self._shards, named, self.process_group)
+            agreement.require_same_state(self, self.n_steps, self._shards, named, self.process_group)

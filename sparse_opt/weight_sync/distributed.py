@@ -108,7 +108,7 @@ class DistributedWeightSender:
             WeightSyncError: on the other ranks, if the function raised an error, which rank 0 raises itself. Or a rank
                 is lost, which is named.
         """
-        from ..distributed.delta_log import on_rank_0  # not at the top: it imports DTensor, which takes a second
+        from ..distributed.rank_0 import on_rank_0  # not at the top: it imports DTensor, which takes a second
 
         own: list[Exception] = []
 

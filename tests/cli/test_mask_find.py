@@ -62,23 +62,6 @@ def test_a_log_s_mask_is_the_library_s(find, files):
     assert mask.metadata == expected.metadata
 
 
-def test_a_pattern_says_what_it_captures(find):
-    words = ("--pattern", "run16", "--sparsity_percent", 50)
-    found = json.loads(find("magnitude", *words, "--json").done())
-    assert found["pattern"] == "run16"
-    capture = found["captured_score"]
-    assert capture["share"] == pytest.approx(capture["score"] / capture["element_score"])
-    assert 0 < capture["share"] < 1
-    assert capture["nnz"] == found["nnz"]
-    assert found["metadata"]["captured_score"] == f"{capture['share']:.6f}"
-
-
-def test_debug_lists_every_tensor(find):
-    found = json.loads(find("magnitude", "--debug", "--json").done())
-    mask = MaskSet.load(found["file"])
-    assert {name: stats["kept"] for name, stats in found["tensors"].items()} == {n: len(mask[n]) for n in mask.names}
-
-
 def test_calibration_is_recorded(find, files):
     found = json.loads(find("snip", "--seed", 3, "--max_length", 20, "--dtype", "bf16", "--json").done())
     metadata = found["metadata"]
@@ -144,6 +127,6 @@ def test_experts_of_calibration_data(sparse_opt, files, tmp_path):
     compared = sparse_opt("mask", "compare", found["file"], tmp_path / "weights.safetensors", "--json").done()
     overlaps = [record for record in json.loads(compared)["overlaps"] if record["level"] == "expert"]
     assert len(overlaps) == 10
-    for option in (("--sparsity_percent", 50), ("--pattern", "tile64"), ("--debug",)):
+    for option in (("--sparsity_percent", 50), ("--pattern", "tile64")):
         error = sparse_opt(*words, *option, "--output", tmp_path / "masks").failed_in_one_line(2)
         assert f"'{option[0].removeprefix('--')}' is not valid with method 'experts'" in error

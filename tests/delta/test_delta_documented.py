@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sparse_opt import DeltaLog, SparseDelta
@@ -33,9 +34,14 @@ def test_the_code_runs_in_its_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"model": Model(), "train_one_step": train_one_step}
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "docs/delta_logs.md", "exec"), names)
+    assert len(blocks) == 4
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for block in blocks:
+            exec(compile(block, "docs/delta_logs.md", "exec"), names)
+    finally:
+        dist.destroy_process_group()
+    assert DeltaLog.open("delta_logs_ranks").steps == (0, 1, 2, 3, 4, 5)
     log = DeltaLog.open("delta_logs_m")
     assert log.steps == (0, 1, 2, 3, 4, 5, 6)
     for name, tensor in log.load(3).items():

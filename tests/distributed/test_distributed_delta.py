@@ -16,7 +16,7 @@ from uneven import Uneven, content
 
 from sparse_opt import DeltaLog, MaskSet, SparseAdamW
 from sparse_opt.delta import encoder
-from sparse_opt.distributed import DistributedDeltaLog
+from sparse_opt.distributed import full_state, on_rank_0
 from sparse_opt.errors import DeltaLogError
 from sparse_opt.mask_finding.find import find_from_log
 
@@ -44,6 +44,15 @@ def fixed_run_id() -> mock._patch[object]:
     return mock.patch.object(encoder.secrets, "token_hex", lambda n: "ab" * n)
 
 
+def append(log: DeltaLog | None, step: int, model: nn.Module) -> None:
+    state = full_state(model)
+    on_rank_0(lambda: log.append(step, state))
+
+
+def close(log: DeltaLog | None) -> None:
+    on_rank_0(lambda: log.close())
+
+
 def log_steps(rank: int, folder: str, sharded: bool) -> None:
     model, mask = model_and_mask()
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -51,8 +60,10 @@ def log_steps(rank: int, folder: str, sharded: bool) -> None:
     if sharded:
         for part in (model.hidden, model.out, model):
             fully_shard(part)
-    with fixed_run_id(), DistributedDeltaLog.create(folder, model, mask=mask) as log:
-        assert (log.log is None) == (rank > 0)
+    with fixed_run_id():
+        state = full_state(model)
+        log = on_rank_0(lambda: DeltaLog.create(folder, state, mask=mask))
+        assert (log is None) == (rank > 0)
         for step in range(1, STEPS + 1):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -63,10 +74,10 @@ def log_steps(rank: int, folder: str, sharded: bool) -> None:
                         else whole[name]
                     )
             if step == STEPS:
-                log.close()
-                log = DistributedDeltaLog.open(folder, model)
-            log.append(step)
-        log.close()
+                close(log)
+                log = on_rank_0(lambda: DeltaLog.open(folder))
+            append(log, step, model)
+        close(log)
 
 
 @BACKENDS
@@ -99,11 +110,12 @@ def test_base_weights_are_step_0_and_no_later_one(rank: int, tmp_path: Path, sha
         fully_shard(part)
     optimizer = SparseAdamW(model, mask, lr=0.1, process_group=None if sharded else False)
     with optimizer.base_weights():
-        log = DistributedDeltaLog.create(tmp_path / "log", model)
+        state = full_state(model)
+        log = on_rank_0(lambda: DeltaLog.create(tmp_path / "log", state))
         with pytest.raises(DeltaLogError, match="step 1: the model holds its base weights"):
-            log.append(1)
-    log.append(1)
-    log.close()
+            append(log, 1, model)
+    append(log, 1, model)
+    close(log)
 
 
 @ranks(2)
@@ -112,15 +124,16 @@ def test_an_error_of_rank_0_is_raised_on_every_rank(rank: int, tmp_path: Path) -
         DeltaLog.create(tmp_path / "taken", nn.Linear(3, 3)).close()
     dist.barrier()
     model = fully_shard(nn.Linear(3, 3).to(device()))
+    state = full_state(model)
     with pytest.raises(DeltaLogError, match="holds a delta log" if rank == 0 else "rank 0: .*holds a delta log"):
-        DistributedDeltaLog.create(tmp_path / "taken", model)
-    log = DistributedDeltaLog.create(tmp_path / "new", model)
+        on_rank_0(lambda: DeltaLog.create(tmp_path / "taken", state))
+    log = on_rank_0(lambda: DeltaLog.create(tmp_path / "new", state))
     with pytest.raises(DeltaLogError, match="step is 0, expected a step after 0"):
-        log.append(0)
+        append(log, 0, model)
     if rank == 0:
         (tmp_path / "new" / "writer.lock").unlink()
     dist.barrier()
-    log.append(1)  # fails in the background
+    append(log, 1, model)  # fails in the background
     with pytest.raises(DeltaLogError, match="lock"):
-        log.flush()
-    log.close()
+        on_rank_0(lambda: log.flush())
+    close(log)

@@ -168,7 +168,6 @@ def test_find_from_model_selects_by_the_scores_of_the_method(tiny_llama, method:
         "pool": "tensor",
         "min_tensor_keep": "0.0025",
         "made_by": f"sparse-opt {__version__}",
-        "captured_score": found.mask.metadata["captured_score"],
         # wanda leaves out the embedding, and so the output layer.
         **({} if method == "wanda" else {"tied": '{"lm_head.weight": "model.embed_tokens.weight"}'}),
     }

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
-from sparse_opt.mask_finding import select as mask_selection
 from sparse_opt.mask_finding import topk
 from sparse_opt.mask_finding.select import find_mask
 from sparse_opt.masks.patterns import PATTERNS
@@ -142,23 +140,6 @@ def test_units_are_those_of_looking_at_each(pattern: str, kind: str, pool: str, 
         assert found.mask.pattern == pattern
 
 
-def test_capture_is_the_share_of_the_element_wise_score() -> None:
-    scores = made_scores(3, "spread")
-    source = Scores(scores)
-    element = find_mask(source, sparsity=75).mask
-    found = find_mask(source, sparsity=75, pattern="run16")
-
-    def score_of(mask: MaskSet) -> float:
-        return math.fsum(float(s) for n in mask.names for s in scores[n].reshape(-1)[mask[n].long()])
-
-    assert found.capture is not None
-    assert (found.capture.nnz, found.capture.element_nnz) == (found.mask.nnz, element.nnz)
-    assert found.capture.score == pytest.approx(score_of(found.mask))
-    assert found.capture.element_score == pytest.approx(score_of(element))
-    assert 0 < found.capture.share < 1
-    assert found.mask.metadata["captured_score"] == f"{found.capture.share:.6f}"
-
-
 # What neither device, thread, chunk nor order may change
 
 
@@ -172,32 +153,12 @@ def test_threads_and_chunks_change_nothing(pattern: str, monkeypatch: pytest.Mon
             patched.setattr(topk, "_CHUNK", 113)
             patched.setattr(topk, "_BLOCK", 1000)
             patched.setattr(topk, "_BLOCK_COLUMNS", 256)
-            patched.setattr(mask_selection, "_CHUNK", 97)
             torch.set_num_threads(1)
             try:
                 again = find_mask(source, sparsity=40, pattern=pattern, min_tensor_keep=0).mask
             finally:
                 torch.set_num_threads(threads)
         assert (again, again.digest) == (whole, whole.digest)
-
-
-# Statistics
-
-
-def test_tensor_stats_are_those_of_the_kept_elements() -> None:
-    scores = made_scores(6, "spread") | {"still": torch.zeros(10)}
-    found = find_mask(Scores(scores), sparsity=90, tensor_stats=True)
-    for name, stats in found.tensors.items():
-        flat = scores[name].reshape(-1)
-        assert (stats.kept, stats.numel) == (found.mask[name].numel(), flat.numel())
-        assert stats.scoring == int((flat > 0).sum())
-        if flat.numel():
-            assert (stats.least, stats.most) == (float(flat.min()), float(flat.max()))
-            assert stats.mean == pytest.approx(float(flat.double().mean()))
-        kept = flat[found.mask[name].long()]
-        assert stats.threshold == (float(kept.min()) if kept.numel() else None)
-    assert found.tensors["still"].kept == 0
-    assert found.tensors["none"].mean is None
 
 
 # Refusals

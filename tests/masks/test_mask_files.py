@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +172,10 @@ def test_a_name_that_files_cannot_hold_is_refused(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("broken_call", ["fsync", "replace"])
-@pytest.mark.parametrize("save", [MaskSet.save, MaskSet.save_bool], ids=["safetensors", "pt"])
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(
-    mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., Path], broken_call: str
+    mask: MaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_call: str
 ) -> None:
-    name = "m.safetensors" if save is MaskSet.save else "m.pt"
-    path = save(mask, tmp_path / name)
+    path = mask.save(tmp_path / "m.safetensors")
     before = path.read_bytes()
 
     def disk_full(*args: Any, **kwargs: Any) -> None:
@@ -186,9 +183,9 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(os, broken_call, disk_full)
     with pytest.raises(MaskError, match="No space left on device"):
-        save(MaskSet.random({"w": (3,)}, density=1), path)
+        MaskSet.random({"w": (3,)}, density=1).save(path)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [name]
+    assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
 def bool_masks(mask: MaskSet) -> dict[str, Any]:
@@ -266,32 +263,3 @@ def test_pt_damage_gives_the_right_mask_or_a_refusal(mask: MaskSet, tmp_path: Pa
     for length in range(0, len(content), 97):
         path.write_bytes(content[:length])
         refusal(path)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
-def test_pt_written_is_read(mask: MaskSet, tmp_path: Path, plain: bool, suffix: str) -> None:
-    path = mask.save_bool(tmp_path / "new" / f"m{suffix}", plain=plain)
-    loaded = MaskSet.load(path)
-    assert (loaded, loaded.digest) == (mask, mask.digest)
-    assert loaded.metadata == ({} if plain else mask.metadata)
-    # Any reader of such files sees the same bits.
-    content = torch.load(path, weights_only=True)
-    masks = content if plain else content["masks"]
-    assert content.keys() == (set(mask.names) if plain else {"masks", "metadata"})
-    for name, tensor in masks.items():
-        assert tensor.dtype == torch.bool
-        assert torch.equal(tensor, mask.bool(name))
-
-
-def test_pt_written_is_the_same_bytes_each_time(mask: MaskSet, tmp_path: Path) -> None:
-    first, second = (mask.save_bool(tmp_path / f"{name}.pt").read_bytes() for name in ("first", "second"))
-    assert first == second
-    assert b".tmp" not in first
-
-
-def test_pt_that_cannot_be_written(mask: MaskSet, tmp_path: Path) -> None:
-    with pytest.raises(MaskError, match=r"m.safetensors: files of bool tensors end in .pt, .pth, .bin; found"):
-        mask.save_bool(tmp_path / "m.safetensors")
-    with pytest.raises(MaskError, match="m.pt: the mask lists no parameters"):
-        MaskSet({}, {}).save_bool(tmp_path / "m.pt")

@@ -58,14 +58,11 @@ examples:
   sparse-opt mask info masks.pt --per_tensor
   sparse-opt mask info masks.safetensors --png density.png --json
 """
-_CONVERT_EPILOG = """The suffixes select the formats: .safetensors contains the positions of active elements; .pt, .pth
-and .bin contain a dictionary of bool tensors, one byte per element, as other tools read and write it. Such a file is
-read plain or under the key 'masks', with weights_only=True. It is written with the keys 'masks' and 'metadata', or
-plain with --plain.
+_CONVERT_EPILOG = """A .pt, .pth or .bin file contains a dictionary of bool tensors, plain or under the key 'masks'. It
+is read with weights_only=True.
 
 examples:
   sparse-opt mask convert masks.pt --output masks.safetensors
-  sparse-opt mask convert masks.safetensors --output masks.pt --plain
 """
 _INVERT_EPILOG = """Swaps active and inactive elements in the tensors that the mask lists. The result takes 4 bytes per
 active element.
@@ -134,12 +131,9 @@ def _parser() -> CommandParser:
 
     mask_compare.add_parser(actions)
 
-    convert = actions.add_parser(
-        "convert", help="convert to and from .pt dictionaries of bool tensors", epilog=_CONVERT_EPILOG
-    )
+    convert = actions.add_parser("convert", help="convert a .pt dictionary of bool tensors", epilog=_CONVERT_EPILOG)
     _add_file(convert)
     add_output_file(convert)
-    convert.add_argument("--plain", action="store_true", help="write .pt without the key 'masks' and without metadata")
 
     invert = actions.add_parser("invert", help="swap active and inactive elements", epilog=_INVERT_EPILOG)
     _add_file(invert)
@@ -244,9 +238,7 @@ def _convert(args: Namespace) -> None:
     from ...masks.mask_set import MaskSet
 
     require_mask_file(args.output)
-    if args.plain and args.output.suffix == ".safetensors":
-        raise ConfigError(f"option 'plain' is for .pt files, but option 'output' is {args.output}")
-    save_mask(MaskSet.load(args.file), args.output, as_json=args.json, plain=args.plain)
+    save_mask(MaskSet.load(args.file), args.output, as_json=args.json)
 
 
 def _invert(args: Namespace) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,8 @@ completion (of preference pairs, the chosen one):
                     --experts_per_layer of them
 
 Routers of experts stay frozen without --routers. A run or tile pattern keeps whole aligned units by the sum of their
-scores, for the fast paths of the kernels; the share of the element-wise mask's score that it captures is printed. It is
-an error if a method needs more logged steps than there are. All devices find the same mask in a delta log.
+scores, for the fast paths of the kernels. It is an error if a method needs more logged steps than there are. All
+devices find the same mask in a delta log.
 
 A mask at random: 'sparse-opt mask random'. How much a mask has in common with another: 'sparse-opt mask compare'.
 
@@ -59,7 +58,7 @@ examples:
       --top_percent 10 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --method fisher --pattern run32 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --mlp_only --pool tensor --output mlp.safetensors
-  sparse-opt mask find --delta_log_dir delta_logs_M --exclude '*embed*' '*norm*' --debug --output masks/
+  sparse-opt mask find --delta_log_dir delta_logs_M --exclude '*embed*' '*norm*' --output masks/
   sparse-opt mask find --method snip --model_name M --dataset pairs.jsonl --n_samples 64 --output masks/
   sparse-opt mask find --method experts --model_name M --dataset task.jsonl --top_p 0.2 --output masks/
   sparse-opt mask find --method weight_magnitude --model_name M --sparsity_percent 97.5 --output masks/
@@ -81,7 +80,7 @@ _BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
     "pool": ((*LOG_METHODS, *MODEL_METHODS), "global"),
 }
 # Options that mean nothing where whole experts are chosen.
-_NOT_OF_EXPERTS = ("delta_log_dir", "sparsity_percent", "top_percent", "mlp_only", "debug")
+_NOT_OF_EXPERTS = ("delta_log_dir", "sparsity_percent", "top_percent", "mlp_only")
 
 
 def add_parser(actions: Any) -> None:
@@ -122,7 +121,6 @@ def add_parser(actions: Any) -> None:
     find.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the initial model (fp32)")
     find.add_argument("--seed", type=int, help="seed of the calibration sequences (0)")
     find.add_argument("--device", default="auto", help="device that computes scores: auto, cpu, cuda (%(default)s)")
-    find.add_argument("--debug", action="store_true", help="show threshold, counts and scores of every tensor")
     find.add_argument(
         "--output",
         type=Path,
@@ -152,9 +150,9 @@ def run(args: Namespace) -> None:
     found = find()
     found.mask.save(path)
     if args.json:
-        print_json({"file": path, **summary(found.mask), **_details(args, found)})
+        print_json({"file": path, **summary(found.mask), "threshold": found.threshold})
     else:
-        print("\n".join([str(path), headline(found.mask), *_lines(args, found)]))
+        print(f"{path}\n{headline(found.mask)}")
 
 
 def _find_experts(args: Namespace) -> None:
@@ -276,7 +274,6 @@ def _shared(args: Namespace) -> dict[str, Any]:
         "min_tensor_keep": args.min_tensor_keep,
         "pool": args.pool,
         "pattern": args.pattern,
-        "tensor_stats": args.debug,
         "progress": True,
     }
 
@@ -293,38 +290,3 @@ def _file_name(args: Namespace, sparsity: float, label: str, step: int | None) -
     if args.top_percent is not None:
         return top_file_name(args.top_percent, label, step, pattern=args.pattern)
     return mask_file_name(sparsity, label, step, pattern=args.pattern)
-
-
-def _details(args: Namespace, found: FoundMask) -> dict[str, Any]:
-    details: dict[str, Any] = {"threshold": found.threshold}
-    if found.capture is not None:
-        details["captured_score"] = asdict(found.capture) | {"share": found.capture.share}
-    if args.debug:
-        details["tensors"] = {name: asdict(stats) for name, stats in found.tensors.items()}
-    return details
-
-
-def _lines(args: Namespace, found: FoundMask) -> list[str]:
-    lines = []
-    if found.capture is not None:
-        capture = found.capture
-        lines.append(
-            f"{args.pattern} captures {format_percent(capture.share)} of the score of the element-wise mask of the "
-            f"same options ({capture.nnz:,} elements; element-wise {capture.element_nnz:,})"
-        )
-    if args.debug:
-        if found.threshold is not None:
-            lines.append(f"threshold over all tensors {found.threshold:.6g}")
-        lines += ["", _tensor_table(found)]
-    return lines
-
-
-def _tensor_table(found: FoundMask) -> str:
-    def shown(value: float | None) -> str:
-        return "" if value is None else f"{value:.6g}"
-
-    rows = [
-        (name, f"{f.kept:,}", f"{f.scoring:,}", f"{f.numel:,}", *map(shown, (f.threshold, f.least, f.mean, f.most)))
-        for name, f in found.tensors.items()
-    ]
-    return table(("tensor", "kept", "above zero", "elements", "threshold", "least", "mean", "most"), rows)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 # Copies of the names in masks.patterns, which cannot be imported without torch.
 PATTERNS = ("element", "run16", "run32", "tile64", "tile128")
-_PT_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def add_routers(parser: ArgumentParser) -> None:
@@ -35,9 +34,7 @@ def add_output(parser: ArgumentParser) -> None:
 
 def add_output_file(parser: ArgumentParser) -> None:
     """Add `--output`, a file (`require_mask_file`), and `--json`."""
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="mask file to write, .safetensors or .pt"
-    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="mask file to write, .safetensors")
     add_json_flag(parser)
 
 
@@ -56,17 +53,14 @@ def output_file(output: Path, name: str) -> Path:
 
 def require_mask_file(output: Path) -> None:
     """Raise ConfigError unless --output is a file that a mask can be written to."""
-    if output.suffix not in (".safetensors", *_PT_SUFFIXES) or output.is_dir():
+    if output.suffix != ".safetensors" or output.is_dir():
         found = "a folder" if output.is_dir() else output.suffix or "no suffix"
-        raise ConfigError(f"option 'output': {output}: expected a file that ends in .safetensors or .pt, found {found}")
+        raise ConfigError(f"option 'output': {output}: expected a file that ends in .safetensors, found {found}")
 
 
-def save_mask(mask: MaskSet, path: Path, *, as_json: bool, plain: bool = False) -> None:
-    """Write the mask in the format of the suffix, and print a summary."""
-    if path.suffix in _PT_SUFFIXES:
-        mask.save_bool(path, plain=plain)
-    else:
-        mask.save(path)
+def save_mask(mask: MaskSet, path: Path, *, as_json: bool) -> None:
+    """Write the mask, and print a summary."""
+    mask.save(path)
     if as_json:
         print_json({"file": path, **summary(mask)})
     else:

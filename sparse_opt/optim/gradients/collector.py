@@ -225,13 +225,6 @@ class GradientCollector:
             self._hide_proxies()
             self._notify_buffers()
 
-    def reuse(self) -> None:
-        """Undo `mark_stepped`, for gradients that are still in the buffers."""
-        with self.lock:
-            self.stepped = False
-            if self.reducer is not None:
-                self.reducer.reduced = True
-
     def received(self, buffer: GradientBuffer) -> list[bool]:
         """Return, for each parameter of the buffer, whether it has a compact gradient that no step has used."""
         return [False] * len(buffer.params) if self.compact and self.stepped else buffer.received

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ... import backends
-from ..ranks.agreement import Agreement, Progress, n_elements
 from ..ranks.group import all_reduce_mean, wait
 from .gradient_buffer import GradientBuffer
 from .python_collection import PythonBackwardNotifier
@@ -102,7 +101,6 @@ class GradientReducer:
     Args:
         lock: of the collector; held while the buffers change.
         position: of each parameter in the model; the same on all ranks.
-        progress: returns what this rank must have in common with the others; see `Agreement`.
         overlap: False for sharded parameters: `fully_shard` gathers them in the same process group, and if a rank has
             no gradient of some, the ranks would call the collectives in different orders.
         on_launch: called before the first reduction of a pass, with the lock held.
@@ -115,7 +113,6 @@ class GradientReducer:
         group: dist.ProcessGroup,
         lock: threading.RLock,
         position: Mapping[Tensor, int],
-        progress: Callable[[], Progress],
         on_launch: Callable[[], None],
         on_reduced: Callable[[], None],
         *,
@@ -125,12 +122,6 @@ class GradientReducer:
         self.reduced = False  # the buffers hold means, or will as soon as the reductions in flight have finished
         self._buffers, self._lock, self._on_launch, self._on_reduced = buffers, lock, on_launch, on_reduced
         self._pieces = split(buffers, position, MAX_PIECE_BYTES)
-        # The first piece at the end of a buffer, whose memory goes on with the elements of the agreement.
-        self._last = next(n for n, piece in enumerate(self._pieces) if piece.params.stop == len(piece.buffer.params))
-        piece, extra = self._pieces[self._last], n_elements(group)
-        whole = piece.values.as_strided((piece.values.numel() + extra,), (1,))
-        self._pieces[self._last] = replace(piece, values=whole)
-        self._agreement = Agreement(whole[-extra:], group, progress)
         self._notifier: Any = None
         self._enabled = True
         # Of the running pass:
@@ -199,7 +190,6 @@ class GradientReducer:
         if self._launched == 0:
             self._on_launch()
             self._number += 1
-            self._agreement.compare(wait=True)
         piece = self._pieces[self._launched]
         buffer = piece.buffer
         stream = self._streams.get(buffer.device)
@@ -212,8 +202,6 @@ class GradientReducer:
                     slots = buffer.ends[i] - buffer.starts[i]
                     buffer.add_values(i, torch.zeros(slots, dtype=torch.float32, device=buffer.device))
             buffer.finish()
-            if self._launched == self._last:
-                self._agreement.send()
             self._works.append(all_reduce_mean(piece.values, self.group))
         self._launched += 1
 
@@ -225,7 +213,6 @@ class GradientReducer:
         if not self.reduced:
             self._launch_all()
         self.wait()
-        self._agreement.compare(wait=False)
 
     def check_complete(self) -> None:
         """Raise a RuntimeError if a backward pass ended, by an exception, after it had launched some reductions."""
@@ -240,7 +227,6 @@ class GradientReducer:
         works, self._works = self._works, []
         for work in works:
             wait(work, self.group, self._number)
-        self._agreement.receive()
 
     def reopen(self) -> None:
         """Prepare for further gradients."""
@@ -256,18 +242,6 @@ class GradientReducer:
             self.detach()
             with torch.cuda.stream(stream):
                 self.attach()
-
-    def before_graph(self, *, captured: bool) -> None:
-        """Prepare for the capture or the replay of a step with its reductions, on the current stream.
-
-        A capture may wait for no earlier result. A replay leaves that of the last one for later, so that the host can
-        launch it while the last one runs.
-        """
-        self._agreement.compare(wait=True, n_later=int(captured))
-        self._agreement.write()
-
-    def after_replay(self) -> None:
-        self._agreement.received()
 
     # The mean
 

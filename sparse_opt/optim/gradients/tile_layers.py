@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ...masks.patterns import PATTERNS
+from ...masks.patterns import PATTERNS, aligned_runs
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
 from ..segments import ActiveWeight, Segments, Tiles
@@ -179,11 +179,9 @@ def _are_whole_matrices(segments: Segments, i: int) -> bool:
     """
     shape, nnz = segments.params[i].shape, segments.ends[i] - segments.starts[i]
     size = shape[-1] * shape[-2] if len(shape) == 3 else 0
-    if not size or not nnz or nnz % size:
+    if not size or not nnz or nnz % size:  # before the positions are expanded
         return False
-    positions = segments.positions(i).view(-1, size)
-    first, last = positions[:, 0], positions[:, -1]
-    return bool(((first % size == 0) & (last - first == size - 1)).all())
+    return aligned_runs(segments.positions(i), size) is not None
 
 
 def _unsharded(buckets: Iterable[Bucket]) -> dict[Parameter, Parameter]:

@@ -4,7 +4,7 @@ The log is an ordinary `sparse_opt.DeltaLog`: `sparse-opt delta` verifies it and
 can follow the log that a training run writes anyway. A step of the log is a version of the weights. The folder may be
 on a network file system, and trainer and receivers need not run at the same time.
 
-    log = DeltaLog.create(folder, model, mask=mask, keyframe_every=50)          # DistributedDeltaLog under FSDP2
+    log = DeltaLog.create(folder, model, mask=mask, keyframe_every=50)          # under FSDP2: docs/delta_logs.md
     for version in range(1, ...):
         ...
         optimizer.step()
