@@ -2,14 +2,14 @@
 
 Each mode (--modes) runs in a process of its own, from the same random bf16 weights, on the same prompts:
   dense       TRL's GRPOTrainer: torch's fused AdamW with bf16 moments, a reference model, all weights sent to vLLM
-  lora        the same with peft's adapters of rank --lora_rank, which are merged before all weights are sent
+  lora        the same with peft's adapters of rank 16, which are merged before all weights are sent
   tiles       `sparse_trainer(GRPOTrainer)` with vllm_weights="shared", under a random mask of whole tiles; moments and
               compact gradients in bf16, base weights in host memory
   tiles_sent  the same with vllm_weights="sparse": the changed values are sent
 
 vLLM's share of the memory is what the trainer leaves of the GPU, or of --limit_gib, by one rule for all modes: all but
 the bytes that the trainer holds between steps by calculation, 2 GiB for CUDA, and what a step needs besides, its
-gradients and --activations_gib. With --sleep a step's part is not left, because the cache is free during training.
+gradients and 8 GiB of activations. With --sleep a step's part is not left, because the cache is free during training.
 All completions have --max_new_tokens tokens. `training` includes the rewards and the optimizer. The modes need TRL 1.16
 and vLLM, and lora needs peft; on a CPU they run in the environment of `make test-vllm`.
 """
@@ -52,13 +52,12 @@ from .training.baseline.modes import LEAN
 from .training.baseline.trl import step_watch, trainer_options
 
 MODES = ("dense", "lora", "tiles", "tiles_sent")
-CUDA_BYTES = 2 * 2**30  # of contexts and libraries
+CUDA_BYTES, ACTIVATION_BYTES = 2 * 2**30, 8 * 2**30  # of contexts and libraries; of a step
+PROMPT_LENGTH, LORA_RANK = 64, 16
 LEARNING_RATE, BETA, N_WARMUP = 1e-6, 0.04, 1
 NO_GRADIENT = ("policy's log-probabilities", "reference")  # sections of log-probabilities without one, in TRL's order
-# Keys of the cases of all modes, and of some.
-_SIZES = ("n_prompts", "n_generations", "prompt_length", "max_new_tokens", "micro_batch_size")
-_SETTINGS = ("shape", *_SIZES, "sleep", "limit_gib", "seed")
-_OF_MODES: dict[str, tuple[str, ...]] = {"lora": ("lora_rank",), "tiles": ("density",), "tiles_sent": ("density",)}
+_SMALL = {"shape": "tiny", "n_prompts": 2, "n_generations": 4, "max_new_tokens": 16, "micro_batch_size": 4}
+_SETTINGS = (*_SMALL, "sleep", "limit_gib", "seed")  # keys of the cases of all modes
 
 
 # One mode, in a process of its own
@@ -109,18 +108,18 @@ def bytes_of_trainer(args: Namespace) -> float:
     held = {"dense": (2 + 4 + 2) * n, "lora": 2 * n, "tiles": 4 * active, "tiles_sent": 2 * n + 4 * active}
     in_step = {"dense": 2 * n, "lora": 0, "tiles": 2 * active, "tiles_sent": 2 * active}
     found: float = held[args.mode] + CUDA_BYTES
-    return found if args.sleep else found + in_step[args.mode] + args.activations_gib * 2**30
+    return found if args.sleep else found + in_step[args.mode] + ACTIVATION_BYTES
 
 
 def make_trainer(args: Namespace, memory_share: float) -> Any:
     """The trainer of a mode, which starts vLLM, too."""
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
-    on_cpu, longest = args.device == "cpu", args.prompt_length + args.max_new_tokens
+    on_cpu, longest = args.device == "cpu", PROMPT_LENGTH + args.max_new_tokens
     if on_cpu:
         _use_plain_weights()
     config = words_config(args.shape, longest)
     config._name_or_path = args.folder
-    prompts = preference_pairs(args.n_steps * args.n_prompts, longest, args.seed, args.prompt_length)
+    prompts = preference_pairs(args.n_steps * args.n_prompts, longest, args.seed, PROMPT_LENGTH)
     common = {
         "model": make_model(config, torch.device(args.device), args.seed),
         "args": trl.GRPOConfig(
@@ -145,7 +144,7 @@ def make_trainer(args: Namespace, memory_share: float) -> Any:
     if args.mode == "dense":
         return trl.GRPOTrainer(**common)
     if args.mode == "lora":
-        adapters = {"r": args.lora_rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        adapters = {"r": LORA_RANK, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
         return trl.GRPOTrainer(**common, peft_config=importlib.import_module("peft").LoraConfig(**adapters))
     integrations = importlib.import_module("sparse_opt.integrations")
     shared = args.mode == "tiles"  # then vLLM gets the trainer's weights, whatever it has loaded
@@ -249,16 +248,13 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--modes", type=comma_separated, default=list(MODES[:3]), help=f"of {','.join(MODES)}")
     what.add_argument("--shape", choices=("3b", "8b", "14b", "32b"), default="3b", help="of the model (%(default)s)")
     what.add_argument("--density", type=float, default=0.025, help="of the mask (%(default)s)")
-    what.add_argument("--lora_rank", type=int, default=16, help="(%(default)s)")
     what.add_argument("--n_prompts", type=int, default=32, help="of a step (%(default)s)")
     what.add_argument("--n_generations", type=int, default=8, help="completions of a prompt (%(default)s)")
-    what.add_argument("--prompt_length", type=int, default=64, help="tokens (%(default)s)")
     what.add_argument("--max_new_tokens", type=int, default=512, help="of every completion (%(default)s)")
     what.add_argument("--micro_batch_size", type=int, default=8, help="completions of a backward pass (%(default)s)")
     run = parser.add_argument_group("how")
     run.add_argument("--sleep", action="store_true", help="vLLM gives its cache back during training")
     run.add_argument("--limit_gib", type=float, help="of trainer and vLLM together (default: all of the GPU)")
-    run.add_argument("--activations_gib", type=float, default=8, help="left for them without --sleep (%(default)s)")
     run.add_argument("--n_steps", type=int, default=4, help=f"of each mode; {N_WARMUP} is not timed (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights, mask and prompts (%(default)s)")
     run.add_argument("--small", action="store_true", help="a tiny shape, on the CPU")
@@ -267,13 +263,11 @@ def options(parser: CommandParser) -> None:
 def problem(args: Namespace) -> str:
     """The error in the options; empty if they are valid."""
     if args.small:
-        small = {"shape": "tiny", "density": 0.25} | dict(zip(_SIZES, (2, 4, 16, 16, 4), strict=True))
-        vars(args).update(small)
+        vars(args).update(_SMALL, density=0.25)
     if error := (
         one_of_each("modes", args.modes, MODES)
-        or not_between(args, "n_prompts", "prompt_length", "lora_rank")
+        or not_between(args, "n_prompts")
         or not_between(args, "n_generations", "n_steps", at_least=2)
-        or not_between(args, "activations_gib", at_least=0)
     ):
         return error
     if args.n_prompts * args.n_generations % args.micro_batch_size:
@@ -288,7 +282,7 @@ def problem(args: Namespace) -> str:
 
 def measure(args: Namespace, run: Run) -> None:
     """Run every mode in a process of its own; rows are written to the output after each."""
-    config = words_config(args.shape, args.prompt_length + args.max_new_tokens)
+    config = words_config(args.shape, PROMPT_LENGTH + args.max_new_tokens)
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"vllm": installed_version("vllm")}
     with tempfile.TemporaryDirectory(prefix="sparse_opt_grpo_engine_") as folder:
         if set(args.modes) != {"tiles"}:
@@ -312,14 +306,12 @@ def measure(args: Namespace, run: Run) -> None:
 def result_rows(result: Mapping[str, Any], case: Case, args: Namespace) -> list[Row]:
     """The rows of a mode: times of the steps after the warm-up, memory, and the agreement of log-probabilities."""
     timed = result["steps"][N_WARMUP:]
-    shared: dict[str, Any] = {
-        "suite": "grpo_engine",
-        "case": case | {name: getattr(args, name) for name in _OF_MODES.get(case["mode"], ())},
-    }
     peers: dict[str, float | Case] = {}
     if case["mode"].startswith("tiles"):
+        case = case | {"density": args.density}
         peers["dense"] = {"mode": "dense", "density": None}
-        peers["LoRA"] = {"mode": "lora", "density": None, "lora_rank": args.lora_rank}
+        peers["LoRA"] = {"mode": "lora", "density": None}
+    shared: dict[str, Any] = {"suite": "grpo_engine", "case": case}
     rows = [
         Row.of_samples([1e3 * step["step_s"] for step in timed], **shared, metric="whole step", unit="ms", peers=peers)
     ]

@@ -10,7 +10,7 @@ pytest.importorskip("datasets", reason="needs datasets: pip install 'sparse-opt[
 from sparse_opt.bench import grpo_engine, report
 from sparse_opt.bench.rows import Run
 
-OPTIONS = {"density": 0.025, "lora_rank": 16, "sleep": False, "shape": "3b", "activations_gib": 8}
+OPTIONS = {"density": 0.025, "sleep": False, "shape": "3b"}
 CASE = {"shape": "3b", "n_prompts": 32, "n_generations": 8, "max_new_tokens": 512}
 
 

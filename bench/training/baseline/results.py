@@ -73,7 +73,7 @@ def result_rows(result: Mapping[str, Any], case: Case, n_warmup: int) -> list[Ro
     else:
         rows.append(time("CPU time", statistics.median(step["cpu_s"] for step in timed), peers=peers))
     of_section[""] = peers
-    for name, seconds in (result["kernel_s"] or {}).items():
+    for name, seconds in (result.get("kernel_s") or {}).items():
         metric = f"kernels, {name}" if name else "kernels"
         rows.append(
             Row(suite=SUITE, case=case, metric=metric, unit="ms", value=1e3 * seconds, peers=of_section.get(name, {}))

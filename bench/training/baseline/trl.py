@@ -99,7 +99,6 @@ def run(job: Job) -> dict[str, Any]:
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
         "bytes": {},
-        "kernel_s": None,
         "steps": [{"section_s": {}, **one, **of_step} for one, of_step in zip(metrics, times, strict=True)],
     }
 

@@ -208,7 +208,6 @@ def result(mode: str, loss: float = math.log(2), *, on_gpu: bool = False, **valu
         "peak_memory_bytes": 2**34 if on_gpu else None,
         "peak_reserved_bytes": 2**34 if on_gpu else None,
         "bytes": {"weights": 2**32, "grad": 2**31, "base": 0},
-        "kernel_s": None,
         "fits": True,
         "steps": [copy.deepcopy(step) | {"step_s": seconds} for seconds in (9.0, 0.1, 0.2)],
         **values,

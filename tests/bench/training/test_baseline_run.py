@@ -50,7 +50,6 @@ def job(tmp_path_factory) -> Job:
         mode="sparse",
         model_name=str(folder / "model"),
         dataset=str(folder / "pairs.jsonl"),
-        subset_size=None,
         mask=str(folder / "mask.safetensors"),
         sequence_length=24,
         n_generations=3,
