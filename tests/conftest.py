@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Read when torch is imported. On some CPUs MKL's products else depend on where their operands lie in memory.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode

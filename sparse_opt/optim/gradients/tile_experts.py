@@ -1,9 +1,10 @@
 """Mixtures of experts whose backward pass computes only the active tiles of the experts' weight gradients.
 
 The experts of a layer are modules of transformers with stacked weights, [experts, rows, columns]. Their forward here is
-that of transformers' implementation "grouped_mm", to the bit: the tokens are sorted by expert, and there is one grouped
-product for each weight. Nothing waits for the device: where each expert's tokens are is read there. The backward passes
-of the sorting and of the weighted sum are gathers in place of torch's scatters, and give the same bits every time.
+that of transformers' implementation "grouped_mm", to the bit if torch's products repeat their bits (on some CPUs MKL's
+need MKL_CBWR): the tokens are sorted by expert, and there is one grouped product for each weight. Nothing waits for the
+device: where each expert's tokens are is read there. The backward passes of the sorting and of the weighted sum are
+gathers in place of torch's scatters, and give the same bits every time.
 """
 
 from __future__ import annotations
