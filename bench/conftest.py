@@ -10,8 +10,6 @@ import torch
 from .rows import environment
 from .shapes import SUITE_NUMEL
 
-DEFAULT_ROUNDS = 100
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sparse_opt.bench")
@@ -21,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bench_numel", type=int, help=f"elements of all tensors ({small}; on a GPU {large})")
     # With several threads, all wait at a barrier for a thread whose core another process uses.
     group.addoption("--bench_threads", type=int, default=1, help="CPU threads (1: the steadiest)")
-    group.addoption("--bench_rounds", type=int, default=DEFAULT_ROUNDS, help=f"timed calls ({DEFAULT_ROUNDS})")
+    group.addoption("--bench_rounds", type=int, default=100, help="timed calls (100)")
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from .rows import NOT_MEASURED, Case, Row, Run
 SIZES = ("numel", "delta_numel", "peer_numel")
 COUNTS = (
     *("n_rounds", "n_steps", "steps_in_a_row", "batch_size", "micro_batch_size", "sequence_length", "max_new_tokens"),
-    *("hidden_size", "n_layers", "lora_rank", "experts"),
+    *("subset_size", "hidden_size", "n_layers", "lora_rank", "experts"),
 )
 # Segments that grow: a peak of allocated memory then needs hardly more reserved memory.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -2,7 +2,7 @@
 
 This is `sparse-opt bench baseline dpo` with other defaults: all shapes, --modes dense,lora,tiles, --lean, and masks of
 the matrices alone. The shapes are 3b Llama-3.2-3B, 8b Llama-3.1-8B, 14b Qwen2.5-14B, 32b Qwen2.5-32B, 70b Llama-3-70B;
-qwen3_30b_a3b Qwen3-30B-A3B, a mixture of experts, and the same with 98 and 104 layers, which no published model has.
+qwen3_30b_a3b Qwen3-30B-A3B, a mixture of experts, and the same with 98 layers, which no published model has.
 With --limit_gib, torch's allocator gets that much memory, as on a smaller GPU: 78 for a GPU of 80 GB. With --resume,
 rows of the results file that are not measured again are kept.
 """

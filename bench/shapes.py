@@ -58,10 +58,9 @@ SHAPES["tiny_qwen2"] = replace(SHAPES["tiny"], family="qwen2", tied=False)
 SHAPES["tiny_moe"] = replace(
     SHAPES["tiny"], family="qwen3_moe", intermediate=128, tied=False, experts=8, experts_per_token=2
 )
-# Qwen3-30B-A3B with more layers, 61.7 B and 65.4 B elements: no published mixture of experts whose class transformers
+# Qwen3-30B-A3B with more layers, 61.7 B elements: no published mixture of experts whose class transformers
 # has is larger than 58 B and fits one GPU of 141 GB.
 SHAPES["qwen3_a3b_98_layers"] = replace(SHAPES["qwen3_30b_a3b"], n_layers=98)
-SHAPES["qwen3_a3b_104_layers"] = replace(SHAPES["qwen3_30b_a3b"], n_layers=104)
 LLAMAS = tuple(name for name, shape in SHAPES.items() if shape.family == "llama")
 
 

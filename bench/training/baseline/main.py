@@ -104,6 +104,7 @@ def options(parser: CommandParser) -> None:
     what.add_argument("--learning_rate", type=float, default=1e-6, help="in every mode (%(default)s)")
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", help="preference data as `train` reads it; default: random words of exact length")
+    data.add_argument("--subset_size", type=int, help=f"so many examples (default: all; {N_PAIRS} of random words)")
     data.add_argument("--batch_size", type=int, default=1, help="pairs or prompts a step (%(default)s)")
     data.add_argument("--sequence_length", type=int, default=512, help="tokens, prompt and completion (%(default)s)")
     data.add_argument("--prompt_share", type=float, help="dpo: of the tokens of random words (default: an eighth)")
@@ -256,7 +257,7 @@ def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
         elif args.prompt_share is not None:
             n_prompt = round(args.prompt_share * length)
         dataset = str(folder / "pairs.jsonl")
-        write_pairs(Path(dataset), preference_pairs(N_PAIRS, length, args.seed, n_prompt))
+        write_pairs(Path(dataset), preference_pairs(args.subset_size or N_PAIRS, length, args.seed, n_prompt))
     names = (*_SETTINGS, *(_OF_GRPO if args.algorithm == "grpo" else ()))
     case = {
         "algorithm": args.algorithm,
@@ -270,6 +271,7 @@ def _prepare(folder: Path, args: Namespace) -> tuple[list[Job], Case]:
         "model_name": model_name,
         "dataset": dataset,
         "delta_log": None,
+        "subset_size": args.subset_size if args.dataset is not None else None,
     }
     jobs = [Job(**(shared | {"mode": mode, "mask": masks.get(mode), "share_prompts": False})) for mode in args.modes]
     jobs = [replace(job, lean=job.lean and job.mode in SPARSE_MODES) for job in jobs]

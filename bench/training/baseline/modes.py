@@ -46,6 +46,7 @@ class Job:
     shape: str = "3b"
     base: Literal["bf16", "nf4"] = "bf16"  # the matrices of the decoder layers
     dataset: str
+    subset_size: int | None = None
     mask: str | None = None  # of SPARSE_MODES
     lean: bool = False  # of SPARSE_MODES: bf16 moments, base weights in host memory
     sequence_length: int

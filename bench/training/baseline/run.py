@@ -144,11 +144,11 @@ def _measure(job: Job, mask: MaskSet | None, device: torch.device) -> dict[str, 
     if job.algorithm == "dpo":
         limit = job.sequence_length
         examples: list[Any] = load_examples(
-            "preference", job.dataset, "train", tokenizer, None, job.seed, max_length=limit
+            "preference", job.dataset, "train", tokenizer, job.subset_size, job.seed, max_length=limit
         )
     else:  # a prompt that is too long loses its beginning
         prompts = load_prompts(job.dataset, "train", tokenizer, max_length=sys.maxsize)
-        examples = [prompt.ids[-longest:] for prompt in prompts]
+        examples = [prompt.ids[-longest:] for prompt in prompts[: job.subset_size]]
     order = shuffled(len(examples), job.seed, 0, job.n_steps * job.batch_size)
     chosen = [[examples[k] for k in indices] for indices in chunks(order, job.batch_size)]
     trained = prepare(job, make_policy(job, device), mask)
