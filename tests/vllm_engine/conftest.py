@@ -4,7 +4,7 @@ The folder is not named vllm: the folder of all tests is on the import path, and
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,26 +15,21 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-@pytest.fixture(scope="session")
-def worker(tmp_path_factory) -> Iterator[None]:
-    """The process groups of a worker that is alone."""
+@pytest.fixture
+def worker(tmp_path) -> None:
+    """The process groups of a worker that is alone, which end when an engine of this process is shut down."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        destroy_distributed_environment,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-    from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm_lab import EXPERTS, engine_config, make_model, saved
 
+    if model_parallel_is_initialized():
+        return
     name, overrides = EXPERTS["qwen3-moe"]  # for which vLLM makes all groups
-    any_model = saved(tmp_path_factory.mktemp("any"), make_model(name, **overrides))
+    any_model = saved(tmp_path / "any", make_model(name, **overrides))
     with set_current_vllm_config(engine_config(any_model)):
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('groups')}/store", 0, "gloo")
+        init_distributed_environment(1, 0, f"file://{tmp_path / 'store'}", 0, "gloo")
         initialize_model_parallel(1, 1)
-    yield
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 @pytest.fixture
