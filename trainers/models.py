@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparse_opt import quantised_layers
 from sparse_opt.errors import ConfigError
 from sparse_opt.optim.gradients import tile_compiler
 
@@ -149,9 +150,11 @@ def compile_layer(layer: nn.Module) -> None:
 
     `torch.utils.checkpoint` around a compiled layer runs its whole forward pass again. Compiled code that keeps only
     its inputs computes again what its gradients need: not the layer's last product, whose output no gradient needs.
-    Where torch.compile runs the layer eagerly with gradients, activations are kept. Dropout is refused.
+    Where torch.compile runs the layer eagerly with gradients, activations are kept. Dropout is refused. A layer with
+    quantised weights, at each of which its graph breaks, stays in `torch.utils.checkpoint`: its parts would keep theirs.
     """
-    if getattr(layer, "gradient_checkpointing", False):  # of transformers' layers
+    checkpointed = getattr(layer, "gradient_checkpointing", False)  # of transformers' layers
+    if checkpointed and not quantised_layers.find(layer):
         layer.gradient_checkpointing = False  # type: ignore[assignment]
         layer.compile(backend=_recomputing_inductor)
     else:

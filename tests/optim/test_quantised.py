@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from sparse_opt import GraphedStep, MaskSet, RandomMask, SparseAdamW, SparseSGD
 from sparse_opt.mask_finding import find_from_model
 from sparse_opt.optim import save_merged
+from sparse_opt.trainers.models import compile_layers
 from sparse_opt.weight_sync import WeightSender
 
 # A gate of 200 rows has tiles that are cut off; norms, embeddings and the head are not quantised.
@@ -175,6 +176,29 @@ def test_blocks_of_fp8_that_are_cut_off(tmp_path, device, block, scale_fmt):
     save_merged(layer.to(device), tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == {"weight"}
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], expected.bfloat16())
+
+
+def test_compiled_layers_keep_their_inputs_only(load, device, monkeypatch):
+    partitioned = torch._dynamo.lookup_backend("aot_eager_decomp_partition")  # inductor takes long on a CPU
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: partitioned)
+    grads = []
+    for compiled in (False, True):
+        model = load()
+        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.1, pattern="tile64", seed=1), lr=1e-2)
+        if compiled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            compile_layers(model)
+        kept, ids = [], batch(device)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+            states = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        of_layers = sum(t.nbytes for t in kept if t.shape[:2] == ids.shape and t.dtype == torch.bfloat16)
+        states.float().square().sum().backward()
+        name = "model.layers.0.mlp.down_proj.weight"
+        found = dict(zip(optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["params"], strict=True))
+        grads.append(optimizer.compact_grad(found[name]))
+    # A layer's input, and the last norm's and its rows in two dtypes.
+    assert of_layers <= (len(model.model.layers) + 3) * states.nbytes
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-2 * grads[0].abs().max().item())
 
 
 @pytest.mark.parametrize("base", ["nf4", "torchao_int8", "fp8"])
