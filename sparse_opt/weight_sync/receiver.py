@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DamagedMessage, ForeignMessage, WeightSyncError
 from ..tensors import HostCopy, named_parameters_of
-from .destinations import Addresses, Destination, place, refuse_shared, whole_weight
+from .destinations import Destination, first_moved, place, refuse_shared, whole_weight
 from .digest import from_hex, numbers_of, to_hex
 from .encoding import (
     Group,
@@ -38,7 +38,7 @@ class _Mask(NamedTuple):
     backend: Backend
     indices: tuple[Index, ...]  # one for each group of the layout
     is_whole: bool  # every active element is here
-    addresses: Addresses  # of the weights that are not given as destinations
+    addresses: Mapping[str, int]  # of the weights that are not given as destinations
 
 
 class _Received(NamedTuple):
@@ -193,7 +193,8 @@ class WeightReceiver:
         is_whole = all(tensor.is_whole for tensor in placed.values())
         for index in indices:  # now, and not in the first update, for which requests wait
             index.warm_up(read_old=is_whole)
-        return _Mask(digest, layout, device, backend, indices, is_whole, Addresses(self._weights, in_weights))
+        addresses = {name: weights[name].data_ptr() for name in in_weights}
+        return _Mask(digest, layout, device, backend, indices, is_whole, addresses)
 
     def _receive_values(self, message: Message) -> None:
         mask = self._mask
@@ -221,7 +222,7 @@ class WeightReceiver:
         self.version, self.digest, self._sums = message.version, message.result_digest, sums
 
     def _require_in_place(self, mask: _Mask) -> None:
-        if (name := mask.addresses.replaced()) is not None:
+        if (name := first_moved(self._weights, mask.addresses)) is not None:
             raise WeightSyncError(f"{name!r} was replaced since the mask message: a mask message is needed")
 
     def _verify(self, mask: _Mask, message: Message, received: list[_Received], results: list[int]) -> list[int]:

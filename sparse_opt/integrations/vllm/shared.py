@@ -18,7 +18,7 @@ from ...errors import WeightSyncError
 from ...masks.patterns import matrix_shape
 from ...tensors import canonical_names, holds_base_weights, is_wrapper, named_parameters_of
 from ...weight_sync import Destination
-from ...weight_sync.destinations import Addresses
+from ...weight_sync.destinations import first_moved
 from ..loader_trace import trace_destinations
 
 _OTHER_WAY = "send updates in place of sharing weights (vllm_weights='sparse', VLLMWeightSync)"
@@ -28,9 +28,9 @@ class SharedWeights:
     """The weights that a model and a vLLM engine have in common; `share_weights` makes it."""
 
     def __init__(self, model: nn.Module, llm: Any) -> None:
-        self._llm = llm
+        self._model, self._llm = model, llm
         self._parameters = named_parameters_of(model)
-        self._addresses = Addresses(model, self._parameters)
+        self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
         self._device = next(iter(self._parameters.values())).device
 
     def update(self) -> None:
@@ -42,8 +42,7 @@ class SharedWeights:
             WeightSyncError: a parameter is not a view of vLLM's weights any more, as after `model.to(dtype)`; or the
                 model holds its base weights; or vLLM cannot discard its cached keys and values.
         """
-        name = self._addresses.replaced()
-        if name is not None:
+        if (name := first_moved(self._model, self._addresses)) is not None:
             raise WeightSyncError(
                 f"{name} was moved, cast or replaced after share_weights, and vLLM has its weights of before: do so "
                 "before share_weights"

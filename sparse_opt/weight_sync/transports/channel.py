@@ -305,10 +305,6 @@ class ReceiverChannel(ABC):
         self._control = ControlClient(address, timeout, name)
         self._has_mask = self._needs_state = False
 
-    def request_state(self) -> None:
-        """Let the sender send all active weights in its next round, as if this receiver had just joined."""
-        self._needs_state = True
-
     def receive(self, timeout: float = 600.0) -> int | None:
         """Wait for the sender's next version, apply it, and return its number; None when the sender has closed.
 

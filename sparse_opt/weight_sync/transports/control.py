@@ -43,9 +43,9 @@ _NONE = "none"  # no key of the store has this value
 _UNTIL_LEFT = 0.05  # seconds to wait for a reply before the sender asks whether the receiver has left
 _LEFT = 2**32  # counts in "members" as a receiver that has left
 
-# Seconds between two polls: a thousandth of the time waited so far, so that polls delay no round noticeably, and many
-# idle receivers do not keep the sender's store busy. A poll takes about 20 us.
-_SHORTEST_POLL, _LONGEST_POLL, _PART = 0.0001, 0.005, 0.001
+# A pause between two polls is a thousandth of the time waited so far, at most these seconds: polls delay no round
+# noticeably, and many idle receivers do not keep the sender's store busy. A poll takes about 20 us.
+_LONGEST_POLL = 0.005
 # Seconds of waiting without a pause: most replies come within them, and the shortest pause of a thread is 0.15 ms.
 BUSY_SECONDS = 0.01
 
@@ -220,7 +220,7 @@ def _read(store: dist.Store, key: str, deadline: float, useless: list[str]) -> s
         if now >= deadline:
             return None
         if now - begin > BUSY_SECONDS:
-            time.sleep(min(max(_SHORTEST_POLL, _PART * (now - begin)), _LONGEST_POLL))
+            time.sleep(min((now - begin) / 1000, _LONGEST_POLL))
 
 
 def first_line(error: BaseException) -> str:

@@ -85,10 +85,6 @@ class FolderReceiver:
                 raise WeightSyncError(f"{self._files.directory}: no new step within {timeout:g} s, {last}")
             time.sleep(_POLL)
 
-    def request_state(self) -> None:
-        """Let the next call of `receive` write all active values at the last step, even if it is not a new one."""
-        self._needs_state = True
-
     def _next(self) -> MaskElements | None:
         """Return the active values at the log's last step, or None if the weights have them."""
         listed = self._files.steps()
