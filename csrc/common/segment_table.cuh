@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "arguments.h"
 
@@ -170,6 +171,22 @@ void for_each_table(const Segments& segments, const void* const* companions, int
   } else {
     launch_tables<kLargeTable>(segments, companions, slots_per_block, launch);
   }
+}
+
+// Calls launch(table, blocks) for the tables of a list of tensors. Each tensor is one segment with all of its
+// elements. Tables without elements are left out.
+template <typename Launch>
+void for_each_whole_table(int64_t count, void* const* tensors, const void* const* companions, const int64_t* numels,
+                          int64_t block, Launch launch) {
+  const std::vector<int64_t> starts(count, 0);
+  Segments whole;
+  whole.count = count;
+  whole.dense = tensors;
+  whole.starts = starts.data();
+  whole.ends = numels;
+  for_each_table(whole, companions, block, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+    if (blocks != 0) launch(table, blocks);
+  });
 }
 
 }  // namespace sparse_opt::cuda

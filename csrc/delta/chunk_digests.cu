@@ -4,8 +4,6 @@
 // neighbouring blocks in flight. Lanes exchange nothing until all sums of a chunk are in shared memory. Then every
 // group of lanes computes the same chain of scrambles over them: no lane diverges, and other warps use the memory
 // meanwhile.
-#include <vector>
-
 #include "chunk_digests.h"
 #include "common/segment_table.cuh"
 #include "xxh3.cuh"
@@ -148,18 +146,12 @@ __global__ void __launch_bounds__(kWarps * 32)
 }  // namespace
 
 void chunk_digests(const ChunkDigestArguments& args, cudaStream_t stream) {
-  const std::vector<int64_t> starts(args.count, 0);
-  Segments bytes;
-  bytes.count = args.count;
-  bytes.dense = args.tensors;
-  bytes.starts = starts.data();
-  bytes.ends = args.sizes;
-  for_each_table(bytes, nullptr, kDigestChunk, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned chunks) {
-    if (chunks == 0) return;
-    chunk_digests_kernel<<<(chunks + kWarps - 1) / kWarps, kWarps * 32, 0, stream>>>(
-        table, xxh3::kSecret, reinterpret_cast<xxh3::Pair*>(args.digests));
-    check_launch("chunk_digests");
-  });
+  for_each_whole_table(args.count, args.tensors, nullptr, args.sizes, kDigestChunk,
+                       [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned chunks) {
+                         chunk_digests_kernel<<<(chunks + kWarps - 1) / kWarps, kWarps * 32, 0, stream>>>(
+                             table, xxh3::kSecret, reinterpret_cast<xxh3::Pair*>(args.digests));
+                         check_launch("chunk_digests");
+                       });
 }
 
 }  // namespace sparse_opt::cuda

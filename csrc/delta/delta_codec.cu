@@ -4,7 +4,6 @@
 #include "delta_codec.h"
 #include "delta_encode.cuh"
 #include "swap/move.cuh"
-#include "whole_tensors.cuh"
 
 namespace sparse_opt::cuda {
 namespace {

@@ -38,6 +38,10 @@ struct DeltaArguments {
 
 namespace cpu {
 
+// Sets bit k % 64 of bits[k / 64] if word k changed, and clears it otherwise, also from n to the next multiple of 64.
+// Returns the number of changes.
+int64_t mark_changes(int element_size, const void* old_words, const void* new_words, int64_t n, uint64_t* bits);
+
 void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);
 void delta_collect(const DeltaArguments& args, ParallelFor parallel_for);
 void delta_apply(const MoveArguments& args, ParallelFor parallel_for);

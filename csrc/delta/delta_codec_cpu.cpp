@@ -1,13 +1,43 @@
 // delta_mark reads both tensors once, 2 * element size bytes per element, which is the bandwidth bound, and writes one
 // bit per element. delta_collect reads the bits, and the cache lines of the new tensors that contain a change.
+#include <bit>
 #include <cstring>
 
 #include "common/blocks.h"
+#include "common/multiversion.h"
+#include "common/with_word.h"
 #include "delta_codec.h"
-#include "patch_tiles.h"
 
 namespace sparse_opt::cpu {
 namespace {
+
+// First one byte for each word of a run of 512, then one bit: both loops vectorise, a single loop over bits would not.
+template <typename Word>
+[[gnu::always_inline]] inline int64_t mark_words(const void* old_words, const void* new_words, int64_t n,
+                                                 uint64_t* __restrict bits) {
+  constexpr int64_t kRun = 512;
+  const Word* __restrict a = static_cast<const Word*>(old_words);
+  const Word* __restrict b = static_cast<const Word*>(new_words);
+  int64_t count = 0;
+  for (int64_t begin = 0; begin < n; begin += kRun) {
+    alignas(64) uint8_t differs[kRun];
+    const int64_t size = std::min(kRun, n - begin), numbers = (size + 63) / 64;
+    if (size < kRun) std::memset(differs + size, 0, kRun - size);
+    for (int64_t k = 0; k < size; ++k) differs[k] = a[begin + k] != b[begin + k] ? 1 : 0;
+    for (int64_t k = 0; k < numbers; ++k) {
+      uint64_t number = 0;
+      for (int j = 0; j < 8; ++j) {
+        uint64_t bytes;
+        std::memcpy(&bytes, differs + 64 * k + 8 * j, 8);
+        // Byte i is 0 or 1, and becomes bit i of the product's top byte.
+        number |= (bytes * 0x0102040810204080u >> 56) << 8 * j;
+      }
+      bits[begin / 64 + k] = number;
+      count += std::popcount(number);
+    }
+  }
+  return count;
+}
 
 // The tensor, first element and size of a block of at most kDeltaBlock elements.
 struct DeltaBlock {
@@ -54,6 +84,20 @@ void apply_chunks(const MoveArguments& args, const Work& work, int64_t first, in
 }
 
 }  // namespace
+
+SPARSE_OPT_MULTIVERSION
+int64_t mark_changes(int element_size, const void* old_words, const void* new_words, int64_t n, uint64_t* bits) {
+  switch (element_size) {
+    case 1:
+      return mark_words<uint8_t>(old_words, new_words, n, bits);
+    case 2:
+      return mark_words<uint16_t>(old_words, new_words, n, bits);
+    case 4:
+      return mark_words<uint32_t>(old_words, new_words, n, bits);
+    default:
+      return mark_words<uint64_t>(old_words, new_words, n, bits);
+  }
+}
 
 void delta_mark(const DeltaArguments& args, ParallelFor parallel_for) {
   parallel_for(args.first_block[args.count], [&](int64_t first, int64_t last) {

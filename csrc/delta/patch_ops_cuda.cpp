@@ -2,8 +2,7 @@
 #include <numeric>
 
 #include "cuda_stream.h"
-#include "patch_kernels.h"
-#include "patch_native.h"
+#include "patch_ops.h"
 
 namespace sparse_opt {
 namespace {
@@ -16,28 +15,25 @@ struct CudaPatches {
   static Encoded encode(PatchCall& call) {
     const OnStream stream(call.device.index);
     PatchArguments& args = call.args;
-    const bool tight = args.level == PatchLevel::kTight;
-    const Tensor heads = empty({tight ? 0 : call.tiles()}, ScalarType::UInt16, call.device);
-    const Tensor sizes = empty({call.tiles()}, call.sizes_dtype(), call.device);
+    const Tensor sizes = empty({call.tiles()}, ScalarType::UInt32, call.device);
     const Tensor lengths = empty({call.tiles()}, ScalarType::Long, call.device);
     const Tensor offsets = zeros({call.tiles() + 1}, ScalarType::Long, call.device);
     // The number of tiles whose record does not fit its slot, and the changes of each tensor.
     const Tensor counts = zeros({1 + args.count}, ScalarType::Long, call.device);
-    const std::optional<Tensor> value_ends = running_values(call);
-    args.heads = static_cast<uint16_t*>(heads.data_ptr());
-    args.sizes = sizes.data_ptr();
+    const Tensor value_ends = running_values(call);
+    args.sizes = static_cast<uint32_t*>(sizes.data_ptr());
     args.lengths = static_cast<int64_t*>(lengths.data_ptr());
     args.offsets = static_cast<int64_t*>(offsets.data_ptr());
     args.overflows = static_cast<int64_t*>(counts.data_ptr());
     args.changes = args.overflows + 1;
-    if (tight) args.value_ends = static_cast<const int32_t*>(value_ends->data_ptr());
+    args.value_ends = static_cast<const int32_t*>(value_ends.data_ptr());
 
-    args.slot_bytes = static_cast<int>(patch_tile(args.level) / 8) * args.element_size;
+    args.slot_bytes = static_cast<int>(kPatchTile / 8) * args.element_size;
     const Tensor slots = empty({call.tiles() * args.slot_bytes}, ScalarType::Byte, call.device);
     const Tensor overflowed = empty({call.tiles()}, ScalarType::Long, call.device);
     args.slots = static_cast<uint8_t*>(slots.data_ptr());
     args.overflowed = static_cast<int64_t*>(overflowed.data_ptr());
-    tight ? cuda::tight_encode_to_slots(args, stream) : cuda::encode_to_slots(args, stream);
+    cuda::encode_to_slots(args, stream);
     call_torch("aten::cumsum", "out", lengths, int64_t{0}, std::nullopt, part(offsets, 1, call.tiles() + 1));
 
     // Records that fit are moved before the host knows their total length, so that the device need not wait for it.
@@ -45,7 +41,7 @@ struct CudaPatches {
     const auto compact = [&] {
       args.records = static_cast<uint8_t*>(records.data_ptr());
       args.record_bytes = records.numel();
-      if (call.tiles() > 0) tight ? cuda::tight_compact_slots(args, stream) : cuda::compact_slots(args, stream);
+      if (call.tiles() > 0) cuda::compact_slots(args, stream);
     };
     compact();
     const Tensor found = host_memory(2 + args.count, ScalarType::Long);
@@ -59,25 +55,23 @@ struct CudaPatches {
       records = empty({total}, ScalarType::Byte, call.device);
       compact();
     }
-    tight ? cuda::tight_encode_overflow(args, overflows, stream) : cuda::encode_overflow(args, overflows, stream);
+    cuda::encode_overflow(args, overflows, stream);
     // The returned tensor should not keep much unused memory allocated.
     const bool oversized = records.numel() - total > kSmallCapacity;
     records = part(records, 0, total);
-    return {heads, sizes, oversized ? torch::stable::clone(records) : records,
+    return {sizes, oversized ? torch::stable::clone(records) : records,
             torch::stable::clone(part(found, 1, 1 + args.count))};
   }
 
   static void apply(PatchCall& call) {
     const OnStream stream(call.device.index);
     PatchArguments& args = call.args;
-    const bool tight = args.level == PatchLevel::kTight;
-    const uintptr_t unit = tight ? kTightUnit : kRecordUnit, past = reinterpret_cast<uintptr_t>(args.records) % unit;
-    SPARSE_OPT_CHECK(past == 0, "records begin ", past, " bytes past a multiple of ", unit,
+    const uintptr_t past = reinterpret_cast<uintptr_t>(args.records) % kRecordUnit;
+    SPARSE_OPT_CHECK(past == 0, "records begin ", past, " bytes past a multiple of ", kRecordUnit,
                      ", expected an aligned tensor");
-    if (!tight) return cuda::patch_apply(args, stream);
-    const std::optional<Tensor> value_ends = running_values(call);
-    args.value_ends = static_cast<const int32_t*>(value_ends->data_ptr());
-    cuda::tight_apply(args, stream);
+    const Tensor value_ends = running_values(call);
+    args.value_ends = static_cast<const int32_t*>(value_ends.data_ptr());
+    cuda::patch_apply(args, stream);
   }
 
  private:
@@ -90,9 +84,8 @@ struct CudaPatches {
     return std::min(raw + kRecordUnit * call.tiles(), std::max(kSmallCapacity, raw / 16));
   }
 
-  static std::optional<Tensor> running_values(const PatchCall& call) {
+  static Tensor running_values(const PatchCall& call) {
     const PatchArguments& args = call.args;
-    if (args.level != PatchLevel::kTight) return std::nullopt;
     const int64_t symbols = patch_symbols(args.element_size), tables = args.value_tables;
     const Tensor values = torch::stable::from_blob(
         const_cast<uint16_t*>(args.values), std::vector<int64_t>{tables, symbols}, std::vector<int64_t>{symbols, 1},
