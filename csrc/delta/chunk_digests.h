@@ -10,17 +10,12 @@ namespace sparse_opt {
 constexpr int64_t kDigestChunk = 65536;  // bytes; a tensor's last chunk may be shorter
 constexpr int64_t kDigestBytes = 16;
 
-inline int64_t digest_chunks(int64_t bytes) {
-  return (bytes + kDigestChunk - 1) / kDigestChunk;
-}
-
-// Chunk c of tensor i is number first_chunk[i] + c.
+// The chunks of all tensors are numbered one after the other.
 struct ChunkDigestArguments {
   int64_t count = 0;
-  void* const* tensors = nullptr;        // [count], the list in host memory; only read, of any alignment
-  const int64_t* sizes = nullptr;        // [count], bytes, in host memory
-  const int64_t* first_chunk = nullptr;  // [count + 1], in host memory
-  uint8_t* digests = nullptr;            // [first_chunk[count], kDigestBytes], big-endian; aligned to 16
+  void* const* tensors = nullptr;  // [count], the list in host memory; only read, of any alignment
+  const int64_t* sizes = nullptr;  // [count], bytes, in host memory
+  uint8_t* digests = nullptr;      // [chunks, kDigestBytes], big-endian; aligned to 16
 };
 
 namespace cuda {

@@ -1,7 +1,9 @@
-// The launchers of delta_encode and delta_apply_.
+// The launchers of delta_encode.
 #pragma once
 
-#include "swap/swap.h"
+#include <algorithm>
+
+#include "common/arguments.h"
 
 namespace sparse_opt {
 
@@ -38,13 +40,24 @@ struct DeltaArguments {
 
 namespace cpu {
 
+// The tensor, first element and size of part `number` of a list, at most `length` elements of one tensor. Tensor i has
+// parts [first[i], first[i + 1]).
+struct TensorPart {
+  int64_t tensor, begin, size;
+};
+
+inline TensorPart part_at(const int64_t* first, int64_t count, const int64_t* numels, int64_t length, int64_t number) {
+  const int64_t tensor = std::upper_bound(first, first + count + 1, number) - first - 1;
+  const int64_t begin = (number - first[tensor]) * length;
+  return {tensor, begin, std::min(length, numels[tensor] - begin)};
+}
+
 // Sets bit k % 64 of bits[k / 64] if word k changed, and clears it otherwise, also from n to the next multiple of 64.
 // Returns the number of changes.
 int64_t mark_changes(int element_size, const void* old_words, const void* new_words, int64_t n, uint64_t* bits);
 
 void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);
 void delta_collect(const DeltaArguments& args, ParallelFor parallel_for);
-void delta_apply(const MoveArguments& args, ParallelFor parallel_for);
 
 }  // namespace cpu
 
@@ -58,7 +71,6 @@ void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
 // Writes args.bounds of the tensors that are not empty, and all changes if args.capacity is sufficient. If
 // args.speculative, does nothing if sample_stride times the changes that delta_sample counted exceeds args.capacity.
 void delta_encode(const DeltaArguments& args, cudaStream_t stream);
-void delta_apply(const MoveArguments& args, cudaStream_t stream);
 
 }  // namespace cuda
 

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "common/arguments.h"
-#include "common/host_device.h"
 
 namespace sparse_opt {
 
@@ -161,10 +160,8 @@ namespace cpu {
 
 void patch_sample(const PatchArguments& args, const PatchSample& sample, ParallelFor parallel_for);
 
-// Returns what is wrong with the tables of an encode call, or null.
-const char* patch_tables_fault(const PatchArguments& args);
-
-// Writes sizes, and adds to args.changes. Returns the records, which do not depend on the number of threads.
+// Writes sizes, and adds to args.changes. Returns the records, which do not depend on the number of threads. Throws
+// std::invalid_argument for invalid tables.
 std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for);
 
 // Stays within the records and the tensors, whatever sizes, offsets, records and tables contain, and whatever their

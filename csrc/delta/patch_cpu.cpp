@@ -9,10 +9,10 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <numeric>
+#include <stdexcept>
 
 #include "common/multiversion.h"
-#include "common/with_word.h"
 #include "delta_codec.h"
 #include "patch.h"
 
@@ -24,14 +24,8 @@ static_assert(std::endian::native == std::endian::little, "records are copied fr
 constexpr uint32_t kRowScale = 1u << kRowScaleBits;
 constexpr uint32_t kLowest = 1u << 16;  // the first state; a decoder whose state is lower reads a number
 
-struct PatchTile {
-  int64_t tensor, begin, size;
-};
-
-PatchTile tile_at(const PatchArguments& args, int64_t number) {
-  const int64_t* after = std::upper_bound(args.first_tile, args.first_tile + args.count + 1, number);
-  const int64_t tensor = after - args.first_tile - 1, begin = (number - args.first_tile[tensor]) * kPatchTile;
-  return {tensor, begin, std::min(kPatchTile, args.numels[tensor] - begin)};
+TensorPart tile_at(const PatchArguments& args, int64_t number) {
+  return part_at(args.first_tile, args.count, args.numels, kPatchTile, number);
 }
 
 // The numbers of a raw record, which has the tile's bytes and at most one more.
@@ -171,55 +165,45 @@ Coder::Coder(const PatchArguments& args) : args_(args), symbols_(patch_symbols(a
 // Words of which the sample of a large tensor reads the first kSampleBlock.
 constexpr int64_t kSampled = int64_t{kSampleBlock} * kSampleStride;
 
-// The counts of one thread. They are integers, so the sums do not depend on the order in which threads add theirs.
-class Counts {
- public:
-  Counts(const PatchArguments& args, const PatchSample& sample, std::mutex& mutex)
-      : args_(args),
-        sample_(sample),
-        mutex_(mutex),
-        symbol_count_(patch_symbols(args.element_size)),
-        symbols_(static_cast<size_t>(kClasses) * symbol_count_) {}
-
-  template <typename Word>
-  void add(const Word* old_words, const Word* new_words, int64_t n) {
-    uint64_t bits[kSampleBlock / 64];
-    mark_changes(sizeof(Word), old_words, new_words, n, bits);
+// Adds the counts of parts [part, last) of kSampled words. They are integers, so the sums do not depend on the order in
+// which threads add theirs.
+template <typename Word>
+void sample_parts(const PatchArguments& args, const PatchSample& sample, const std::vector<int64_t>& first_part,
+                  int64_t part, int64_t last, std::mutex& mutex) {
+  const int symbol_count = patch_symbols(args.element_size);
+  std::vector<int64_t> symbols(static_cast<size_t>(kClasses) * symbol_count);
+  int64_t tensor = std::upper_bound(first_part.begin(), first_part.end(), part) - first_part.begin() - 1;
+  for (; part < last; ++tensor) {
+    const Word* old_words = static_cast<const Word*>(args.old_tensors[tensor]);
+    const Word* new_words = static_cast<const Word*>(args.new_tensors[tensor]);
     // Neighbours are often of one class. Four arrays avoid a dependency of each increment on the previous one.
-    for (int64_t i = 0; i < n; ++i) ++seen_[i % 4][class_of(old_words[i], args_.class_shift)];
-    for_each_bit(bits, n, [&](int64_t i) {
-      const int of = class_of(old_words[i], args_.class_shift);
-      const Change<Word> change = change_of(old_words[i], new_words[i], args_.is_float);
-      ++changed_[of];
-      ++symbols_[of * symbol_count_ + symbol_of(change.magnitude, change.negative).symbol];
-    });
-  }
-
-  // Adds the counts of a tensor to the sample.
-  void flush_tensor(int64_t tensor) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (int c = 0; c < kClasses; ++c) {
-      for (auto& seen : seen_) sample_.seen[tensor * kClasses + c] += seen[c];
-      sample_.changed[tensor * kClasses + c] += changed_[c];
+    int64_t seen[4][kClasses] = {}, changed[kClasses] = {};
+    for (; part < std::min(last, first_part[tensor + 1]); ++part) {
+      const int64_t numel = args.numels[tensor], begin = (part - first_part[tensor]) * kSampled;
+      const int64_t end = std::min(begin + (numel > kSampledNumel ? kSampleBlock : kSampled), numel);
+      for (int64_t at = begin; at < end; at += kSampleBlock) {
+        const Word *a = old_words + at, *b = new_words + at;
+        const int64_t n = std::min<int64_t>(kSampleBlock, end - at);
+        uint64_t bits[kSampleBlock / 64];
+        mark_changes(sizeof(Word), a, b, n, bits);
+        for (int64_t i = 0; i < n; ++i) ++seen[i % 4][class_of(a[i], args.class_shift)];
+        for_each_bit(bits, n, [&](int64_t i) {
+          const int of = class_of(a[i], args.class_shift);
+          const Change<Word> change = change_of(a[i], b[i], args.is_float);
+          ++changed[of];
+          ++symbols[of * symbol_count + symbol_of(change.magnitude, change.negative).symbol];
+        });
+      }
     }
-    std::memset(seen_, 0, sizeof(seen_));
-    std::memset(changed_, 0, sizeof(changed_));
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (int c = 0; c < kClasses; ++c) {
+      sample.seen[tensor * kClasses + c] += seen[0][c] + seen[1][c] + seen[2][c] + seen[3][c];
+      sample.changed[tensor * kClasses + c] += changed[c];
+    }
   }
-
-  void flush_symbols() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t i = 0; i < symbols_.size(); ++i) sample_.symbols[i] += symbols_[i];
-  }
-
- private:
-  const PatchArguments& args_;
-  const PatchSample& sample_;
-  std::mutex& mutex_;
-  int symbol_count_;
-  int64_t seen_[4][kClasses] = {};
-  int64_t changed_[kClasses] = {};
-  std::vector<int64_t> symbols_;
-};
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (size_t i = 0; i < symbols.size(); ++i) sample.symbols[i] += symbols[i];
+}
 
 // The encoder
 
@@ -289,13 +273,6 @@ int push_rows(int width, uint32_t* states, const Steps& steps, int stride, int r
     default:
       return push_rows_of_width<32>(states, steps, stride, row, last, lanes, flags, low);
   }
-}
-
-template <typename Word>
-int64_t count_changes(const Word* a, const Word* b, int64_t t) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < t; ++i) count += a[i] != b[i] ? 1 : 0;
-  return count;
 }
 
 // Appends the record, or a raw one if that is shorter. Called only if a word changed. Returns the record's size in
@@ -396,7 +373,7 @@ uint32_t Coder::encode_words(const Word* old_words, const Word* new_words, int64
     record.insert(record.end(), bytes, reinterpret_cast<const uint8_t*>(end));
     return static_cast<uint32_t>(end - out);
   }
-  *changes = count_changes(old_words, new_words, t);
+  *changes = std::inner_product(old_words, old_words + t, new_words, int64_t{0}, std::plus<>(), std::not_equal_to<>());
   const auto* bytes = reinterpret_cast<const uint8_t*>(new_words);
   record.insert(record.end(), bytes, bytes + t * sizeof(Word));
   record.resize(record.size() + record.size() % kRecordUnit);
@@ -404,9 +381,8 @@ uint32_t Coder::encode_words(const Word* old_words, const Word* new_words, int64
 }
 
 int64_t Coder::encode_tile(int64_t number, std::vector<uint8_t>& out) const {
-  const PatchTile tile = tile_at(args_, number);
-  return with_word(args_.element_size, [&](auto word) {
-    using Word = decltype(word);
+  const TensorPart tile = tile_at(args_, number);
+  return dispatch_word(args_.element_size, [&]<typename Word>() {
     const Word* old_words = static_cast<const Word*>(args_.old_tensors[tile.tensor]) + tile.begin;
     const Word* new_words = static_cast<const Word*>(args_.new_tensors[tile.tensor]) + tile.begin;
     const bool same = std::memcmp(old_words, new_words, tile.size * sizeof(Word)) == 0;
@@ -577,7 +553,7 @@ bool Coder::apply_words(Word* words, int64_t t, const uint8_t* record, int64_t b
 }
 
 bool Coder::apply_tile(int64_t number) const {
-  const PatchTile tile = tile_at(args_, number);
+  const TensorPart tile = tile_at(args_, number);
   const auto size = number_at<uint32_t>(args_.sizes, number);
   const auto begin = number_at<int64_t>(args_.offsets, number), end = number_at<int64_t>(args_.offsets, number + 1);
   const int64_t length = int64_t{size & ~kRawBit} * kRecordUnit, bytes = tile.size * args_.element_size;
@@ -593,50 +569,33 @@ bool Coder::apply_tile(int64_t number) const {
   if (length == 0) return true;
   const int row = number_at<uint16_t>(args_.row_of, tile.tensor);
   if (fault_ != nullptr || row >= args_.row_count) return false;
-  return with_word(args_.element_size, [&](auto word) {
-    auto* words = static_cast<decltype(word)*>(tensor) + tile.begin;
-    return apply_words(words, tile.size, record, length, rows_.data() + int64_t{row} * kClasses);
+  return dispatch_word(args_.element_size, [&]<typename Word>() {
+    return apply_words(static_cast<Word*>(tensor) + tile.begin, tile.size, record, length,
+                       rows_.data() + int64_t{row} * kClasses);
   });
 }
 
 }  // namespace
 
 void patch_sample(const PatchArguments& args, const PatchSample& sample, ParallelFor parallel_for) {
-  std::vector<int64_t> first_part(args.count + 1);
-  for (int64_t i = 0; i < args.count; ++i)
-    first_part[i + 1] = first_part[i] + (args.numels[i] + kSampled - 1) / kSampled;
+  std::vector<int64_t> first_part{0};
+  for (int64_t i = 0; i < args.count; ++i) {
+    first_part.push_back(first_part.back() + (args.numels[i] + kSampled - 1) / kSampled);
+  }
   std::mutex mutex;
   parallel_for(first_part.back(), [&](int64_t first, int64_t last) {
-    Counts counts(args, sample, mutex);
-    int64_t tensor = std::upper_bound(first_part.begin(), first_part.end(), first) - first_part.begin() - 1;
-    for (int64_t part = first; part < last; ++part) {
-      while (part >= first_part[tensor + 1]) counts.flush_tensor(tensor++);
-      const int64_t numel = args.numels[tensor], begin = (part - first_part[tensor]) * kSampled;
-      const int64_t end = std::min(begin + (numel > kSampledNumel ? kSampleBlock : kSampled), numel);
-      with_word(args.element_size, [&](auto word) {
-        using Word = decltype(word);
-        const Word* old_words = static_cast<const Word*>(args.old_tensors[tensor]);
-        const Word* new_words = static_cast<const Word*>(args.new_tensors[tensor]);
-        for (int64_t at = begin; at < end; at += kSampleBlock) {
-          counts.add(old_words + at, new_words + at, std::min<int64_t>(kSampleBlock, end - at));
-        }
-      });
-    }
-    counts.flush_tensor(tensor);
-    counts.flush_symbols();
+    dispatch_word(args.element_size,
+                  [&]<typename Word>() { sample_parts<Word>(args, sample, first_part, first, last, mutex); });
   });
 }
 
-const char* patch_tables_fault(const PatchArguments& args) {
+std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for) {
   const auto is_missing = [&](int row) { return row >= args.row_count; };
   if (std::any_of(args.row_of, args.row_of + args.count, is_missing))
-    return "row_of has a row number that rows does not have";
-  return Coder(args).fault();
-}
-
-std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for) {
-  std::vector<std::vector<uint8_t>> records(args.tiles());
+    throw std::invalid_argument("row_of has a row number that rows does not have");
   const Coder coder(args);
+  if (coder.fault() != nullptr) throw std::invalid_argument(coder.fault());
+  std::vector<std::vector<uint8_t>> records(args.tiles());
   parallel_for(args.tiles(), [&](int64_t first, int64_t last) {
     for (int64_t number = first; number < last; ++number) {
       std::atomic_ref<int64_t>(args.changes[tile_at(args, number).tensor]) +=

@@ -11,10 +11,11 @@
 namespace sparse_opt {
 
 // Kernels require aligned elements. Some of torch's tensors are not aligned, for example those of a mapped file.
-inline int64_t misalignment(const TensorView& tensor) {
-  if (tensor.numel == 0) return 0;
-  const auto address = reinterpret_cast<uintptr_t>(tensor.data);
-  return static_cast<int64_t>(address % static_cast<uintptr_t>(tensor.element_size));
+void check_aligned(const TensorView& tensor, const auto&... name) {
+  if (tensor.numel == 0) return;
+  const auto past = reinterpret_cast<uintptr_t>(tensor.data) % static_cast<uintptr_t>(tensor.element_size);
+  SPARSE_OPT_CHECK(past == 0, name..., " begins ", past, " bytes past a multiple of ", tensor.element_size,
+                   ", expected an aligned tensor");
 }
 
 struct PatchCall {
@@ -23,8 +24,9 @@ struct PatchCall {
   Device device;
   PatchArguments args;
 
-  PatchCall(const char* name, TensorList tensors, bool is_float, int64_t class_shift)
-      : device(checked_device(name, tensors)) {
+  PatchCall(const char* name, TensorList tensors, bool is_float, int64_t class_shift) {
+    SPARSE_OPT_CHECK(!tensors.empty(), name, " holds no tensor, expected at least one");
+    device = tensors[0].device;
     SPARSE_OPT_CHECK(0 <= class_shift && class_shift <= 64, "class_shift is ", class_shift, ", expected 0 to 64");
     args.is_float = is_float;
     args.class_shift = static_cast<int>(class_shift);
@@ -62,31 +64,20 @@ struct PatchCall {
                      args.row_count, " and value tables ", args.value_tables);
   }
 
-  int64_t tiles() const { return first_tile.back(); }
-
   // The memory of a flat, aligned tensor on the call's device.
   template <typename Number>
   Number* elements(const char* name, const TensorView& tensor, int64_t length, ScalarType dtype) const {
     check_flat(name, tensor, length, device);
     check_dtype(name, tensor, dtype);
-    SPARSE_OPT_CHECK(misalignment(tensor) == 0, name, " begins ", misalignment(tensor), " bytes past a multiple of ",
-                     tensor.element_size, ", expected an aligned tensor");
+    check_aligned(tensor, name);
     return static_cast<Number*>(tensor.data);
   }
 
  private:
   static std::vector<void*> aligned_list(const char* name, TensorList tensors, Device device) {
     std::vector<void*> pointers = list_data(name, tensors, device);
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      SPARSE_OPT_CHECK(misalignment(tensors[i]) == 0, name, "[", i, "] begins ", misalignment(tensors[i]),
-                       " bytes past a multiple of ", tensors[i].element_size, ", expected an aligned tensor");
-    }
+    for (size_t i = 0; i < tensors.size(); ++i) check_aligned(tensors[i], name, "[", i, "]");
     return pointers;
-  }
-
-  static Device checked_device(const char* name, TensorList tensors) {
-    SPARSE_OPT_CHECK(!tensors.empty(), name, " holds no tensor, expected at least one");
-    return tensors[0].device;
   }
 };
 
@@ -133,14 +124,14 @@ Tensor patch_apply_(TensorList dense, const TensorView& sizes, const TensorView&
   PatchCall call("dense", dense, is_float, class_shift);
   call.set_tables(row_of, rows, class_table, values);
   PatchArguments& args = call.args;
-  args.sizes = call.elements<uint32_t>("sizes", sizes, call.tiles(), ScalarType::UInt32);
-  args.offsets = call.elements<int64_t>("offsets", offsets, call.tiles() + 1, ScalarType::Long);
+  args.sizes = call.elements<uint32_t>("sizes", sizes, args.tiles(), ScalarType::UInt32);
+  args.offsets = call.elements<int64_t>("offsets", offsets, args.tiles() + 1, ScalarType::Long);
   args.records = call.elements<uint8_t>("records", records, records.numel, ScalarType::Byte);
   args.record_bytes = records.numel;
   Tensor bad_tile = empty({1}, ScalarType::Long, call.device);
-  torch::stable::fill_(bad_tile, static_cast<double>(call.tiles()));
+  torch::stable::fill_(bad_tile, static_cast<double>(args.tiles()));
   args.bad_tile = static_cast<int64_t*>(bad_tile.data_ptr());
-  if (call.tiles() > 0) OnDevice::apply(call);
+  if (args.tiles() > 0) OnDevice::apply(call);
   return bad_tile;
 }
 

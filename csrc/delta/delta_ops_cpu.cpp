@@ -1,7 +1,7 @@
 // The patch codec's schemas and CPU ops. sparse_opt/delta/codec/torch_reference.py defines the same functions.
 #include <algorithm>
 
-#include "patch_ops.h"
+#include "delta_ops.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {
   m.def(
@@ -25,9 +25,7 @@ struct Cpu {
 
   static Encoded encode(PatchCall& call) {
     PatchArguments& args = call.args;
-    const char* fault = cpu::patch_tables_fault(args);
-    SPARSE_OPT_CHECK(fault == nullptr, fault);
-    const Tensor sizes = empty({call.tiles()}, ScalarType::UInt32, call.device);
+    const Tensor sizes = empty({args.tiles()}, ScalarType::UInt32, call.device);
     const Tensor counts = zeros({args.count}, ScalarType::Long, {});
     args.sizes = static_cast<uint32_t*>(sizes.data_ptr());
     args.changes = static_cast<int64_t*>(counts.data_ptr());
