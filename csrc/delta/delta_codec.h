@@ -1,4 +1,4 @@
-// The launchers of delta_encode.
+// The launchers of delta_encode, and of the digests of tensors on a GPU.
 #pragma once
 
 #include <algorithm>
@@ -38,6 +38,17 @@ struct DeltaArguments {
   int* sampled = nullptr;  // [blocks / sample_stride + tables], changes of every sample_stride-th block of a table
 };
 
+constexpr int64_t kDigestChunk = 65536;  // bytes; a tensor's last chunk may be shorter
+constexpr int64_t kDigestBytes = 16;
+
+// The chunks of all tensors are numbered one after the other.
+struct ChunkDigestArguments {
+  int64_t count = 0;
+  void* const* tensors = nullptr;  // [count], the list in host memory; only read, of any alignment
+  const int64_t* sizes = nullptr;  // [count], bytes, in host memory
+  uint8_t* digests = nullptr;      // [chunks, kDigestBytes], big-endian; aligned to 16
+};
+
 namespace cpu {
 
 // The tensor, first element and size of part `number` of a list, at most `length` elements of one tensor. Tensor i has
@@ -71,6 +82,9 @@ void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
 // Writes args.bounds of the tensors that are not empty, and all changes if args.capacity is sufficient. If
 // args.speculative, does nothing if sample_stride times the changes that delta_sample counted exceeds args.capacity.
 void delta_encode(const DeltaArguments& args, cudaStream_t stream);
+
+// XXH3 of every chunk of a list of tensors.
+void chunk_digests(const ChunkDigestArguments& args, cudaStream_t stream);
 
 }  // namespace cuda
 

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "chunk_digests.h"
 #include "cuda_stream.h"
+#include "delta_codec.h"
 #include "delta_ops.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {

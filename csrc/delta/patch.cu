@@ -3,6 +3,8 @@
 // patch_apply reads the tensor once and writes the words that change. Both are bound by instructions: about 30 to
 // encode an unchanged word and 20 to decode it. The changes of a span are coded together, after its rows, because a
 // warp whose lanes coded single changes would diverge.
+#include <type_traits>
+
 #include "common/dispatch.cuh"
 #include "common/segment_table.cuh"
 #include "patch.h"
@@ -222,16 +224,12 @@ __device__ __forceinline__ uint32_t raw_numbers(int t) {
   return static_cast<uint32_t>((static_cast<int64_t>(t) * sizeof(Word) + kRecordUnit - 1) / kRecordUnit);
 }
 
-// Records are aligned to 2 bytes.
+// Copies `t` words between a tensor and a raw record, which is aligned to 2 bytes.
 template <typename Word>
-__device__ __forceinline__ void write_raw(const Word* words, int t, uint16_t* numbers) {
-  if constexpr (sizeof(Word) == 1) {
-    for (int i = threadIdx.x; i < (t + 1) / 2; i += 32) {
-      numbers[i] = static_cast<uint16_t>(words[2 * i] | (2 * i + 1 < t ? words[2 * i + 1] << 8 : 0));
-    }
-  } else {
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(words);
-    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(t) * sizeof(Word) / 2; i += 32) numbers[i] = halves[i];
+__device__ __forceinline__ void copy_raw(const void* from, void* to, int t) {
+  using Part = std::conditional_t<sizeof(Word) == 1, uint8_t, uint16_t>;
+  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(t) * (sizeof(Word) / sizeof(Part)); i += 32) {
+    static_cast<Part*>(to)[i] = static_cast<const Part*>(from)[i];
   }
 }
 
@@ -301,7 +299,9 @@ __global__ void __launch_bounds__(32) encode_overflow_kernel(const __grid_consta
   const Word* new_words = static_cast<const Word*>(table.dense[range.segment]) + range.begin;
   auto* numbers = reinterpret_cast<uint16_t*>(args.records + args.offsets[number]);
   if ((size & kRawBit) != 0) {
-    write_raw(new_words, t, numbers);
+    if (sizeof(Word) == 1 && t % 2 == 1) numbers[t / 2] = 0;  // the byte that fills the record
+    __syncwarp();
+    copy_raw<Word>(new_words, numbers, t);
     return;
   }
   tables.load<Word>(args, range.number);
@@ -413,16 +413,6 @@ __device__ __forceinline__ bool apply_tile(Word* words, int t, const uint16_t* n
   return reader.at != count || x != kInitialState;
 }
 
-template <typename Word>
-__device__ __forceinline__ void apply_raw(Word* words, int t, const uint16_t* numbers) {
-  if constexpr (sizeof(Word) == 1) {
-    for (int k = threadIdx.x; k < t; k += 32) words[k] = static_cast<uint8_t>(numbers[k / 2] >> (k % 2 * 8));
-  } else {
-    uint16_t* halves = reinterpret_cast<uint16_t*>(words);
-    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(t) * sizeof(Word) / 2; i += 32) halves[i] = numbers[i];
-  }
-}
-
 template <typename Word, int Capacity>
 __global__ void __launch_bounds__(32) patch_apply_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                                                          const __grid_constant__ PatchArguments args) {
@@ -440,7 +430,7 @@ __global__ void __launch_bounds__(32) patch_apply_kernel(const __grid_constant__
     const auto* numbers = reinterpret_cast<const uint16_t*>(args.records + begin);
     if ((size & kRawBit) != 0) {
       bad = count != raw_numbers<Word>(t);
-      if (!bad) apply_raw(words, t, numbers);
+      if (!bad) copy_raw<Word>(numbers, words, t);
     } else {
       tables.load<Word>(args, range.number);
       bad = apply_tile(words, t, numbers, static_cast<int>(count), tables, args);

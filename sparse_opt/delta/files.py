@@ -34,17 +34,15 @@ _NAME = re.compile(r"step_(\d{8,})\.(keyframe|patch)\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Elements that a patch is coded over: all elements of the state, or those in the log's mask.
 _SPACES = ("dense", "mask")
-_CONVERT = "delta convert --from DIR --to NEW_DIR"
+_REWRITE = (
+    "write the log again with the version of sparse-opt that wrote it: "
+    "sparse-opt delta convert --from DIR --to NEW_DIR --level tight"
+)
 
 
-def written_again(action: str) -> str:
-    """Return what to do with a file that only earlier versions can read."""
-    return f"write it again with the version of sparse-opt that wrote it: sparse-opt {action} --level tight"
-
-
-def level_error(level: str, action: str) -> str:
-    """Return the error for a file with patches in a format that this version does not have."""
-    return f"its patches are of level {level!r}, which can no longer be read: {written_again(action)}"
+def level_error(level: str, remedy: str) -> str:
+    """Return the error for a file whose patches have a format that only earlier versions can read."""
+    return f"its patches are of level {level!r}, which can no longer be read: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -222,8 +220,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         raise DeltaLogError(f"{file.where}: format is {fields.get('format')!r}, expected {FORMAT!r}")
     if fields.get("format_version") != FORMAT_VERSION:
         raise DeltaLogError(
-            f"{file.where}: format version is {fields.get('format_version')!r}, expected {FORMAT_VERSION!r}: "
-            f"{written_again(_CONVERT)}"
+            f"{file.where}: format version is {fields.get('format_version')!r}, expected {FORMAT_VERSION!r}: {_REWRITE}"
         )
     written = fields.pop("header_digest", "")
     if metadata_digest(fields) != written:
@@ -251,7 +248,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         masked = fields["space"] == "mask"
     # Files of earlier versions name a level; `tight` is the format that is left.
     if (level := settings.get("level", fields.get("level", "tight"))) != "tight":
-        raise DeltaLogError(f"{file.where}: {level_error(level, _CONVERT)}")
+        raise DeltaLogError(f"{file.where}: {level_error(level, _REWRITE)}")
     return StepHeader(
         file=file,
         run_id=fields["run_id"],

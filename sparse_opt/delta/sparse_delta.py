@@ -44,6 +44,10 @@ CONFIG_FILE = "delta_config.json"
 FORMAT = "sparse-opt delta"
 FORMAT_VERSION = "1"
 _DIGEST = re.compile("[0-9a-f]{32}")
+_REMEDY = (
+    "apply the delta with the version of sparse-opt that wrote it, sparse-opt delta apply DELTA BASE -o TUNED, "
+    "and write it again with this one: sparse-opt delta diff BASE TUNED -o NEW_DELTA"
+)
 
 _CARD = """---
 library_name: sparse-opt
@@ -448,7 +452,7 @@ class SparseDelta:
         except (OSError, DamagedFile, ValueError, RecursionError) as error:
             raise DeltaError(f"{folder}: the delta is damaged: {one_line(error)}") from error
         if any(name.endswith(".heads") for name in payload):  # a part of the patches that earlier versions called so
-            raise DeltaError(f"{path}: {level_error('packed', 'delta diff BASE TUNED -o NEW_DIR')}")
+            raise DeltaError(f"{path}: {level_error('packed', _REMEDY)}")
         try:
             return cls._parsed(header, payload, config)
         except (DeltaError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:

@@ -263,7 +263,7 @@ def test_a_log_of_the_first_format(logged):
     for step in logged.states:
         rewrite_metadata(logged.file(step), format_version="1")
     log = DeltaLog.open(logged.directory, logged.states[0])
-    message = f"{logged.file(0)}: step 0: format version is '1', expected '2': write it again with the version of "
+    message = f"{logged.file(0)}: step 0: format version is '1', expected '2': write the log again with the version of "
     for call in (lambda: log.load(8), lambda: log.append(9), log.info, lambda: log.layout):
         with pytest.raises(DeltaLogError) as error:
             call()
@@ -284,7 +284,7 @@ def test_a_log_at_a_level_that_can_no_longer_be_read(logged):
                 log.load(1)
             assert str(error.value) == (
                 f"{logged.file(step)}: step {step}: its patches are of level '{level}', which can no longer be read: "
-                "write it again with the version of sparse-opt that wrote it: "
+                "write the log again with the version of sparse-opt that wrote it: "
                 "sparse-opt delta convert --from DIR --to NEW_DIR --level tight"
             )
         rewrite_metadata(logged.file(step), **{key: text.replace("LEVEL", "tight") for key, text in by_name.items()})

@@ -316,8 +316,9 @@ def test_damaged_files_are_refused_in_one_line(folder, tmp_path, with_header):
 
     refused(
         at_packed,
-        f"{DELTA_FILE}: its patches are of level 'packed', which can no longer be read: write it again with the "
-        "version of sparse-opt that wrote it: sparse-opt delta diff BASE TUNED -o NEW_DIR --level tight",
+        f"{DELTA_FILE}: its patches are of level 'packed', which can no longer be read: apply the delta with the "
+        "version of sparse-opt that wrote it, sparse-opt delta apply DELTA BASE -o TUNED, and write it again with this "
+        "one: sparse-opt delta diff BASE TUNED -o NEW_DELTA",
     )
     refused(of_header(format_version="9"), "its format_version is '9', expected '1'")
     for text in ("[" * 10**5, '{"header_digest": "0"}'):
