@@ -160,27 +160,25 @@ struct ReplaceCall {
   }
 };
 
-// The partial sums of the segments, one after the other.
+// The partial sums of the segments, one after the other. `result`, if given, receives the norm of all and the
+// coefficient: fp32 [2]. `finished` is int32 [1], 0.
 struct SumCall {
-  std::vector<void*> no_tensors;
   Segments segments;
   float* sums;
+  ClipArguments clip;
 
-  SumCall(const TensorView& sum_sq, const TensorView& partial_sums, Ints starts, Ints ends)
-      : no_tensors(starts.size(), nullptr) {
+  SumCall(const TensorView& sum_sq, const TensorView& partial_sums, Ints starts, Ints ends,
+          const OptionalTensor& result, const OptionalTensor& finished, double max_norm) {
     segments.count = static_cast<int64_t>(starts.size());
-    segments.dense = no_tensors.data();
     segments.starts = starts.data();
     segments.ends = ends.data();
     sums = float_data("sum_sq", sum_sq, segments.count, partial_sums.device);
-  }
-
-  // `result` receives the norm and the coefficient: fp32 [2]. `finished` is int32 [1], 0.
-  static ClipArguments clip(const TensorView& result, const TensorView& finished, double max_norm, Device device) {
-    check_flat("finished", finished, 1, device);
-    check_dtype("finished", finished, ScalarType::Int);
-    float* results = float_data("clip", result, 2, device);
-    return {static_cast<float>(max_norm), results, results + 1, static_cast<uint32_t*>(finished.data)};
+    if (!result.has_value()) return;
+    SPARSE_OPT_CHECK(finished.has_value(), "finished is None, expected a tensor with clip");
+    check_flat("finished", *finished, 1, partial_sums.device);
+    check_dtype("finished", *finished, ScalarType::Int);
+    float* results = float_data("clip", *result, 2, partial_sums.device);
+    clip = {static_cast<float>(max_norm), results, results + 1, static_cast<uint32_t*>(finished->data)};
   }
 };
 

@@ -40,8 +40,4 @@ class OnStream {
   cudaStream_t stream_ = nullptr;
 };
 
-inline Device gpu(int index) {
-  return {DeviceType::CUDA, index};
-}
-
 }  // namespace sparse_opt

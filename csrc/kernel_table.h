@@ -21,7 +21,7 @@ enum RuleNumber : int { SPARSE_OPT_FOR_EACH_RULE(SPARSE_OPT_NUMBER) kRuleCount }
 // All functions run on the current stream of the arguments' device, `device` of its type.
 struct KernelTable {
   // Changes with the layout of the arguments or of this table.
-  static constexpr int64_t kVersion = 4;
+  static constexpr int64_t kVersion = 5;
 
   int64_t version = kVersion;
   int64_t sizes = argument_sizes();
@@ -40,9 +40,8 @@ struct KernelTable {
                         const int64_t* numbers, int device) = nullptr;
   void (*tiles_partly)(const TileArguments& args, float* partial_sums, const int64_t* first_partials,
                        int device) = nullptr;
-  void (*sum_partials)(const Segments& segments, const float* partial_sums, float* sum_sq, int device) = nullptr;
-  void (*sum_partials_and_clip)(const Segments& segments, const float* partial_sums, float* sum_sq,
-                                const ClipArguments& clip, int device) = nullptr;
+  void (*sum_partials)(const Segments& segments, const float* partial_sums, float* sum_sq, const ClipArguments& clip,
+                       int device) = nullptr;
   // Whether the current stream of a GPU is being captured in a CUDA graph.
   bool (*is_capturing)(int device) = nullptr;
 

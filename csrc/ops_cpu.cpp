@@ -15,10 +15,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {
       "tile_weight_grad_partly_(Tensor(a!) out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "
       "int[] ends, int tile_size, bool accumulate, Tensor(b!) partial_sums, int[] first_partials, "
       "Tensor(c!)? found_inf, Tensor? token_offsets) -> ()");
-  m.def("add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends) -> ()");
   m.def(
-      "add_partial_sums_and_clip_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends, Tensor(b!) clip, "
-      "Tensor(c!) finished, float max_norm) -> ()");
+      "add_partial_sums_(Tensor(a!) sum_sq, Tensor partial_sums, int[] starts, int[] ends, Tensor(b!)? clip, "
+      "Tensor(c!)? finished, float max_norm) -> ()");
   // On a GPU, the number of parts into which tile_weight_grad_ cuts the tokens of each tile.
   m.def(
       "tile_weight_grad_parts(Tensor out, Tensor[] grad_outputs, Tensor[] inputs, Tensor tiles, int[] starts, "

@@ -29,7 +29,7 @@ struct Cuda {
     const Tensor partial_sums = float_scratch(first.back(), device);
     auto* sums = static_cast<float*>(partial_sums.data_ptr());
     cuda::masked_grad_gather(args, at_each(sums, first).data(), nullptr, stream);
-    cuda::sum_partials(args.segments, sums, args.sum_sq, stream);
+    cuda::sum_partials(args.segments, sums, args.sum_sq, {}, stream);
   }
   static void tiles(const TileArguments& args, int device) {
     const OnStream stream(device);
@@ -45,12 +45,9 @@ struct Cuda {
   static void tiles_partly(const TileArguments& args, float* partial_sums, const int64_t* first_partials, int device) {
     cuda::tile_weight_grad(args, partial_sums, first_partials, OnStream(device));
   }
-  static void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, int device) {
-    cuda::sum_partials(segments, partial_sums, sum_sq, OnStream(device));
-  }
-  static void sum_partials_and_clip(const Segments& segments, const float* partial_sums, float* sum_sq,
-                                    const ClipArguments& clip, int device) {
-    cuda::sum_partials_and_clip(segments, partial_sums, sum_sq, clip, OnStream(device));
+  static void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq,
+                           const ClipArguments& clip, int device) {
+    cuda::sum_partials(segments, partial_sums, sum_sq, clip, OnStream(device));
   }
   static std::vector<const void*> at_each(float* floats, Ints offsets) {
     std::vector<const void*> pointers;
@@ -58,7 +55,9 @@ struct Cuda {
     return pointers;
   }
   // Freed on return; the allocator keeps the order of the stream.
-  static Tensor float_scratch(int64_t n, int device) { return empty({n}, ScalarType::Float, gpu(device)); }
+  static Tensor float_scratch(int64_t n, int device) {
+    return empty({n}, ScalarType::Float, {DeviceType::CUDA, device});
+  }
   static void swap(const MoveArguments& args, int device) { cuda::indexed_swap(args, OnStream(device)); }
   static void replace(const ReplaceArguments& args, int device) { cuda::indexed_replace(args, OnStream(device)); }
   static void take(const MoveArguments& args, int device) { cuda::indexed_take(args, OnStream(device)); }
@@ -230,17 +229,10 @@ int64_t tile_weight_grad_parts(const TensorView& out, TensorList grad_outputs, T
   return cuda::tile_weight_grad_parts(call.args);
 }
 
-void add_partial_sums_(const TensorView& sum_sq, const TensorView& partial_sums, Ints starts, Ints ends) {
-  const SumCall call(sum_sq, partial_sums, starts, ends);
-  Cuda::sum_partials(call.segments, partial_sums.as<const float>(), call.sums, partial_sums.device.index);
-}
-
-void add_partial_sums_and_clip_(const TensorView& sum_sq, const TensorView& partial_sums, Ints starts, Ints ends,
-                                const TensorView& clip, const TensorView& finished, double max_norm) {
-  const SumCall call(sum_sq, partial_sums, starts, ends);
-  const ClipArguments args = SumCall::clip(clip, finished, max_norm, partial_sums.device);
-  Cuda::sum_partials_and_clip(call.segments, partial_sums.as<const float>(), call.sums, args,
-                              partial_sums.device.index);
+void add_partial_sums_(const TensorView& sum_sq, const TensorView& partial_sums, Ints starts, Ints ends,
+                       const OptionalTensor& clip, const OptionalTensor& finished, double max_norm) {
+  const SumCall call(sum_sq, partial_sums, starts, ends, clip, finished, max_norm);
+  Cuda::sum_partials(call.segments, partial_sums.as<const float>(), call.sums, call.clip, partial_sums.device.index);
 }
 
 bool is_capturing(int device) {
@@ -256,7 +248,6 @@ void add_cuda(KernelTable& table) {
   table.gather_partly = &Cuda::gather_partly;
   table.tiles_partly = &Cuda::tiles_partly;
   table.sum_partials = &Cuda::sum_partials;
-  table.sum_partials_and_clip = &Cuda::sum_partials_and_clip;
   table.is_capturing = &is_capturing;
 }
 
@@ -268,5 +259,4 @@ STABLE_TORCH_LIBRARY_IMPL(SPARSE_OPT_NATIVE, CUDA, m) {
   m.impl("tile_weight_grad_partly_", sparse_opt::boxed<&sparse_opt::tile_weight_grad_partly_>);
   m.impl("tile_weight_grad_parts", sparse_opt::boxed<&sparse_opt::tile_weight_grad_parts>);
   m.impl("add_partial_sums_", sparse_opt::boxed<&sparse_opt::add_partial_sums_>);
-  m.impl("add_partial_sums_and_clip_", sparse_opt::boxed<&sparse_opt::add_partial_sums_and_clip_>);
 }

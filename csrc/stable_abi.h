@@ -53,10 +53,6 @@ inline TensorView view_of(AtenTensorHandle tensor) {
   return view;
 }
 
-inline TensorView view_of(const Tensor& tensor) {
-  return view_of(tensor.get());
-}
-
 inline void check_torch(AOTITorchError error, const char* what) {
   if (error != TORCH_SUCCESS) throw std::runtime_error(std::string("sparse_opt: torch failed to ") + what);
 }

@@ -1,11 +1,11 @@
-"""Patches: bytes per changed weight, and speed, of both levels and of other packages' encodings of changes.
+"""Patches: bytes per changed weight, and speed, and those of other packages' encodings of changes.
 
 The weights are bf16, normal(0, 0.02), before and after one step of Adam's size from fp32 master weights. The learning
 rate is chosen to change the share of the case. Every result is decoded and compared bit by bit before it is timed, and
 all coders of a case are timed in turns, with a copy among them. Rates count one dense bf16 tensor, 2 bytes per element,
 whatever the work reads: encoding reads two. The share of the copy rate counts everything that encoding reads and
-writes. Times on a GPU are between events and include waiting for the host during the work (both levels read
-a sample first), but not before the first kernel.
+writes. Times on a GPU are between events and include waiting for the host during the work (encoding reads a sample
+first), but not before the first kernel.
 
 Case "dense" changes 60 % of the weights. Case "mask" changes a tenth of the positions of a random mask of 2.5 %. It is
 encoded like in a delta log, over the elements of the mask, and in the ordinary form. On a GPU the first two cases are
@@ -41,7 +41,7 @@ from ..rows import Case, Row, Run
 from ..shapes import LLAMA_3_2_3B, scaled, total_numel
 from ..timing import Prepared, measure
 from .data import KINDS, Step, entropy_bytes, make_step, n_different
-from .peers import LEVELS, PEERS, Coder, LevelCoder, MaskedCoder, PulseCoder
+from .peers import PEERS, Coder, MaskedCoder, PatchCoder, PulseCoder
 
 # Elements of the one tensor, elements for other packages, timed calls.
 DEFAULTS = {"cpu": (2**25, 2**24, 7), "cuda": (2**30, 2**26, 20)}
@@ -96,21 +96,21 @@ def measure_all(args: Namespace, run: Run) -> None:
         work += [(layout, kind, LLAMA_3_2_3B) for kind in kinds if kind.name in OF_MODEL]
     for layout, kind, shapes in work:
         print(f"{kind.name}, {layout}", flush=True)
-        _levels(run, args, layout, make_step(kind, shapes, device, args.seed))
+        _patches(run, args, layout, make_step(kind, shapes, device, args.seed))
     # Peers run last, so that an error on the device does not affect our rows.
     for kind in kinds:
         print(f"{kind.name}, peers", flush=True)
         _peers(run, args, make_step(kind, {"weight": (args.peer_numel,)}, device, args.seed))
 
 
-def _levels(run: Run, args: Namespace, layout: str, step: Step) -> None:
+def _patches(run: Run, args: Namespace, layout: str, step: Step) -> None:
     """The rows of this package's coders, next to the entropy of the step, over the elements of its mask if any."""
-    coders: list[Coder] = [LevelCoder(level) for level in LEVELS]
+    coders: list[Coder] = [PatchCoder()]
     old, new = step.old, step.new
     if step.mask is not None:
-        masked = [MaskedCoder(level, step) for level in LEVELS]
-        coders += masked
-        old, new = masked[0].compact(old), masked[0].compact(new)
+        masked = MaskedCoder(step)
+        coders.append(masked)
+        old, new = masked.compact(old), masked.compact(new)
     compared: dict[str, float | Case] = {"entropy": entropy_bytes(old, new) / step.changed}
     compared["PULSEPT1"] = {"coder": PulseCoder.name, "layout": ONE_TENSOR, "numel": args.peer_numel}
     _add_rows(run, args, coders, layout, step, args.n_rounds, compared)
@@ -170,7 +170,7 @@ def _add_rows(
     for coder, nbytes in right:
         case: Case = {"coder": coder.name, "change": step.name, "layout": layout, "numel": step.numel}
         case |= {"threads": args.threads, "device": buffers[0].device.type}
-        whole: dict[str, float | Case] = {"whole": {"coder": coder.level}} if isinstance(coder, MaskedCoder) else {}
+        whole: dict[str, float | Case] = {"whole": {"coder": PatchCoder.name}} if isinstance(coder, MaskedCoder) else {}
 
         def add(metric: str, unit: str, value: float, case: Case = case, **others: Any) -> None:
             run.add(Row(suite="delta", case=case, metric=metric, unit=unit, value=value, **others))
@@ -220,7 +220,7 @@ def _activate(run: Run, args: Namespace, device: torch.device) -> None:
 
     for pattern, tile in (("element", 1), ("tile64", 64)):
         read = functools.partial(change, tile=tile)
-        deltas = {name: SparseDelta.of_tensors(layout, read, level="packed") for name in "ab"}
+        deltas = {name: SparseDelta.of_tensors(layout, read) for name in "ab"}
         activate = DeltaSet(model, deltas).activate
         for name in ("a", "b", "a", None):
             activate(name)

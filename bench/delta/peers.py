@@ -1,4 +1,4 @@
-"""The coders of `sparse-opt bench delta`: the two levels of patches, and other encodings of changes."""
+"""The coders of `sparse-opt bench delta`: patches, and other encodings of changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sparse_opt.delta import codec as patch_codec
 from sparse_opt.delta import patches as delta_patches
-from sparse_opt.delta.codec.words import LEVELS as LEVELS
 from sparse_opt.delta.patches import LogMask, MaskedState
 from sparse_opt.delta.state import StateLayout, TensorSpec
 from sparse_opt.tensors import as_bits, dtype_name
@@ -43,16 +42,13 @@ class Coder:
         return sum(map(len, coded))
 
 
-class LevelCoder(Coder):
-    """`delta.codec` at one level; bytes are those of a patch file's tensors, without its header."""
+class PatchCoder(Coder):
+    """`delta.codec`; bytes are those of a patch file's tensors, without its header."""
 
-    on_device = True
-
-    def __init__(self, level: str) -> None:
-        self.name = self.level = level
+    name, on_device = "patch", True
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> patch_codec.Patch:
-        return patch_codec.encode(start, new, self.level)
+        return patch_codec.encode(start, new)
 
     def decode(self, start: list[Tensor], coded: patch_codec.Patch) -> list[Tensor]:
         patch_codec.apply_(start, coded)
@@ -68,11 +64,11 @@ class MaskedCoder(Coder):
     Encoding also counts all changes, and uses the ordinary form if there is one outside the mask.
     """
 
-    on_device = True
+    name, on_device = "patch, over the mask", True
 
-    def __init__(self, level: str, step: Step) -> None:
+    def __init__(self, step: Step) -> None:
         assert step.mask is not None
-        self.name, self.level, self.mask = f"{level}, over the mask", level, LogMask(step.mask)
+        self.mask = LogMask(step.mask)
         specs = [
             TensorSpec(name, dtype_name(tensor), tuple(tensor.shape))
             for name, tensor in zip(step.mask.names, step.old, strict=True)
@@ -85,7 +81,7 @@ class MaskedCoder(Coder):
         return old
 
     def encode(self, start: list[Tensor], new: list[Tensor]) -> delta_patches.StatePatch:
-        return delta_patches.encode(self.layout, self._named(start), self._named(new), self.level, masked=self._masked)
+        return delta_patches.encode(self.layout, self._named(start), self._named(new), masked=self._masked)
 
     def decode(self, start: list[Tensor], coded: delta_patches.StatePatch) -> list[Tensor]:
         coded.apply_(self._named(start), "bench")

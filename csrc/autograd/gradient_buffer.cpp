@@ -405,28 +405,27 @@ void GradientBuffer::finish() {
 
 void GradientBuffer::sum_squares_() {
   finish();
-  if (!partial_sums_.defined()) return;
-  const auto direct = [&] {
-    const TensorView partials = view_of(partial_sums_);
-    const SumCall call(view_of(sum_sq_), partials, partials_begin_, partials_end_);
-    kernels->sum_partials(call.segments, partials.as<const float>(), call.sums, partials.device.index);
-  };
-  call_native("sparse_opt_native::add_partial_sums_", direct, sum_sq_, partial_sums_, partials_begin_, partials_end_);
+  if (partial_sums_.defined()) sum_partials(std::nullopt, 0.0);
 }
 
 std::optional<at::Tensor> GradientBuffer::clip(double max_norm) {
   if (!partial_sums_.defined()) return std::nullopt;
   finish();
   const at::Tensor result = at::empty({2}, sum_sq_.options());
+  sum_partials(result, max_norm);
+  return result;
+}
+
+void GradientBuffer::sum_partials(const std::optional<at::Tensor>& clip, double max_norm) const {
+  const std::optional<at::Tensor> finished = clip.has_value() ? std::optional(finished_) : std::nullopt;
   const auto direct = [&] {
     const TensorView partials = view_of(partial_sums_);
-    const SumCall call(view_of(sum_sq_), partials, partials_begin_, partials_end_);
-    const ClipArguments args = SumCall::clip(view_of(result), view_of(finished_), max_norm, partials.device);
-    kernels->sum_partials_and_clip(call.segments, partials.as<const float>(), call.sums, args, partials.device.index);
+    const SumCall call(view_of(sum_sq_), partials, partials_begin_, partials_end_, view_of(clip), view_of(finished),
+                       max_norm);
+    kernels->sum_partials(call.segments, partials.as<const float>(), call.sums, call.clip, partials.device.index);
   };
-  call_native("sparse_opt_native::add_partial_sums_and_clip_", direct, sum_sq_, partial_sums_, partials_begin_,
-              partials_end_, result, finished_, max_norm);
-  return result;
+  call_native("sparse_opt_native::add_partial_sums_", direct, sum_sq_, partial_sums_, partials_begin_, partials_end_,
+              clip, finished, max_norm);
 }
 
 void GradientBuffer::drop() {

@@ -110,6 +110,8 @@ class GradientBuffer : public std::enable_shared_from_this<GradientBuffer> {
   void gather_(const Queue& queue);
   void multiply_tiles_(const Queue& queue);
   void finish_after_backward();
+  // To sum_sq_ and, if given, [2]: the norm of all gradients and the factor that clips them.
+  void sum_partials(const std::optional<at::Tensor>& clip, double max_norm) const;
 
   const std::shared_ptr<const BoundParams> bound_;
   const at::Tensor values_, sum_sq_;

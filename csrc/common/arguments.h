@@ -8,6 +8,13 @@
 #include <cstdint>
 #include <functional>
 
+// Of functions for both devices.
+#ifdef __CUDACC__
+#define SPARSE_OPT_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define SPARSE_OPT_HOST_DEVICE inline
+#endif
+
 using cudaStream_t = struct CUstream_st*;  // as in cuda_runtime_api.h, which a build without CUDA does not have
 
 namespace sparse_opt {
@@ -16,6 +23,21 @@ enum class DType : int { kFloat32, kBFloat16, kFloat16 };
 
 inline int element_size(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// call.template operator()<Word>() with the unsigned type of this size: 1, 2, 4 or 8 bytes.
+template <typename Call>
+decltype(auto) dispatch_word(int element_size, Call call) {
+  switch (element_size) {
+    case 1:
+      return call.template operator()<uint8_t>();
+    case 2:
+      return call.template operator()<uint16_t>();
+    case 4:
+      return call.template operator()<uint32_t>();
+    default:
+      return call.template operator()<uint64_t>();
+  }
 }
 
 enum class IndexType : int { kInt32, kInt64, kOffset16 };

@@ -40,24 +40,6 @@ void dispatch_index(IndexType type, Call call) {
   }
 }
 
-template <typename Call>
-void dispatch_word(int element_size, Call call) {
-  switch (element_size) {
-    case 1:
-      call.template operator()<uint8_t>();
-      break;
-    case 2:
-      call.template operator()<uint16_t>();
-      break;
-    case 4:
-      call.template operator()<uint32_t>();
-      break;
-    case 8:
-      call.template operator()<uint64_t>();
-      break;
-  }
-}
-
 // Compact data is read and written once: in kernels that access dense tensors too, it should not evict the lines that
 // neighbours share from the caches.
 __device__ __forceinline__ float load_once(const float* p) {

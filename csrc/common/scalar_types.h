@@ -10,7 +10,7 @@
 #include <cuda_fp16.h>
 #endif
 
-#include "host_device.h"
+#include "arguments.h"
 
 namespace sparse_opt {
 

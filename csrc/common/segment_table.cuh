@@ -149,9 +149,9 @@ void launch_tables(const Segments& segments, const void* const* companions, int6
     table.segment_offset = first;
     table.first_block[0] = 0;
     for (int i = 0; i < table.count; ++i) {
-      table.dense[i] = segments.dense[first + i];
+      table.dense[i] = segments.dense != nullptr ? segments.dense[first + i] : nullptr;
       table.companions[i] = companions != nullptr ? companions[first + i] : nullptr;
-      table.starts[i] = segments.starts[first + i];
+      table.starts[i] = segments.starts != nullptr ? segments.starts[first + i] : 0;
       table.ends[i] = segments.ends[first + i];
       const int64_t blocks = blocks_of(table.starts[i], table.ends[i], slots_per_block);
       table.first_block[i + 1] = table.first_block[i] + static_cast<int32_t>(blocks);
@@ -162,7 +162,8 @@ void launch_tables(const Segments& segments, const void* const* companions, int6
   }
 }
 
-// Calls launch(table, blocks) for as many tables as the list needs.
+// Calls launch(table, blocks) for as many tables as the list needs. The kernel does not read tensors that are not
+// given, and segments without starts start at 0.
 template <typename Launch>
 void for_each_table(const Segments& segments, const void* const* companions, int64_t slots_per_block, Launch launch) {
   if (segments.count <= kSmallTable) {
@@ -170,6 +171,20 @@ void for_each_table(const Segments& segments, const void* const* companions, int
   } else {
     launch_tables<kLargeTable>(segments, companions, slots_per_block, launch);
   }
+}
+
+// Calls launch(table, blocks) for the tables of a list of tensors. Each tensor is one segment with all of its
+// elements. Tables without elements are left out.
+template <typename Launch>
+void for_each_whole_table(int64_t count, void* const* tensors, const void* const* companions, const int64_t* numels,
+                          int64_t block, Launch launch) {
+  Segments whole;
+  whole.count = count;
+  whole.dense = tensors;
+  whole.ends = numels;
+  for_each_table(whole, companions, block, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+    if (blocks != 0) launch(table, blocks);
+  });
 }
 
 }  // namespace sparse_opt::cuda

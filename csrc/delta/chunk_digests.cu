@@ -4,11 +4,241 @@
 // neighbouring blocks in flight. Lanes exchange nothing until all sums of a chunk are in shared memory. Then every
 // group of lanes computes the same chain of scrambles over them: no lane diverges, and other warps use the memory
 // meanwhile.
-#include <vector>
+#include <bit>
+#include <cstdint>
+#include <cstring>
 
-#include "chunk_digests.h"
 #include "common/segment_table.cuh"
-#include "xxh3.cuh"
+#include "delta_codec.h"
+
+// XXH3 of 128 bits with the default secret and seed 0.
+// https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+//
+// A long input is cut into blocks of 16 stripes of 64 bytes. The amount that a stripe adds to the accumulators does not
+// depend on their values, so the stripes of a block can be added in any order and by any thread; only the scrambles at
+// the ends of blocks form a chain. Accumulators 2 i and 2 i + 1 are independent of the other six.
+namespace sparse_opt::xxh3 {
+
+static_assert(std::endian::native == std::endian::little, "words are read in the byte order of memory");
+
+constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
+constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F, kPrime64_3 = 0x165667B19E3779F9,
+                   kPrime64_4 = 0x85EBCA77C2B2AE63, kPrime64_5 = 0x27D4EB2F165667C5;
+constexpr uint64_t kPrimeMx1 = 0x165667919E3779F9, kPrimeMx2 = 0x9FB21C651E98DF25;
+
+constexpr int64_t kLongestShort = 240;  // bytes; longer inputs are cut into blocks
+constexpr int kStripe = 64;             // bytes
+constexpr int kBlockStripes = 16;
+constexpr int kBlock = kBlockStripes * kStripe;
+constexpr int kAccumulators = 8;
+
+constexpr int kSecretWords = 24;
+struct Secret {
+  uint64_t words[kSecretWords];
+};
+constexpr Secret kSecret = {{
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
+    0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088,
+    0x4ef90da297486471, 0xd8acdea946ef1938, 0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a,
+    0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+}};
+
+// Bytes of the secret at which a part of it begins. Stripe i of a block is keyed from word i on.
+constexpr int kSecretScramble = 128, kSecretLastStripe = 121, kSecretMergeLow = 11, kSecretMergeHigh = 117;
+constexpr int kSecretMiddle = 3, kSecretMiddleEnd = 103;
+
+struct Hash128 {
+  uint64_t low, high;
+};
+
+// Two neighbouring accumulators, the first of even number.
+struct alignas(16) Pair {
+  uint64_t first, second;
+};
+
+__device__ __forceinline__ uint64_t read32(const uint8_t* data) {
+  uint32_t word;
+  memcpy(&word, data, sizeof(word));
+  return word;
+}
+
+__device__ __forceinline__ uint64_t read64(const uint8_t* data) {
+  uint64_t word;
+  memcpy(&word, data, sizeof(word));
+  return word;
+}
+
+// The 8 bytes of the secret at any byte.
+__device__ __forceinline__ uint64_t secret_at(const uint64_t* secret, int byte) {
+  const int shift = byte % 8 * 8;
+  const uint64_t low = secret[byte / 8] >> shift;
+  return shift == 0 ? low : low | secret[byte / 8 + 1] << (64 - shift);
+}
+
+__device__ __forceinline__ uint32_t swap32(uint32_t x) {
+  return x << 24 | (x << 8 & 0xff0000u) | (x >> 8 & 0xff00u) | x >> 24;
+}
+
+__device__ __forceinline__ uint64_t swap64(uint64_t x) {
+  return uint64_t{swap32(static_cast<uint32_t>(x))} << 32 | swap32(static_cast<uint32_t>(x >> 32));
+}
+
+__device__ __forceinline__ uint64_t multiply32(uint64_t a, uint64_t b) {
+  return uint64_t{static_cast<uint32_t>(a)} * static_cast<uint32_t>(b);
+}
+
+__device__ __forceinline__ Hash128 multiply64(uint64_t a, uint64_t b) {
+  const auto product = static_cast<unsigned __int128>(a) * b;
+  return {static_cast<uint64_t>(product), static_cast<uint64_t>(product >> 64)};
+}
+
+__device__ __forceinline__ uint64_t folded_product(uint64_t a, uint64_t b) {
+  const Hash128 product = multiply64(a, b);
+  return product.low ^ product.high;
+}
+
+__device__ __forceinline__ uint64_t avalanche(uint64_t x) {
+  x = (x ^ x >> 37) * kPrimeMx1;
+  return x ^ x >> 32;
+}
+
+// That of XXH64, for the shortest inputs.
+__device__ __forceinline__ uint64_t avalanche_xxh64(uint64_t x) {
+  x = (x ^ x >> 33) * kPrime64_2;
+  x = (x ^ x >> 29) * kPrime64_3;
+  return x ^ x >> 32;
+}
+
+__device__ __forceinline__ Hash128 hash_of_none(const uint64_t* secret) {
+  return {avalanche_xxh64(secret[8] ^ secret[9]), avalanche_xxh64(secret[10] ^ secret[11])};
+}
+
+__device__ __forceinline__ Hash128 hash_1_to_3(const uint8_t* data, int64_t size, const uint64_t* secret) {
+  const uint32_t low = uint32_t{data[0]} << 16 | uint32_t{data[size >> 1]} << 24 | uint32_t{data[size - 1]} |
+                       static_cast<uint32_t>(size) << 8;
+  const uint32_t swapped = swap32(low), high = swapped << 13 | swapped >> 19;
+  const auto key = [&](int word) { return (secret[word] ^ secret[word] >> 32) & 0xffffffff; };
+  return {avalanche_xxh64(low ^ key(0)), avalanche_xxh64(high ^ key(1))};
+}
+
+__device__ __forceinline__ Hash128 hash_4_to_8(const uint8_t* data, int64_t size, const uint64_t* secret) {
+  const uint64_t word = read32(data) | read32(data + size - 4) << 32;
+  Hash128 hash = multiply64(word ^ secret[2] ^ secret[3], kPrime64_1 + (static_cast<uint64_t>(size) << 2));
+  hash.high += hash.low << 1;
+  hash.low ^= hash.high >> 3;
+  hash.low = (hash.low ^ hash.low >> 35) * kPrimeMx2;
+  hash.low ^= hash.low >> 28;
+  hash.high = avalanche(hash.high);
+  return hash;
+}
+
+__device__ __forceinline__ Hash128 hash_9_to_16(const uint8_t* data, int64_t size, const uint64_t* secret) {
+  const uint64_t first = read64(data), last = read64(data + size - 8);
+  Hash128 mixed = multiply64(first ^ last ^ secret[4] ^ secret[5], kPrime64_1);
+  mixed.low += static_cast<uint64_t>(size - 1) << 54;
+  const uint64_t keyed = last ^ secret[6] ^ secret[7];
+  mixed.high += (keyed & 0xffffffff00000000) + multiply32(keyed, kPrime32_2);
+  mixed.low ^= swap64(mixed.high);
+  Hash128 hash = multiply64(mixed.low, kPrime64_2);
+  hash.high += mixed.high * kPrime64_2;
+  return {avalanche(hash.low), avalanche(hash.high)};
+}
+
+// Adds 16 bytes to each of two accumulators, with 32 bytes of the secret from `key` on.
+__device__ __forceinline__ void mix_32(Hash128& acc, const uint8_t* a, const uint8_t* b, const uint64_t* secret,
+                                       int key) {
+  const uint64_t a0 = read64(a), a1 = read64(a + 8), b0 = read64(b), b1 = read64(b + 8);
+  acc.low += folded_product(a0 ^ secret_at(secret, key), a1 ^ secret_at(secret, key + 8));
+  acc.low ^= b0 + b1;
+  acc.high += folded_product(b0 ^ secret_at(secret, key + 16), b1 ^ secret_at(secret, key + 24));
+  acc.high ^= a0 + a1;
+}
+
+// Its loops are not unrolled: they would be most of the kernel's code.
+__device__ __forceinline__ Hash128 hash_17_to_240(const uint8_t* data, int64_t size, const uint64_t* secret) {
+  Hash128 acc = {static_cast<uint64_t>(size) * kPrime64_1, 0};
+  if (size <= 128) {
+#pragma unroll 1
+    for (int i = static_cast<int>(size - 1) / 32; i >= 0; --i) {
+      mix_32(acc, data + 16 * i, data + size - 16 * (i + 1), secret, 32 * i);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) mix_32(acc, data + 32 * i, data + 32 * i + 16, secret, 32 * i);
+    acc = {avalanche(acc.low), avalanche(acc.high)};
+#pragma unroll 1
+    for (int i = 4; 32 * (i + 1) <= size; ++i) {
+      mix_32(acc, data + 32 * i, data + 32 * i + 16, secret, kSecretMiddle + 32 * (i - 4));
+    }
+    mix_32(acc, data + size - 16, data + size - 32, secret, kSecretMiddleEnd);
+  }
+  const uint64_t high = acc.low * kPrime64_1 + acc.high * kPrime64_4 + static_cast<uint64_t>(size) * kPrime64_2;
+  return {avalanche(acc.low + acc.high), 0 - avalanche(high)};
+}
+
+// For at most kLongestShort bytes.
+__device__ __forceinline__ Hash128 hash_short(const uint8_t* data, int64_t size, const uint64_t* secret) {
+  if (size > 16) return hash_17_to_240(data, size, secret);
+  if (size > 8) return hash_9_to_16(data, size, secret);
+  if (size > 3) return hash_4_to_8(data, size, secret);
+  if (size > 0) return hash_1_to_3(data, size, secret);
+  return hash_of_none(secret);
+}
+
+// A long input has `blocks` whole blocks, each followed by a scramble, then `stripes` (0 to 15) of a partial block,
+// then its last 64 bytes as one more stripe with a key of its own. At least one byte follows the whole blocks.
+struct LongShape {
+  int64_t blocks;
+  int stripes;
+};
+
+__device__ __forceinline__ LongShape long_shape(int64_t size) {
+  return {(size - 1) / kBlock, static_cast<int>((size - 1) % kBlock) / kStripe};
+}
+
+__device__ __forceinline__ Pair first_accumulators(int pair) {
+  switch (pair) {
+    case 0:
+      return {kPrime32_3, kPrime64_1};
+    case 1:
+      return {kPrime64_2, kPrime64_3};
+    case 2:
+      return {kPrime64_4, kPrime32_2};
+    default:
+      return {kPrime64_5, kPrime32_1};
+  }
+}
+
+// A pair's 16 bytes of a stripe, as two words.
+__device__ __forceinline__ void accumulate(Pair& acc, Pair data, Pair key) {
+  const uint64_t first = data.first ^ key.first, second = data.second ^ key.second;
+  acc.first += data.second + multiply32(first, first >> 32);
+  acc.second += data.first + multiply32(second, second >> 32);
+}
+
+__device__ __forceinline__ uint64_t scramble(uint64_t acc, uint64_t key) {
+  return (acc ^ acc >> 47 ^ key) * kPrime32_1;
+}
+
+// The amount that pair `pair` adds to the half of the hash whose part of the secret begins at byte `merge`.
+__device__ __forceinline__ uint64_t merged(Pair acc, int pair, const uint64_t* secret, int merge) {
+  const int key = merge + 16 * pair;
+  return folded_product(acc.first ^ secret_at(secret, key), acc.second ^ secret_at(secret, key + 8));
+}
+
+// The hash, from the sums of all pairs' merged().
+__device__ __forceinline__ Hash128 finished(uint64_t merged_low, uint64_t merged_high, int64_t size) {
+  const auto bytes = static_cast<uint64_t>(size);
+  return {avalanche(bytes * kPrime64_1 + merged_low), avalanche(~(bytes * kPrime64_2) + merged_high)};
+}
+
+// xxHash's canonical form: 16 bytes, big-endian, as two words to store.
+__device__ __forceinline__ Pair canonical(Hash128 hash) {
+  return {swap64(hash.high), swap64(hash.low)};
+}
+
+}  // namespace sparse_opt::xxh3
 
 namespace sparse_opt::cuda {
 namespace {
@@ -148,18 +378,12 @@ __global__ void __launch_bounds__(kWarps * 32)
 }  // namespace
 
 void chunk_digests(const ChunkDigestArguments& args, cudaStream_t stream) {
-  const std::vector<int64_t> starts(args.count, 0);
-  Segments bytes;
-  bytes.count = args.count;
-  bytes.dense = args.tensors;
-  bytes.starts = starts.data();
-  bytes.ends = args.sizes;
-  for_each_table(bytes, nullptr, kDigestChunk, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned chunks) {
-    if (chunks == 0) return;
-    chunk_digests_kernel<<<(chunks + kWarps - 1) / kWarps, kWarps * 32, 0, stream>>>(
-        table, xxh3::kSecret, reinterpret_cast<xxh3::Pair*>(args.digests));
-    check_launch("chunk_digests");
-  });
+  for_each_whole_table(args.count, args.tensors, nullptr, args.sizes, kDigestChunk,
+                       [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned chunks) {
+                         chunk_digests_kernel<<<(chunks + kWarps - 1) / kWarps, kWarps * 32, 0, stream>>>(
+                             table, xxh3::kSecret, reinterpret_cast<xxh3::Pair*>(args.digests));
+                         check_launch("chunk_digests");
+                       });
 }
 
 }  // namespace sparse_opt::cuda

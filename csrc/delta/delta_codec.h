@@ -1,7 +1,9 @@
-// The launchers of delta_encode and delta_apply_.
+// The launchers of delta_encode, and of the digests of tensors on a GPU.
 #pragma once
 
-#include "swap/swap.h"
+#include <algorithm>
+
+#include "common/arguments.h"
 
 namespace sparse_opt {
 
@@ -36,11 +38,37 @@ struct DeltaArguments {
   int* sampled = nullptr;  // [blocks / sample_stride + tables], changes of every sample_stride-th block of a table
 };
 
+constexpr int64_t kDigestChunk = 65536;  // bytes; a tensor's last chunk may be shorter
+constexpr int64_t kDigestBytes = 16;
+
+// The chunks of all tensors are numbered one after the other.
+struct ChunkDigestArguments {
+  int64_t count = 0;
+  void* const* tensors = nullptr;  // [count], the list in host memory; only read, of any alignment
+  const int64_t* sizes = nullptr;  // [count], bytes, in host memory
+  uint8_t* digests = nullptr;      // [chunks, kDigestBytes], big-endian; aligned to 16
+};
+
 namespace cpu {
+
+// The tensor, first element and size of part `number` of a list, at most `length` elements of one tensor. Tensor i has
+// parts [first[i], first[i + 1]).
+struct TensorPart {
+  int64_t tensor, begin, size;
+};
+
+inline TensorPart part_at(const int64_t* first, int64_t count, const int64_t* numels, int64_t length, int64_t number) {
+  const int64_t tensor = std::upper_bound(first, first + count + 1, number) - first - 1;
+  const int64_t begin = (number - first[tensor]) * length;
+  return {tensor, begin, std::min(length, numels[tensor] - begin)};
+}
+
+// Sets bit k % 64 of bits[k / 64] if word k changed, and clears it otherwise, also from n to the next multiple of 64.
+// Returns the number of changes.
+int64_t mark_changes(int element_size, const void* old_words, const void* new_words, int64_t n, uint64_t* bits);
 
 void delta_mark(const DeltaArguments& args, ParallelFor parallel_for);
 void delta_collect(const DeltaArguments& args, ParallelFor parallel_for);
-void delta_apply(const MoveArguments& args, ParallelFor parallel_for);
 
 }  // namespace cpu
 
@@ -54,7 +82,9 @@ void delta_prepare(const DeltaArguments& args, cudaStream_t stream);
 // Writes args.bounds of the tensors that are not empty, and all changes if args.capacity is sufficient. If
 // args.speculative, does nothing if sample_stride times the changes that delta_sample counted exceeds args.capacity.
 void delta_encode(const DeltaArguments& args, cudaStream_t stream);
-void delta_apply(const MoveArguments& args, cudaStream_t stream);
+
+// XXH3 of every chunk of a list of tensors.
+void chunk_digests(const ChunkDigestArguments& args, cudaStream_t stream);
 
 }  // namespace cuda
 

@@ -1,25 +1,20 @@
-// The patch codec's constants and arithmetic, as docs/formats.md defines them, and its arguments, for both devices.
+// The patch codec: constants and arithmetic, as docs/formats.md defines them, arguments, and the launchers.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
-#include "common/host_device.h"
+#include "common/arguments.h"
 
 namespace sparse_opt {
 
-enum class PatchLevel : int { kPacked, kTight };
+constexpr int64_t kPatchTile = int64_t{1} << 19;  // words
+constexpr int kLaneRows = 16384;                  // words of a lane of a tile
+constexpr int kSpanRows = 64;                     // rows whose changes are coded together
+constexpr int kMaxLanes = kPatchTile / kLaneRows;
 
-constexpr int kPatchTile = 8192;  // words of a tile at `packed`
-constexpr int64_t kTightTile = int64_t{1} << 19;
-constexpr int kLaneRows = 16384;  // words of a lane of a tile at `tight`
-constexpr int kSpanRows = 64;     // rows whose changes are coded together
-constexpr int kMaxLanes = kTightTile / kLaneRows;
-
-constexpr int kModeEliasFano = 0, kModeBitmap = 1, kModeRaw = 2;
-constexpr int kModeShift = 14;
-constexpr uint32_t kCountMask = (1u << kModeShift) - 1;
-constexpr uint32_t kRawBit = 1u << 31;  // of a size at `tight`
-constexpr int kRecordUnit = 4, kTightUnit = 2;
+constexpr uint32_t kRawBit = 1u << 31;  // of a size
+constexpr int kRecordUnit = 2;          // bytes
 
 constexpr int kClasses = 256;
 constexpr int kRowScaleBits = 16, kValueScaleBits = 14;
@@ -28,10 +23,6 @@ constexpr int kMaxValueTables = 64;
 // Of a tensor with more words than this, a sample reads every kSampleStride-th block of kSampleBlock words.
 constexpr int64_t kSampledNumel = int64_t{1} << 20;
 constexpr int kSampleBlock = 4096, kSampleStride = 16;
-
-inline int64_t patch_tile(PatchLevel level) {
-  return level == PatchLevel::kTight ? kTightTile : kPatchTile;
-}
 
 template <typename Word>
 constexpr int kWordBits = 8 * static_cast<int>(sizeof(Word));
@@ -115,17 +106,13 @@ SPARSE_OPT_HOST_DEVICE uint64_t magnitude_of(int symbol, uint64_t low) {
   return (uint64_t{2} << extra) + (static_cast<uint64_t>(bucket % 2) << extra) + low + 1;
 }
 
-// The k of the Elias-Fano code, for 0 < n <= t, and the length in bits of its upper part, in which position number i
-// sets bit (position >> k) + i.
-SPARSE_OPT_HOST_DEVICE int elias_fano_k(int n, int t) {
-  return floor_log2(static_cast<uint64_t>(t / n));
-}
-SPARSE_OPT_HOST_DEVICE int elias_fano_high(int n, int t, int k) {
-  return n + ((t - 1) >> k);
+// The number of lanes of a tile of t words.
+SPARSE_OPT_HOST_DEVICE int lanes_of(int64_t t) {
+  return static_cast<int>((t + kLaneRows - 1) / kLaneRows);
 }
 
 // One call of the codec, for tensors of one element size. The lists, numels and first_tile are in host memory, all else
-// on the device. On the CPU encode returns the records and does not use offsets.
+// on the device.
 struct PatchArguments {
   int64_t count = 0;
   void* const* old_tensors = nullptr;   // [count]; apply changes them
@@ -133,35 +120,31 @@ struct PatchArguments {
   const int64_t* numels = nullptr;      // [count]
   const int64_t* first_tile = nullptr;  // [count + 1]: tensor i has tiles [first[i], first[i + 1])
   int element_size = 0;                 // 1, 2, 4 or 8
-  PatchLevel level = PatchLevel::kPacked;
   bool is_float = false;
   int class_shift = 0;
-  int width = 0;         // b of `packed`
-  bool advance = false;  // encode copies the new bits to the old tensors; not at `tight`
 
-  // For `tight`.
+  // The tables; a sample has none.
   const uint16_t* row_of = nullptr;      // [count]
   const uint16_t* rows = nullptr;        // [row_count, kClasses]
   const uint8_t* class_table = nullptr;  // [kClasses]
   const uint16_t* values = nullptr;      // [value_tables, patch_symbols(element_size)]
   int row_count = 0, value_tables = 0;
 
-  // Written by encode, read by apply. sizes are uint16 in units of 4 bytes, at `tight` uint32 in units of 2.
-  uint16_t* heads = nullptr;         // [tiles]; not at `tight`
-  void* sizes = nullptr;             // [tiles]
-  const int64_t* offsets = nullptr;  // [tiles + 1], bytes
+  // Written by encode, read by apply.
+  uint32_t* sizes = nullptr;         // [tiles], of the records, in units of kRecordUnit
+  const int64_t* offsets = nullptr;  // [tiles + 1], bytes; not of encode on a CPU, which returns the records
   uint8_t* records = nullptr;        // [record_bytes]
   int64_t record_bytes = 0;
   int64_t* bad_tile = nullptr;  // [1], apply only: set to the lowest number of a damaged tile, if there is one
   int64_t* changes = nullptr;   // [count], encode only: incremented
 
-  // Scratch memory of encode on a GPU.
-  int64_t* lengths = nullptr;     // [tiles], of the records, in bytes
-  uint8_t* slots = nullptr;       // [tiles, slot_bytes]
-  int64_t* overflowed = nullptr;  // [tiles], the numbers of tiles whose record is longer, in any order
-  int64_t* overflows = nullptr;   // [1], how many these are: incremented
-  int slot_bytes = 0;
+  // Scratch memory of a GPU.
   const int32_t* value_ends = nullptr;  // [value_tables, symbols], running sums of values
+  int64_t* lengths = nullptr;           // [tiles], of the records, in bytes
+  uint8_t* slots = nullptr;             // [tiles, slot_bytes]
+  int64_t* overflowed = nullptr;        // [tiles], the numbers of tiles whose record is longer, in any order
+  int64_t* overflows = nullptr;         // [1], how many these are: incremented
+  int slot_bytes = 0;
 
   int64_t tiles() const { return first_tile[count]; }
 };
@@ -172,5 +155,34 @@ struct PatchSample {
   int64_t* changed = nullptr;  // [count, kClasses]
   int64_t* symbols = nullptr;  // [kClasses, patch_symbols(element_size)]
 };
+
+namespace cpu {
+
+void patch_sample(const PatchArguments& args, const PatchSample& sample, ParallelFor parallel_for);
+
+// Writes sizes, and adds to args.changes. Returns the records, which do not depend on the number of threads. Throws
+// std::invalid_argument for invalid tables.
+std::vector<std::vector<uint8_t>> patch_encode(const PatchArguments& args, ParallelFor parallel_for);
+
+// Stays within the records and the tensors, whatever sizes, offsets, records and tables contain, and whatever their
+// alignment; the tensors are aligned. Writes the tensors and bad_tile only. The words of a damaged tile are undefined
+// afterwards; all other tiles are decoded.
+void patch_apply(const PatchArguments& args, ParallelFor parallel_for);
+
+}  // namespace cpu
+
+namespace cuda {
+
+void patch_sample(const PatchArguments& args, const PatchSample& sample, cudaStream_t stream);
+
+// The encoder's three steps. encode_to_slots writes sizes, lengths, changes, overflowed, overflows, and the slots of
+// the records that fit. Given offsets, the running sums of lengths: compact_slots copies those to records, if they end
+// within record_bytes, and encode_overflow writes the `overflows` others, for which records must be large enough.
+void encode_to_slots(const PatchArguments& args, cudaStream_t stream);
+void compact_slots(const PatchArguments& args, cudaStream_t stream);
+void encode_overflow(const PatchArguments& args, int64_t overflows, cudaStream_t stream);
+void patch_apply(const PatchArguments& args, cudaStream_t stream);
+
+}  // namespace cuda
 
 }  // namespace sparse_opt

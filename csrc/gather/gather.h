@@ -43,13 +43,12 @@ namespace cuda {
 // Two lists in host memory, [args.segments.count]; both may be null. partial_sums[i]: fp32 [gather_blocks] on
 // the device, the sums of squares of the blocks of segment i. numbers[i]: the number of segment i in index_bases; null
 // is 0, 1, 2... args.sum_sq is not written: sum_partials adds up the partial sums of all segments, in one array, to
-// sum_sq, fp32 [segments.count]. The segments may have been gathered in several calls.
+// sum_sq, fp32 [segments.count], and computes the norm of all of them if clip.finished is not null. The segments may
+// have been gathered in several calls.
 void masked_grad_gather(const GatherArguments& args, const void* const* partial_sums, const int64_t* numbers,
                         cudaStream_t stream);
-void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream);
-// The same, and in the same launch the norm of all of them.
-void sum_partials_and_clip(const Segments& segments, const float* partial_sums, float* sum_sq,
-                           const ClipArguments& clip, cudaStream_t stream);
+void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, const ClipArguments& clip,
+                  cudaStream_t stream);
 
 }  // namespace cuda
 

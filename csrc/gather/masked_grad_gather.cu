@@ -117,12 +117,8 @@ void masked_grad_gather(const GatherArguments& args, const void* const* partial_
   });
 }
 
-void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, cudaStream_t stream) {
-  sum_partials_and_clip(segments, partial_sums, sum_sq, {}, stream);
-}
-
-void sum_partials_and_clip(const Segments& segments, const float* partial_sums, float* sum_sq,
-                           const ClipArguments& clip, cudaStream_t stream) {
+void sum_partials(const Segments& segments, const float* partial_sums, float* sum_sq, const ClipArguments& clip,
+                  cudaStream_t stream) {
   static_assert(kSlots == kGatherBlock, "callers allocate one partial sum for each kGatherBlock slots");
   for_each_table(segments, nullptr, kSlots, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
     sum_partials_kernel<<<table.count, kThreads, 0, stream>>>(table, partial_sums, sum_sq, clip,

@@ -184,7 +184,7 @@ __device__ __forceinline__ void step_block(const SegmentTable<Capacity>& table, 
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) random[j] = random_words(args.seed, slots.slot(j), step);
   }
-  if constexpr (Layout::kReadsDense) __syncthreads();  // reads of dense memory before writes, see move.cuh
+  if constexpr (Layout::kReadsDense) __syncthreads();  // reads of dense memory before writes, see swap.cu
 
   const bool branch = Rule::branch(call);
   float g[kUnroll], p[kUnroll], states[sizeof...(I)][kUnroll];

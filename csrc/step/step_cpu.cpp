@@ -113,11 +113,6 @@ struct StepBlock {
   }
 };
 
-inline void prefetch_step(const StepArguments& args, int64_t segment, const BlockIndices& block) {
-  if (args.dense_grads != nullptr) prefetch(args.grad_dtype, args.dense_grads[segment], block);
-  if (StepBlock::reads_param(args)) prefetch(args.param_dtype, args.segments.dense[segment], block);
-}
-
 template <typename Rule, typename... States>
 SPARSE_OPT_MULTIVERSION void update(const typename Rule::CallScalars& call_scalars,
                                     const typename Rule::TensorScalars& tensor_scalars, int64_t n,
@@ -136,8 +131,11 @@ void step_in_blocks(const StepArguments& args, const Chunk& chunk, const typenam
                     const typename Rule::TensorScalars& tensor, int64_t step, StepBlock& scratch,
                     std::index_sequence<I...>) {
   const int64_t segment = chunk.segment;
-  const auto prefetch = [&](const BlockIndices& block) { prefetch_step(args, segment, block); };
-  for_each_block(args.segments, chunk, args.dense_grads != nullptr ? 2 : 1, prefetch, [&](const BlockIndices& block) {
+  const auto ahead = [&](const BlockIndices& block) {
+    if (args.dense_grads != nullptr) prefetch(args.grad_dtype, args.dense_grads[segment], block);
+    if (StepBlock::reads_param(args)) prefetch(args.param_dtype, args.segments.dense[segment], block);
+  };
+  for_each_block(args.segments, chunk, args.dense_grads != nullptr ? 2 : 1, ahead, [&](const BlockIndices& block) {
     scratch.load(args, segment, step, block);
     float* const states[] = {scratch.load_state(args, I, block)...};
     update<Rule>(call, tensor, block.size, scratch.g, scratch.p, states[I]...);

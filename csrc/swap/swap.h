@@ -1,4 +1,4 @@
-// The launchers of indexed_swap_, indexed_replace_ and, for delta logs, indexed_take_.
+// The launchers of indexed_swap_, indexed_replace_, delta_apply_ and, for delta logs, indexed_take_.
 #pragma once
 
 #include "common/arguments.h"
@@ -28,6 +28,7 @@ namespace cpu {
 void indexed_swap(const MoveArguments& args, ParallelFor parallel_for);
 void indexed_replace(const ReplaceArguments& args, ParallelFor parallel_for);
 void indexed_take(const MoveArguments& args, ParallelFor parallel_for);
+void delta_apply(const MoveArguments& args, ParallelFor parallel_for);
 
 }  // namespace cpu
 
@@ -36,6 +37,7 @@ namespace cuda {
 void indexed_swap(const MoveArguments& args, cudaStream_t stream);
 void indexed_replace(const ReplaceArguments& args, cudaStream_t stream);
 void indexed_take(const MoveArguments& args, cudaStream_t stream);
+void delta_apply(const MoveArguments& args, cudaStream_t stream);
 
 }  // namespace cuda
 

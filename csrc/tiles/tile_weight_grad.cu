@@ -456,16 +456,12 @@ void tile_weight_grad(const TileArguments& args, float* partial_sums, const int6
   });
   if (args.sum_sq == nullptr) return;
   // One partial sum for each tile, as a gather of one block for each tile writes them.
-  const std::vector<int64_t> starts(args.count, 0);
   std::vector<int64_t> ends;
   for (int64_t i = 0; i < args.count; ++i) ends.push_back((args.ends[i] - args.starts[i]) * kGatherBlock);
   Segments segments;
   segments.count = args.count;
-  const std::vector<void*> no_tensors(args.count, nullptr);
-  segments.dense = no_tensors.data();
-  segments.starts = starts.data();
   segments.ends = ends.data();
-  sum_partials(segments, partial_sums, args.sum_sq, stream);
+  sum_partials(segments, partial_sums, args.sum_sq, {}, stream);
 }
 
 }  // namespace sparse_opt::cuda

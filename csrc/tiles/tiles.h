@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "common/arguments.h"
-#include "common/host_device.h"
 
 namespace sparse_opt {
 

@@ -16,8 +16,6 @@ from .codec import Patch, PatchError
 from .state import TensorSpec
 
 RUN_LENGTHS = (64, 32, 16)
-# The tables of `tight`, 0.4 to 8 KB, may not pay for fewer elements than this.
-_SMALL = 2**18
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Change:
     run_length: int = 1
 
     @classmethod
-    def between(cls, old: Tensor, new: Tensor, level: str) -> Change:
+    def between(cls, old: Tensor, new: Tensor) -> Change:
         """Encode a change that is not empty, on the tensors' device: contiguous ones of one dtype and size."""
         positions, _, _ = ops.delta_encode([as_bits(old)], [as_bits(new)])
         runs, run_length = _runs(positions.to(torch.int64), old.numel())
@@ -43,11 +41,8 @@ class Change:
             among = expanded(runs, run_length)
             old, new = (as_bits(tensor)[among].view(tensor.dtype) for tensor in (old, new))
             runs = runs.cpu().to(torch.uint32)
-        levels = {level, "packed"} if old.numel() < _SMALL else {level}
-        patches = [codec.encode([old.view(-1)], [new.view(-1)], name) for name in sorted(levels)]
-        patch = min(patches, key=lambda patch: patch.nbytes)
-        heads = None if patch.heads is None else patch.heads.cpu()
-        patch = replace(patch, heads=heads, sizes=patch.sizes.cpu(), records=patch.records.cpu())
+        patch = codec.encode([old.view(-1)], [new.view(-1)])
+        patch = replace(patch, sizes=patch.sizes.cpu(), records=patch.records.cpu())
         return cls(patch, runs, run_length)
 
     @property
@@ -96,8 +91,7 @@ class Change:
             if bool((starts.diff() <= 0).any()) or int(starts[-1]) >= numel // run_length:
                 raise PatchError("its runs do not ascend within the tensor")
             numel = len(runs) * run_length
-        level = "packed" if "heads" in rest else "tight"
-        return cls(Patch.from_parts(rest, level, spec.torch_dtype, [numel]), runs, run_length)
+        return cls(Patch.from_parts(rest, spec.torch_dtype, [numel]), runs, run_length)
 
 
 def _runs(positions: Tensor, numel: int) -> tuple[Tensor | None, int]:

@@ -1,4 +1,4 @@
-"""Writes the steps of a log into a new one: at another level, or some of them."""
+"""Writes the steps of a log into a new one: all of them, or some."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import DeltaLogError
 from ..files import new_folder, one_line
 from ..masks.mask_set import MaskSet
-from .files import MASK_NAME, LogSettings
+from .files import MASK_NAME
 from .log import DeltaLog
 from .state import FullState
 from .state_log import require_logged, step_states
@@ -21,7 +21,6 @@ def convert(
     directory: str | Path,
     *,
     steps: Sequence[int] | None = None,
-    level: str | None = None,
     keyframe_every: int | None = None,
     metadata: Mapping[str, str] | None = None,
     on_step: Callable[[int], None] | None = None,
@@ -33,14 +32,14 @@ def convert(
     Args:
         directory: missing or empty; renamed into place after everything is written.
         steps: the logged steps to keep, besides the base; None keeps all.
-        level, keyframe_every: as in `DeltaLog.create`; None uses the settings of `log`.
+        keyframe_every: as in `DeltaLog.create`; None uses that of `log`.
         metadata: added to that of `log`, and preferred for keys in both.
         on_step: called with each written step.
 
     Raises:
         DeltaLogError: the log is damaged, a step is not logged, or the directory cannot be written.
     """
-    layout, logged, old = log.layout, log.steps, log.settings
+    layout, logged = log.layout, log.steps
     for step in steps or ():
         require_logged(log.directory, step, logged)
     kept = logged if steps is None else sorted({logged[0], *steps})
@@ -52,15 +51,15 @@ def convert(
             state.update({alias: tensors[name] for alias, name in layout.aliases.items()})
             yield step, state
 
-    settings = LogSettings(level or old.level, keyframe_every or old.keyframe_every)
     mask = MaskSet.load(log.directory / MASK_NAME) if log.mask_digest else None
-    write_log(Path(directory), states(), settings, dict(log.metadata) | dict(metadata or {}), mask, on_step)
+    every, stored = keyframe_every or log.keyframe_every, log.metadata | dict(metadata or {})
+    write_log(Path(directory), states(), every, stored, mask, on_step)
 
 
 def write_log(
     target: Path,
     states: Iterator[tuple[int, Mapping[str, Tensor]]],
-    settings: LogSettings,
+    keyframe_every: int | None,
     metadata: Mapping[str, str],
     mask: MaskSet | None = None,
     on_step: Callable[[int], None] | None = None,
@@ -70,13 +69,10 @@ def write_log(
     Raises:
         DeltaLogError: the directory cannot be written, or holds something.
     """
-    level, every = settings.level, settings.keyframe_every
     try:
         with new_folder(target) as aside:
             step, base = next(states)
-            with DeltaLog.create(
-                aside, base, level=level, keyframe_every=every, mask=mask, metadata=metadata
-            ) as written:
+            with DeltaLog.create(aside, base, keyframe_every=keyframe_every, mask=mask, metadata=metadata) as written:
                 if on_step is not None:
                     on_step(step)
                 for step, state in states:

@@ -15,7 +15,7 @@ from ..masks.mask_set import MaskSet
 from ..tensors import HostCopy, as_bits, materialized
 from .chain import LogFiles
 from .digest import StateDigest
-from .files import KEYFRAME, MASK_NAME, PATCH, LogSettings, StepHeader, step_file, write_step
+from .files import KEYFRAME, MASK_NAME, PATCH, StepHeader, step_file, write_step
 from .lock import WriterLock, require_no_log
 from .patches import LogMask, MaskedState, StatePatch, by_dtype, copy_, encode
 from .state import StateLayout
@@ -43,11 +43,6 @@ class StepCoder:
         assert self.base.layout is not None  # the base is a keyframe
         return self.base.layout
 
-    @property
-    def settings(self) -> LogSettings:
-        assert self.base.settings is not None  # the base is a keyframe
-        return self.base.settings
-
     @torch.no_grad()
     def job(self, step: int, tensors: Mapping[str, Tensor]) -> StepJob:
         """Encode a step for the writer, and update `coded_against`. After an error the coder is of no use.
@@ -55,7 +50,7 @@ class StepCoder:
         Args:
             tensors: the tensors of the layout.
         """
-        layout, settings, names = self.layout, self.settings, self.layout.names
+        layout, names, every = self.layout, self.layout.names, self.base.keyframe_every
         new = _gathered(layout, tensors)
         # The model may have been moved to another device.
         old = self.coded_against = {name: tensor.to(new[name].device) for name, tensor in self.coded_against.items()}
@@ -69,12 +64,10 @@ class StepCoder:
 
         patch: StatePatch | None = None
         differ = list(range(len(names)))
-        every = settings.keyframe_every
         if every is not None and self.since_keyframe + 1 >= every:
             changed = sum(int((as_bits(old[name]) != as_bits(new[name])).sum()) for name in names)
         else:
-            masked = self._masked()
-            patch = encode(layout, old, new, settings.level, masked=masked, advance=True, meanwhile=meanwhile)
+            patch = encode(layout, old, new, masked=self._masked(), advance=True, meanwhile=meanwhile)
             counts = patch.counts
             changed = sum(counts.values())
             if patch.nbytes > layout.nbytes:
@@ -94,11 +87,10 @@ class StepCoder:
             changed=changed,
             numel=layout.numel,
             mask_digest=self.base.mask_digest,
-            level="" if patch is None else settings.level,
             masked=patch is not None and patch.mask is not None,
             layout=layout if patch is None else None,
             log_metadata=self.base.log_metadata if patch is None else None,
-            settings=settings if patch is None else None,
+            keyframe_every=every if patch is None else None,
         )
         # Copied, because training modifies the state, and safetensors refuses tensors that share a storage.
         payload = {name: new[name].to("cpu", copy=True) for name in names} if patch is None else patch.parts()
@@ -116,7 +108,7 @@ class StepCoder:
 def begin(
     layout: StateLayout,
     tensors: Mapping[str, Tensor],
-    settings: LogSettings,
+    keyframe_every: int | None,
     mask: MaskSet | None,
     metadata: Mapping[str, str],
     lock: WriterLock,
@@ -141,7 +133,7 @@ def begin(
         mask_digest="" if log_mask is None else log_mask.digest,
         layout=layout,
         log_metadata=dict(metadata),
-        settings=settings,
+        keyframe_every=keyframe_every,
     )
     if log_mask is not None:
         # Replaces the mask of a creation that was killed, but not the mask of another log.

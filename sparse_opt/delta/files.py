@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,7 +22,6 @@ from ..errors import DeltaLogError
 from ..files import DamagedFile, one_line, write_safetensors
 from ..tensor_file import TensorFile, open_tensors
 from ..tensors import combined_digest, compact_json, dtype_name, metadata_digest
-from .codec import LEVELS
 from .digest import StateDigest
 from .state import StateLayout
 
@@ -36,9 +35,14 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 # Elements that a patch is coded over: all elements of the state, or those in the log's mask.
 _SPACES = ("dense", "mask")
 _REWRITE = (
-    "rewrite the log with the version of sparse-opt that wrote it: sparse-opt delta convert --from DIR --to NEW_DIR "
-    "--level packed"
+    "write the log again with the version of sparse-opt that wrote it: "
+    "sparse-opt delta convert --from DIR --to NEW_DIR --level tight"
 )
+
+
+def level_error(level: str, remedy: str) -> str:
+    """Return the error for a file whose patches have a format that only earlier versions can read."""
+    return f"its patches are of level {level!r}, which can no longer be read: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -55,21 +59,6 @@ class StepFile:
 
 
 @dataclass(frozen=True)
-class LogSettings:
-    """Settings of a log: level of the patches, and the interval of keyframes."""
-
-    level: str = "packed"
-    keyframe_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise DeltaLogError(f"level is {self.level!r}, expected {' or '.join(LEVELS)}")
-        every = self.keyframe_every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise DeltaLogError(f"keyframe_every is {every!r}, expected 1 or more, or None")
-
-
-@dataclass(frozen=True)
 class StepHeader:
     """The header of a step's file.
 
@@ -78,8 +67,8 @@ class StepHeader:
             against; None if a keyframe's writer did not have that state.
         previous_step: the step logged before; None in the first file.
         parent_step, parent_digest: the state that a patch is coded against; None and empty in a keyframe.
-        level, masked, payload_digest: set in patches.
-        layout, log_metadata, settings: set in keyframes.
+        masked, payload_digest: set in patches.
+        layout, log_metadata, keyframe_every: set in keyframes.
     """
 
     file: StepFile
@@ -92,12 +81,19 @@ class StepHeader:
     result_digest: str = ""
     tensor_digests: tuple[str, ...] = ()
     mask_digest: str = ""
-    level: str = ""
     masked: bool = False
     payload_digest: str = ""
     layout: StateLayout | None = None
     log_metadata: Mapping[str, str] | None = None
-    settings: LogSettings | None = None
+    keyframe_every: int | None = None
+
+
+def checked_interval(keyframe_every: int | None) -> int | None:
+    """Return the interval of keyframes, or raise DeltaLogError."""
+    every = keyframe_every
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise DeltaLogError(f"keyframe_every is {every!r}, expected 1 or more, or None")
+    return every
 
 
 def step_file(directory: Path, step: int, kind: str) -> StepFile:
@@ -167,16 +163,15 @@ def write_step(
     }
     if header.file.kind == PATCH:
         fields |= {
-            "level": header.level,
             "space": _SPACES[header.masked],
             "payload_digest": payload_digest(payload),
         }
     else:
-        assert header.layout is not None and header.settings is not None
+        assert header.layout is not None
         fields |= {
             "layout": header.layout.to_json(),
             "log_metadata": compact_json(dict(header.log_metadata or {})),
-            "settings": compact_json(asdict(header.settings)),
+            "settings": compact_json({"keyframe_every": header.keyframe_every}),
         }
     fields["header_digest"] = metadata_digest(fields)
 
@@ -235,7 +230,7 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
     for key, expected in (("step", str(file.step)), ("kind", file.kind)):
         if fields[key] != expected:
             raise DeltaLogError(f"{file.where}: the file was written as {key} {fields[key]}; was it renamed?")
-    layout, log_metadata, settings, masked = None, None, None, False
+    layout, log_metadata, every, masked, settings = None, None, None, False, {}
     if file.kind == KEYFRAME:
         layout = StateLayout.from_json(fields["layout"])
         # Memory is allocated by the layout later, so it must not be larger than the file.
@@ -245,14 +240,15 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
                 f"the file has {os.path.getsize(file.path)}"
             )
         log_metadata = {str(k): str(v) for k, v in json.loads(fields["log_metadata"]).items()}
-        stored = json.loads(fields["settings"])
-        _require_level(file, stored["level"])
-        settings = LogSettings(stored["level"], stored["keyframe_every"])
+        settings = json.loads(fields["settings"])
+        every = checked_interval(settings["keyframe_every"])
     else:
-        _require_level(file, fields["level"])
         if fields["space"] not in _SPACES:
             raise DeltaLogError(f"{file.where}: damaged: its patch is over {fields['space']!r}")
         masked = fields["space"] == "mask"
+    # Files of earlier versions name a level; `tight` is the format that is left.
+    if (level := settings.get("level", fields.get("level", "tight"))) != "tight":
+        raise DeltaLogError(f"{file.where}: {level_error(level, _REWRITE)}")
     return StepHeader(
         file=file,
         run_id=fields["run_id"],
@@ -264,18 +260,12 @@ def _parse_header(file: StepFile, fields: dict[str, str]) -> StepHeader:
         changed=_number(fields["changed"]),
         numel=int(fields["numel"]),
         mask_digest=fields["mask_digest"],
-        level=fields.get("level", ""),
         masked=masked,
         payload_digest=fields.get("payload_digest", ""),
         layout=layout,
         log_metadata=log_metadata,
-        settings=settings,
+        keyframe_every=every,
     )
-
-
-def _require_level(file: StepFile, level: str) -> None:
-    if level not in LEVELS:
-        raise DeltaLogError(f"{file.where}: its level is {level!r}, expected {' or '.join(LEVELS)}: {_REWRITE}")
 
 
 def require_digests(header: StepHeader, layout: StateLayout) -> None:

@@ -20,7 +20,7 @@ from . import maintenance
 from .chain import LogFiles
 from .digest import StateDigest
 from .encoder import StepCoder, begin, resolved, resume
-from .files import MASK_NAME, LogSettings, StepHeader, read_header, require_steps
+from .files import MASK_NAME, StepHeader, checked_interval, read_header, require_steps
 from .lock import WriterLock, require_no_log
 from .maintenance import Problem as Problem
 from .sparse_delta import SparseDelta, origin
@@ -72,7 +72,6 @@ class DeltaLog:
         directory: str | Path,
         model_or_state: ModelOrState,
         *,
-        level: str = "packed",
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -82,7 +81,6 @@ class DeltaLog:
         Args:
             directory: created if missing; must not contain a log.
             model_or_state: a module, or name -> tensor; the default of `append`.
-            level: of the patches: `packed`, or `tight`, which is smaller and slower.
             keyframe_every: write a keyframe at least every so many logged steps. None: only step 0, and steps whose
                 patch would be larger than the state.
             mask: the mask of a sparse run, stored in the log. If only its elements have changed, a patch is coded over
@@ -94,7 +92,7 @@ class DeltaLog:
                 has an entry that cannot be logged; an option is invalid; the mask does not fit the state.
         """
         log = cls(Path(directory), model_or_state)
-        settings = LogSettings(level, keyframe_every)
+        checked_interval(keyframe_every)
         for text in (text for pair in (metadata or {}).items() for text in pair):
             if isinstance(text, str) and not is_text(text):
                 raise DeltaLogError(f"{log.directory}: metadata has {text!r}, which cannot be written as UTF-8")
@@ -104,7 +102,7 @@ class DeltaLog:
         require_no_log(log.directory)
         lock = WriterLock(log.directory)
         try:
-            coder = begin(layout, tensors, settings, mask, metadata or {}, lock)
+            coder = begin(layout, tensors, keyframe_every, mask, metadata or {}, lock)
             log._writing = log._begun(lock, coder, coder.base)
         except BaseException:
             lock.release()
@@ -113,7 +111,7 @@ class DeltaLog:
 
     @classmethod
     def open(cls, directory: str | Path, model_or_state: ModelOrState | None = None) -> DeltaLog:
-        """Open a log to read it, or to append to it with the level, mask and keyframe interval it was created with.
+        """Open a log to read it, or to append to it with the mask and keyframe interval it was created with.
 
         Only lists the files; damage is detected when a step is read, or by `verify`. The first `append` rebuilds the
         last logged state from the files, so that changes of the model in between do not matter.
@@ -149,11 +147,9 @@ class DeltaLog:
         return self._log_files.base().run_id
 
     @property
-    def settings(self) -> LogSettings:
-        """Level and keyframe_every, as passed to `create`."""
-        settings = self._log_files.base().settings
-        assert settings is not None  # the base is a keyframe
-        return settings
+    def keyframe_every(self) -> int | None:
+        """The interval of keyframes, as passed to `create`."""
+        return self._log_files.base().keyframe_every
 
     @property
     def mask_digest(self) -> str:
@@ -207,7 +203,7 @@ class DeltaLog:
             raise DeltaLogError(f"{self.directory}: steps {list(steps)} do not ascend")
         yield from self._files.tensor_states(name, steps)
 
-    def between(self, a: int, b: int, *, level: str = "tight") -> SparseDelta:
+    def between(self, a: int, b: int) -> SparseDelta:
         """Return what changed from logged step `a` to the later step `b`, as a delta to share.
 
         Reads the log tensor by tensor. Its metadata are the log's; base_model is the log's `model` if `a` is step 0.
@@ -227,7 +223,7 @@ class DeltaLog:
             old, new = (tensor.clone() for _, tensor in self._files.tensor_states(spec.name, [a, b]))
             return old, new
 
-        return SparseDelta.of_tensors(self.layout, read, level=level, metadata=metadata)
+        return SparseDelta.of_tensors(self.layout, read, metadata=metadata)
 
     def step_of(self, model_or_state: ModelOrState) -> int | None:
         """Return the last logged step whose state has the model's current bits, by digest; None if there is none.

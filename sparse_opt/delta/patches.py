@@ -107,10 +107,10 @@ class MaskedState:
         self.mask, self._layout = mask, layout
         self._elements = self._taken(state)
 
-    def encode(self, new: Mapping[str, Tensor], level: str, *, advance: bool) -> StatePatch:
+    def encode(self, new: Mapping[str, Tensor], *, advance: bool) -> StatePatch:
         """Encode the patch to the mask's elements of `new`; see `delta.patches.encode`."""
         groups = {
-            dtype: codec.encode(self._elements[dtype], after, level, advance=advance)
+            dtype: codec.encode(self._elements[dtype], after, advance=advance)
             for dtype, after in self._taken(new).items()
         }
         return StatePatch(self._layout, groups, self.mask)
@@ -155,7 +155,6 @@ def encode(
     layout: StateLayout,
     old: Mapping[str, Tensor],
     new: Mapping[str, Tensor],
-    level: str,
     *,
     masked: MaskedState | None = None,
     advance: bool = False,
@@ -173,11 +172,11 @@ def encode(
     groups = {}
     for dtype, specs in by_dtype(layout).items():
         before, after = [old[spec.name] for spec in specs], [new[spec.name] for spec in specs]
-        groups[dtype] = codec.encode(before, after, level, advance=advance, meanwhile=meanwhile)
+        groups[dtype] = codec.encode(before, after, advance=advance, meanwhile=meanwhile)
     whole = StatePatch(layout, groups)
     if masked is None:
         return whole
-    compact = masked.encode(new, level, advance=advance)
+    compact = masked.encode(new, advance=advance)
     return compact if compact.counts == whole.counts else whole
 
 
@@ -204,7 +203,7 @@ def unpack(header: StepHeader, layout: StateLayout, mask: LogMask | None, payloa
     for dtype, specs in kinds.items():
         with _naming_patch(header, dtype):
             numels = _numels(specs, mask)
-            groups[dtype] = Patch.from_parts(parts[dtype], header.level, specs[0].torch_dtype, numels)
+            groups[dtype] = Patch.from_parts(parts[dtype], specs[0].torch_dtype, numels)
     return StatePatch(layout, groups, mask)
 
 
@@ -227,7 +226,6 @@ class TensorPatches:
                 {part: content.read(key) for part, key in names.items()},
                 content.numel(records),
                 lambda begin, end: content.read_range(records, begin, end),
-                header.level,
                 spec.torch_dtype,
                 _numels(self._group, mask),
                 self._group.index(spec),

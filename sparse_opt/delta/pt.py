@@ -22,7 +22,6 @@ from ..files import DamagedFile, one_line
 from ..pt_file import check_pt, load_pt
 from ..tensors import as_bits, dtype_name
 from .convert import write_log
-from .files import LogSettings
 from .state import StateLayout, read_state
 
 BASE_FILE, METADATA_FILE = "base_state.pt", "run_metadata.json"
@@ -64,7 +63,6 @@ def convert_pt(
     base_state: str | Path | None = None,
     against: Against = "base",
     dtype: torch.dtype | None = None,
-    level: str | None = None,
     keyframe_every: int | None = None,
     metadata: Mapping[str, str] | None = None,
     on_step: Callable[[int], None] | None = None,
@@ -79,7 +77,7 @@ def convert_pt(
         base_state: the base's file, if it is not `base_state.pt` in the folder.
         against: the state that the differences were taken to, which the files do not record.
         dtype: store floating-point tensors in this dtype instead of the base's, exactly.
-        level, keyframe_every: as in `DeltaLog.create`.
+        keyframe_every: as in `DeltaLog.create`.
         metadata: added to that of `run_metadata.json`, and preferred for keys in both.
         on_step: called with each written step.
 
@@ -90,9 +88,8 @@ def convert_pt(
     if against not in ("base", "previous"):
         raise DeltaLogError(f"against is {against!r}, expected base or previous")
     files = list_pt_files(Path(folder), None if base_state is None else Path(base_state))
-    settings = LogSettings(level or "packed", keyframe_every)
     stored = _read_metadata(Path(folder)) | dict(metadata or {})
-    write_log(Path(directory), _states(files, against, dtype), settings, stored, on_step=on_step)
+    write_log(Path(directory), _states(files, against, dtype), keyframe_every, stored, on_step=on_step)
 
 
 def exact_dtype(state: Mapping[str, Tensor]) -> torch.dtype | None:

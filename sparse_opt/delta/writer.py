@@ -29,7 +29,6 @@ class StepInfo:
         changed: the number of `numel` elements whose bits differ from the previous step's; None if the writer of a
             keyframe did not count them.
         bytes: size of the file.
-        level: empty for a keyframe.
         masked: the patch is coded over the elements of the log's mask.
         parent_step: the step that a patch is coded against; None for a keyframe.
     """
@@ -39,7 +38,6 @@ class StepInfo:
     changed: int | None
     numel: int
     bytes: int
-    level: str
     masked: bool
     parent_step: int | None
 
@@ -59,7 +57,7 @@ class StepInfo:
     def of(cls, header: StepHeader) -> StepInfo:
         size, file = header.file.path.stat().st_size, header.file
         changed, numel, parent = header.changed, header.numel, header.parent_step
-        return cls(file.step, file.kind, changed, numel, size, header.level, header.masked, parent)
+        return cls(file.step, file.kind, changed, numel, size, header.masked, parent)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..delta.codec import LEVELS
 from ..delta.schedule import Schedule
 from ..errors import ConfigError
 from ..masks.mask_set import MaskSet, RandomMask
@@ -37,7 +36,7 @@ class SparseArguments:
             is created whose step 0 is W0, even if the run is resumed; otherwise a resumed run appends to the existing
             log. Patches are coded over the mask's elements.
         delta_log_steps: the optimizer steps to log (`delta.schedule.Schedule`): `every:10,last`, `1-100:10,until:500`.
-        delta_log_level, delta_log_keyframe_every: level and keyframe_every of `DeltaLog.create`.
+        delta_log_keyframe_every: keyframe_every of `DeltaLog.create`.
         save_delta: write a `SparseDelta`, what training has changed since W0, next to the weights of each checkpoint
             and of the saved model; `push_to_hub` uploads that of the model. Not with FSDP2.
         save_weights: False saves the delta alone, in place of the weights. A run resumes from such a checkpoint if its
@@ -73,7 +72,6 @@ class SparseArguments:
     backend: str | None = None
     delta_log_dir: str | PathLike[str] | None = None
     delta_log_steps: str = "every:1,last"
-    delta_log_level: str = "packed"
     delta_log_keyframe_every: int | None = None
     save_delta: bool = False
     save_weights: bool = True
@@ -82,8 +80,6 @@ class SparseArguments:
 
     def __post_init__(self) -> None:
         Schedule.parse(self.delta_log_steps)
-        if self.delta_log_level not in LEVELS:
-            raise ConfigError(f"delta_log_level is {self.delta_log_level!r}, expected {' or '.join(LEVELS)}")
         if self.vllm_weights not in ("full", "sparse", "shared"):
             raise ConfigError(f"vllm_weights is {self.vllm_weights!r}, expected full, sparse or shared")
         if self.vllm_options is not None and self.vllm_weights == "full":

@@ -35,7 +35,7 @@ class DeltaLogCallback(TrainerCallback):
     Args:
         directory: folder of the log; must not hold a log when a new run starts.
         steps: which steps are logged (`Schedule`); `last` is the last step of the run, also if it is stopped early.
-        level, keyframe_every, mask: see `DeltaLog.create`.
+        keyframe_every, mask: see `DeltaLog.create`.
         metadata: strings to store in the log, in addition to the model's name.
         trainer: a sparse trainer whose base weights are step 0, in resumed runs too; it passes itself if
             `SparseArguments` has a `delta_log_dir`.
@@ -51,7 +51,6 @@ class DeltaLogCallback(TrainerCallback):
         directory: str | PathLike[str],
         steps: str = "every:1,last",
         *,
-        level: str = "packed",
         keyframe_every: int | None = None,
         mask: MaskSet | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -59,7 +58,7 @@ class DeltaLogCallback(TrainerCallback):
     ) -> None:
         self._directory = Path(directory)
         self._schedule = Schedule.parse(steps)
-        self._options: dict[str, Any] = {"level": level, "keyframe_every": keyframe_every, "mask": mask}
+        self._options: dict[str, Any] = {"keyframe_every": keyframe_every, "mask": mask}
         self._metadata = dict(metadata or {})
         self._trainer = trainer
         self._running = False

@@ -172,7 +172,6 @@ class SparseTrainer(RunTrainer):
                 DeltaLogCallback(
                     options.delta_log_dir,
                     options.delta_log_steps,
-                    level=options.delta_log_level,
                     keyframe_every=options.delta_log_keyframe_every,
                     mask=self.sparse_mask,
                     metadata={"method": type(self).__name__},

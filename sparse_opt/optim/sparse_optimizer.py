@@ -663,7 +663,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def delta(self, *, level: str = "tight") -> SparseDelta:
+    def delta(self) -> SparseDelta:
         """Return what training has changed since W0, as a `SparseDelta` to save and share.
 
         An optimizer that was built from parameters, without `model`, returns the delta of these alone.
@@ -696,7 +696,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             return before, weight
 
         facts, digests = origin(root, self.mask), quantised_digests(state)
-        return SparseDelta.of_tensors(layout, read, level=level, metadata=facts, quantised=digests)
+        return SparseDelta.of_tensors(layout, read, metadata=facts, quantised=digests)
 
     # State
 

@@ -39,7 +39,6 @@ def test_list_shows_what_the_headers_say(sparse_opt, files):
     for step in steps[1:]:
         assert step["changed"] == changed_between(files.states[step["step"] - 1], files.states[step["step"]])
         assert step["share"] == step["changed"] / step["numel"]
-        assert step["level"] in ("packed", "tight")
         file = files.delta_log / f"step_{step['step']:08d}.patch.safetensors"
         assert step["bytes"] == file.stat().st_size
         assert step["bytes_per_change"] == step["bytes"] / step["changed"]
@@ -158,7 +157,7 @@ def test_convert_says_when_fewer_bits_would_do(sparse_opt, files, pt_log, tmp_pa
     assert outcome.err.splitlines() == [
         "sparse-opt: every weight of the base is a bfloat16 value: --dtype bfloat16 halves the states"
     ]
-    words = ("--dtype", "bfloat16", "--level", "tight", "--model_name", "tiny")
+    words = ("--dtype", "bfloat16", "--model_name", "tiny")
     outcome = sparse_opt("delta", "convert", "--from", pt_log, "--to", tmp_path / "log", *words)
     assert outcome.done().startswith(f"{tmp_path / 'log'}: 3 steps, ") and outcome.err == ""
     log = DeltaLog.open(tmp_path / "log")
@@ -174,7 +173,6 @@ def test_convert_refuses_in_one_line_and_leaves_nothing(sparse_opt, files, pt_lo
         return sparse_opt(*call).failed_in_one_line(code)
 
     assert "keyframe_every' is 0: expected 1 or more" in refused(2, "--keyframe_every", 0)
-    assert "invalid choice: 'small' (choose from" in refused(2, "--level", "small")
     assert "option 'against'" in refused(2, "--against", "base", source=files.delta_log)
     assert "holds no delta log" in refused(1, source=tmp_path)
     assert "nothing.pt: file not found" in refused(1, "--base_state", pt_log / "nothing.pt")

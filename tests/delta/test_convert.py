@@ -1,4 +1,4 @@
-"""From a log to a log at another level, or with some of its steps."""
+"""From a log to a log with other keyframes, or with some of its steps."""
 
 import pytest
 import torch
@@ -40,23 +40,23 @@ def log(run, tmp_path):
     return logged(tmp_path / "log", run, metadata={"model": "M"})
 
 
-def test_a_log_is_rewritten_at_another_level(log, run, tmp_path):
+def test_a_log_is_rewritten_with_other_keyframes(log, run, tmp_path):
     seen: list[int] = []
-    convert(log, tmp_path / "deep" / "new", level="tight", keyframe_every=2, on_step=seen.append)
+    convert(log, tmp_path / "deep" / "new", keyframe_every=2, on_step=seen.append)
     new = DeltaLog.open(tmp_path / "deep" / "new")
     assert new.metadata == {"model": "M"} and tuple(seen) == new.steps == tuple(run)
     assert [new.digest(step) for step in new.steps] == [log.digest(step) for step in log.steps]
     assert [info.kind for info in new.info()] == ["keyframe", "patch", "keyframe", "patch"]
-    assert {info.level for info in new.info() if info.kind == "patch"} == {"tight"} and new.verify() == []
+    assert new.verify() == []
 
 
 def test_settings_and_mask_are_kept(run, tmp_path):
     moved = {n: torch.stack([t != state[n] for state in run.values()]).any(0) for n, t in run[0].items()}
     mask = MaskSet.from_bool(moved)
-    source = logged(tmp_path / "a", run, keyframe_every=3, level="tight", mask=mask)
-    convert(source, tmp_path / "b", level="packed")
+    source = logged(tmp_path / "a", run, keyframe_every=3, mask=mask)
+    convert(source, tmp_path / "b")
     new = DeltaLog.open(tmp_path / "b")
-    assert (new.settings.level, new.settings.keyframe_every) == ("packed", 3)
+    assert new.keyframe_every == 3
     assert new.mask_digest == source.mask_digest == mask.digest
     assert [new.digest(step) for step in new.steps] == [source.digest(step) for step in source.steps]
 

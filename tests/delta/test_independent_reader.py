@@ -1,7 +1,6 @@
-"""A reader of logs at the level `packed`, written from docs/formats.md alone, compared with DeltaLog.load."""
+"""A reader of logs, written from docs/formats.md alone, compared with DeltaLog.load."""
 
 import json
-from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,42 +9,34 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from delta_reader import packed, parse
+from delta_reader import apply, parse
 from torch import Tensor
 
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.tensors import as_bits
 
 
-def numbers(data: bytes, size: int) -> list[int]:
-    return [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
-
-
-def rebuild(path: Path, state: dict[str, bytes], layout: list[Any], mask: dict[str, bytes], met: Counter[str]) -> Any:
-    """Name -> bytes at the step of the file, from those of its parent; `met` counts forms of records and changes."""
+def rebuild(path: Path, state: dict[str, bytes], layout: list[Any], mask: dict[str, bytes], met: set[str]) -> Any:
+    """Name -> bytes at the step of the file, from those of its parent; adds the forms of its records to `met`."""
     _, metadata, parts = parse(path)
     if metadata["kind"] == "keyframe":
         return parts
     masked, found = metadata["space"] == "mask", dict(state)
     for group in {dtype for _, dtype, _ in layout}:
-        heads, records, tile = numbers(parts[f"{group}.heads"], 2), parts[f"{group}.records"], 0
-        for name, shape in [(name, shape) for name, dtype, shape in layout if dtype == group and state[name]]:
+        part = {key.removeprefix(f"{group}."): data for key, data in parts.items() if key.startswith(f"{group}.")}
+        specs, tile, at = [(name, shape) for name, dtype, shape in layout if dtype == group], 0, 0
+        for i, (name, shape) in enumerate(specs):
+            if not state[name]:
+                continue
             size = len(state[name]) // prod(shape)
             whole = np.frombuffer(state[name], f"<u{size}").astype(np.uint64)
             chosen = np.frombuffer(mask.get(name, b""), "<u4") if masked else np.arange(len(whole))
-            for begin in range(0, len(chosen), 8192):
-                places, t = chosen[begin : begin + 8192], min(8192, len(chosen) - begin)
-                words, n, mode = whole[places], heads[tile] % 2**14, heads[tile] >> 14
-                length = 4 * numbers(parts[f"{group}.sizes"], 2)[tile]
-                record, records, tile = records[:length], records[length:], tile + 1
-                met[f"mode {mode}" if n else "unchanged"] += 1
-                if n and mode == 2:
-                    words = np.frombuffer(record, f"<u{size}", t).astype(np.uint64)
-                elif n:
-                    met.update(packed(words, record, size, group, n, mode, parts[f"{group}.width"][0]))
-                whole[places] = words
+            words = whole[chosen]
+            tile, at, forms = apply(words, part, size, group, len(specs), i, tile, at)
+            met |= forms
+            whole[chosen] = words
             found[name] = whole.astype(f"<u{size}").tobytes()
-        assert tile == len(heads) and not records
+        assert 4 * tile == len(part["sizes"]) and at == len(part["records"])
     return found
 
 
@@ -70,8 +61,10 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 
 def stepped(states: Any, state: dict[str, Tensor], share: float, by: int) -> dict[str, Tensor]:
-    """A copy with `share` of the words moved, by up to `by` either way and a few to any bits; where `by` is 0, all."""
-    new = states.change(state, share / 20 if by else share)
+    """A copy with `share` of the words moved, by up to `by` either way and a few to any bits; or one tensor."""
+    new = states.change(state, share / 20 if by else 0.0)
+    if not by:
+        new["large.int"] = states.bits((8192,), torch.int16)
     for tensor in new.values() if by else ():
         if tensor.dtype not in (torch.bool, torch.complex64) and tensor.numel():
             words = as_bits(tensor)
@@ -93,7 +86,7 @@ def test_the_reader_made_from_the_page(tmp_path, states, masked):
     mask = MaskSet.random({name: state[name] for name in ("large", "wide")}, density=0.5) if masked else None
     kept = {0: state}
     with DeltaLog.create(tmp_path / "log", state, mask=mask) as log:
-        for step, (share, by) in enumerate([(0.01, 1), (0.1, 3), (0.4, 2), (0.9, 0), (0.03, 100), (0.0, 1)], start=1):
+        for step, (share, by) in enumerate([(0.01, 1), (0.1, 3), (0.4, 2), (0.0, 0), (0.03, 100), (0.0, 1)], start=1):
             new = stepped(states, kept[step - 1], share, by)
             for name, tensor in new.items() if mask is not None and step % 2 else ():
                 outside = torch.ones(tensor.numel(), dtype=torch.bool)
@@ -105,7 +98,7 @@ def test_the_reader_made_from_the_page(tmp_path, states, masked):
     _, base, _ = parse(tmp_path / "log" / "step_00000000.keyframe.safetensors")
     layout = json.loads(base["layout"])["tensors"]
     positions = parse(tmp_path / "log" / "mask.safetensors")[2] if masked else {}
-    log, met, found, spaces = DeltaLog.open(tmp_path / "log"), Counter(), {}, set()
+    log, met, found, spaces = DeltaLog.open(tmp_path / "log"), set(), {}, set()
     for step, expected in kept.items():
         (path,) = (tmp_path / "log").glob(f"step_{step:08d}.*")
         _, metadata, _ = parse(path)
@@ -115,7 +108,4 @@ def test_the_reader_made_from_the_page(tmp_path, states, masked):
         assert found == {name: as_bytes(tensor) for name, tensor in expected.items()}
         assert found == {name: as_bytes(tensor) for name, tensor in log.load(step).items()}
     assert spaces == {"keyframe", "dense", *(["mask"] if masked else [])}
-    forms = {"unchanged", "mode 0", "mode 1", "mode 2"}
-    assert {form for form, count in met.items() if count} == forms | {"one", "field", "escaped"}, (
-        "every form of a record and of a change"
-    )
+    assert met == {"unchanged", "coded", "raw"}

@@ -64,9 +64,9 @@ def test_a_file_of_the_step_is_never_overwritten_or_hidden(tmp_path, same_bits, 
     first = DeltaLog.create(directory, state(0))
     (directory / "writer.lock").unlink()
     second = DeltaLog.open(directory)
-    # Of random numbers the patch is larger than the state.
+    # Of random bits the patch is larger than the state.
     few = {"w": (torch.arange(4000) // 3990).float() * 7}
-    states = {"patch": few, "keyframe": {"w": torch.randn(4000)}}
+    states = {"patch": few, "keyframe": {"w": torch.randint(0, 256, (16000,), dtype=torch.uint8).view(torch.float32)}}
     acknowledged = states[theirs]
     assert second.append(1, acknowledged).wait().kind == theirs
     before = contents(directory)

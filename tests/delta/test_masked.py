@@ -59,7 +59,7 @@ def test_a_change_outside_of_the_mask_is_not_lost(tmp_path, state, mask, same_bi
 
 
 def test_a_masked_patch_stores_no_positions(tmp_path, mask):
-    """With every element of the mask changed, bf16 values alone remain; the plain form needs the positions too."""
+    """With every element of the mask changed, the values alone remain; the plain form needs the positions too."""
     state = {"w": torch.zeros(100_000, dtype=torch.bfloat16)}
     mask = MaskSet.random(state, density=0.1)
     sizes = {}
@@ -70,8 +70,8 @@ def test_a_masked_patch_stores_no_positions(tmp_path, mask):
             info = log.append(1).wait()
             assert info.changed == mask.nnz == 10_000
             sizes[name] = info.bytes
-    assert 2 * mask.nnz < sizes["masked"] < 2 * mask.nnz + 2500
-    assert sizes["plain"] - sizes["masked"] > 0.65 * mask.nnz  # 5.25 bits a position
+    assert sizes["masked"] < 2 * mask.nnz
+    assert sizes["plain"] - sizes["masked"] > 0.55 * mask.nnz  # 4.7 bits a position
 
 
 def test_a_lost_or_other_mask(tmp_path, state, mask, same_bits):

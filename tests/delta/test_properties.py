@@ -14,7 +14,7 @@ from torch import Tensor
 from sparse_opt import DeltaLog, MaskSet
 from sparse_opt.backends import why_unavailable
 from sparse_opt.delta import codec as patch_codec
-from sparse_opt.delta.codec import LEVELS, Patch
+from sparse_opt.delta.codec import Patch
 from sparse_opt.tensors import as_bits
 
 # Lengths around those of runs, tiles and lanes.
@@ -58,8 +58,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(("encoder", "decoder"), PAIRS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_patch_made_on_one_backend_decodes_on_every_other(level, encoder, decoder):
+def test_a_patch_made_on_one_backend_decodes_on_every_other(encoder, decoder):
     if cause := why_unavailable("cpu", "cpu"):
         pytest.skip(f"needs the extension: {cause}")
 
@@ -68,10 +67,10 @@ def test_a_patch_made_on_one_backend_decodes_on_every_other(level, encoder, deco
     def identity(drawn: list[tuple[Tensor, Tensor]]) -> None:
         old, new = [a.clone() for a, _ in drawn], [b for _, b in drawn]
         there = [[tensor.to(encoder[1]) for tensor in tensors] for tensors in (old, new)]
-        patch = patch_codec.encode(*there, level, backend=encoder[0])
+        patch = patch_codec.encode(*there, backend=encoder[0])
         assert patch.counts.tolist() == [int((as_bits(a) != as_bits(b)).sum()) for a, b in drawn]
         parts = {name: part.cpu() for name, part in patch.parts().items()}
-        read = Patch.from_parts(parts, level, patch.dtype, patch.numels)
+        read = Patch.from_parts(parts, patch.dtype, patch.numels)
         whole = [tensor.to(decoder[1], copy=True) for tensor in old]
         patch_codec.apply_(whole, read, backend=decoder[0])
         for found, expected in zip(whole, new, strict=True):
@@ -79,9 +78,7 @@ def test_a_patch_made_on_one_backend_decodes_on_every_other(level, encoder, deco
         records = parts.pop("records")
         for i, (before, after) in enumerate(drawn):
             alone = before.to(decoder[1], copy=True)
-            own = Patch.of_tensor_in(
-                parts, len(records), lambda a, b: records[a:b], level, patch.dtype, patch.numels, i
-            )
+            own = Patch.of_tensor_in(parts, len(records), lambda a, b: records[a:b], patch.dtype, patch.numels, i)
             patch_codec.apply_([alone], own, backend=decoder[0])
             assert bytes_of(alone) == bytes_of(after)
 
@@ -91,12 +88,11 @@ def test_a_patch_made_on_one_backend_decodes_on_every_other(level, encoder, deco
 @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     drawn=st.lists(pairs(DTYPES), min_size=1, max_size=5),
-    level=st.sampled_from(LEVELS),
     keyframe_every=st.sampled_from([None, None, 1, 2]),
     mask_density=st.sampled_from([None, 0.0, 0.3, 1.0]),
     within=st.booleans(),
 )
-def test_a_log_returns_the_logged_states(drawn, level, keyframe_every, mask_density, within):
+def test_a_log_returns_the_logged_states(drawn, keyframe_every, mask_density, within):
     """Steps that go to the second state of each pair and back, in the mask or beyond it."""
     first = {f"t{i}": a for i, (a, _) in enumerate(drawn)}
     second = {f"t{i}": b for i, (_, b) in enumerate(drawn)}
@@ -110,8 +106,7 @@ def test_a_log_returns_the_logged_states(drawn, level, keyframe_every, mask_dens
             second[name] = words.view(old.dtype)
     states = {0: first, 2: second, 3: second, 4: first, 9: second}
     with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {"level": level, "keyframe_every": keyframe_every}
-        with DeltaLog.create(f"{folder}/log", first, mask=mask, **options) as log:
+        with DeltaLog.create(f"{folder}/log", first, mask=mask, keyframe_every=keyframe_every) as log:
             infos = [log.append(step, state) for step, state in states.items() if step]
             if mask is not None and within:
                 assert all(info.wait().masked for info in infos if info.wait().kind == "patch")

@@ -15,19 +15,14 @@ from sparse_opt.errors import DeltaLogError
 from sparse_opt.tensor_file import DamagedFile, open_tensors
 
 
-@pytest.fixture(params=["packed", "tight"])
-def level(request):
-    return str(request.param)
-
-
 @pytest.fixture(params=["dense", "mask"])
-def log(request, tmp_path, states, level):
+def log(request, tmp_path, states):
     """A log of three patches, and its states."""
     mask = None
     if request.param == "mask":
         mask = MaskSet.from_bool({name: torch.arange(9000) % 5 == 0 for name in "ab"})
     kept = [{name: states.bits((9000,), torch.bfloat16) for name in "ab"}]
-    with DeltaLog.create(tmp_path / "log", kept[0], level=level, mask=mask) as log:
+    with DeltaLog.create(tmp_path / "log", kept[0], mask=mask) as log:
         for step in (1, 2, 3):
             state = {name: tensor.clone() for name, tensor in kept[-1].items()}
             for tensor in state.values():
@@ -93,10 +88,10 @@ def unaligned(tensor: Tensor) -> Tensor:
     return found
 
 
-def test_states_that_are_not_aligned(tmp_path, states, same_bits, level):
+def test_states_that_are_not_aligned(tmp_path, states, same_bits):
     kept = [states.state()]
     kept = [{name: tensor for name, tensor in kept[0].items() if tensor.numel()}]
-    with DeltaLog.create(tmp_path / "log", {k: unaligned(t) for k, t in kept[0].items()}, level=level) as log:
+    with DeltaLog.create(tmp_path / "log", {k: unaligned(t) for k, t in kept[0].items()}) as log:
         for step in (1, 2):
             kept.append(states.change(kept[-1], 0.1))
             log.append(step, {name: unaligned(tensor) for name, tensor in kept[-1].items()})

@@ -84,12 +84,12 @@ def assert_log_holds(log: DeltaLog, kept: dict) -> None:
 def test_options_are_those_of_the_log(lab, tmp_path):
     trainer = lab("Trainer", max_steps=3)
     mask = MaskSet.random(trainer.model, density=1.0)
-    options = {"level": "tight", "keyframe_every": 3, "mask": mask, "metadata": {"seed": "3"}}
+    options = {"keyframe_every": 3, "mask": mask, "metadata": {"seed": "3"}}
     trainer.add_callback(DeltaLogCallback(tmp_path / "log", **options))
     trainer.train()
     log = DeltaLog.open(tmp_path / "log")
     assert log.steps == (0, 1, 2, 3)
-    assert (log.settings.level, log.settings.keyframe_every) == ("tight", 3)
+    assert log.keyframe_every == 3
     assert log.mask_digest == mask.digest
     assert log.metadata == {"model": str(lab.folder), "seed": "3"}
 

@@ -228,7 +228,6 @@ def doubled(model):
     ("options", "message"),
     [
         ({"delta_log_dir": "log", "delta_log_steps": "every:0"}, "step schedule 'every:0': cannot read 'every:0'"),
-        ({"delta_log_dir": "log", "delta_log_level": "low"}, "delta_log_level is 'low', expected packed or tight"),
         ({"delta_log_steps": "every:5"}, "delta_log_steps has no effect without delta_log_dir"),
         ({"delta_log_dir": "log", "keep_base_weights": False}, "delta_log_dir needs keep_base_weights=True"),
     ],

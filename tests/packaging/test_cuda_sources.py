@@ -135,7 +135,7 @@ def check(source: Path, headers: list[Path]) -> subprocess.CompletedProcess[str]
 
 
 def test_the_cpp_sources_are_found():
-    assert {"ops_cuda.cpp", "patch_ops_cuda.cpp", "module.cpp"} <= {path.name for path in CPP_SOURCES}
+    assert {"ops_cuda.cpp", "delta_ops_cuda.cpp", "module.cpp"} <= {path.name for path in CPP_SOURCES}
 
 
 @pytest.mark.nvcc

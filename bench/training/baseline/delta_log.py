@@ -29,7 +29,6 @@ from .modes import Job, n_tiled
 
 SUITE = "delta_logging"
 MODES = ("dense", "adamw8bit", "galore", "sparse", "tiles")
-LEVEL = "packed"  # of the patches
 N_BLOCKS = 3  # of either kind, each of n_steps
 N_DURABLE = 3  # appends that are waited for until they are on disk
 
@@ -68,7 +67,7 @@ def measure_logging(
         loop.run()
     plain_peaks = _peaks(device)
     began = time.perf_counter()
-    with DeltaLog.create(folder, model, level=LEVEL, mask=mask) as log:
+    with DeltaLog.create(folder, model, mask=mask) as log:
         create_s = time.perf_counter() - began
         samples, behind, logged = _blocks(loop, log)
         logged_peaks, samples["on disk"] = _peaks(device), []
@@ -147,7 +146,7 @@ def _peaks(device: torch.device) -> dict[str, int]:
 def logging_rows(result: Mapping[str, Any], case: Case) -> list[Row]:
     """The rows of a mode that was logged."""
     samples = result["samples"]
-    case = case | {"level": LEVEL, "file_system": result["file_system"]}
+    case = case | {"file_system": result["file_system"]}
     shared: dict[str, Any] = {"suite": SUITE, "case": case}
     rows = [Row.of_samples(values, **shared, metric=name, unit="ms") for name, values in samples.items()]
     values = list(result["values"])

@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <iterator>
 
-#include "common/host_device.h"
+#include "common/arguments.h"
 
 namespace sparse_opt {
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from ..parser import CommandParser, add_json_flag
 from .rebuild import reconstruct as reconstruct
 
-# Copies of the names in delta.codec and of state dict dtypes, which cannot be imported without torch.
-LEVELS = ("packed", "tight")
+# Names of state dict dtypes, which cannot be imported without torch.
 DTYPES = ("bfloat16", "float16", "float32")
 
 # Action -> the module of this package that implements it.
@@ -34,7 +33,7 @@ examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
   sparse-opt delta verify --delta_log_dir delta_logs_M
   sparse-opt delta reconstruct --model_name M --delta_log_dir delta_logs_M --step 50 --output_dir step_50
-  sparse-opt delta convert --from old_deltas --to delta_logs_M --level tight
+  sparse-opt delta convert --from old_deltas --to delta_logs_M
 
 A delta is the change between two checkpoints, as a folder: docs/sharing.md.
 
@@ -61,12 +60,11 @@ examples:
 """
 _CONVERT_EPILOG = """A folder of base_state.pt and deltas_step_*.pt is read as base + difference, added in fp32 and
 stored in the dtype of the base, usually fp32. For a bf16 model, --dtype bfloat16 stores the same values in half the
-bytes; a value that is not exact in bf16 is an error. A delta log is rewritten at another level, or with some of its
-steps, with the same bits.
+bytes; a value that is not exact in bf16 is an error. A delta log is written with some of its steps, or
+with other keyframes, with the same bits.
 
 examples:
   sparse-opt delta convert --from deltas --to delta_logs_M --dtype bfloat16 --model_name M
-  sparse-opt delta convert --from delta_logs_M --to archive_M --level tight
   sparse-opt delta convert --from delta_logs_M --to some_M --steps 100 200 300
 """
 _RECONSTRUCT_EPILOG = """--model_name provides the architecture and the tokenizer; every weight comes from the log, bit
@@ -138,12 +136,11 @@ def _parser() -> CommandParser:
 
     convert = actions.add_parser(
         "convert",
-        help="write .pt files, or a log at another level, as a new log",
+        help="write .pt files, or some steps of a log, as a new log",
         epilog=_CONVERT_EPILOG,
     )
     convert.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="log to read")
     convert.add_argument("--to", dest="output_dir", type=Path, required=True, metavar="DIR", help="new or empty folder")
-    convert.add_argument("--level", choices=LEVELS, help="compression of patches (that of a delta log, else packed)")
     convert.add_argument(
         "--steps", type=int, nargs="+", metavar="N", help="logged steps to keep, besides the base (all)"
     )
@@ -169,7 +166,6 @@ def _parser() -> CommandParser:
     diff = actions.add_parser("diff", help="write what differs between two checkpoints", epilog=_DIFF_EPILOG)
     diff.add_argument("base", metavar="BASE", help="the checkpoint before training")
     diff.add_argument("tuned", metavar="TUNED", help="the checkpoint after it")
-    diff.add_argument("--level", choices=LEVELS, default="tight", help="compression (%(default)s)")
     _add_output(diff)
 
     apply = actions.add_parser("apply", help="write the checkpoint that a delta makes", epilog=_APPLY_EPILOG)

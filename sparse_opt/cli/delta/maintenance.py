@@ -38,7 +38,7 @@ def run_verify(args: Namespace) -> None:
 
 
 def run_convert(args: Namespace) -> None:
-    """Write a log of `.pt` files as a delta log, or a delta log at another level or with fewer steps."""
+    """Write a log of `.pt` files as a delta log, or a delta log with fewer steps or other keyframes."""
     from ...delta.convert import convert
     from ...delta.files import is_pt_log, list_steps
     from ...delta.lock import LOCK_NAME
@@ -51,7 +51,6 @@ def run_convert(args: Namespace) -> None:
     source = args.source
     from_pt = args.base_state is not None or (is_pt_log(source) and not list_steps(source)[0])
     options: dict[str, Any] = {
-        "level": args.level,
         "keyframe_every": args.keyframe_every,
         "metadata": {} if args.model_name is None else {"model": args.model_name},
     }

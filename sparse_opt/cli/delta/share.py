@@ -44,7 +44,7 @@ def run_diff(args: Namespace) -> None:
             bar.update()
             return base.read(spec.name), tuned.read(spec.name)
 
-        delta = SparseDelta.of_tensors(layouts[0], read, level=args.level, metadata=metadata)
+        delta = SparseDelta.of_tensors(layouts[0], read, metadata=metadata)
     _save(delta, args)
 
 

@@ -26,7 +26,7 @@ def run_list(args: Namespace) -> None:
         print_json({"steps": [_step_fields(info) for info in infos], "totals": totals})
         return
     rows = [_step_row(info) for info in infos]
-    print(table(("step", "kind", "level", "changed", "share", "bytes", "B/change"), rows, n_words=3))
+    print(table(("step", "kind", "changed", "share", "bytes", "B/change"), rows, n_words=2))
     print(
         f"{totals['steps']} steps of {log.layout.numel:,} elements, {format_bytes(totals['bytes'])}: "
         f"whole states {totals['whole_states']}, {format_bytes(totals['whole_states_bytes'])}; "
@@ -46,7 +46,7 @@ def run_info(args: Namespace) -> None:
     layout, steps = log.layout, log.steps
     largest = sorted(layout.tensors, key=lambda spec: (-spec.numel, spec.name))[: args.largest]
     dtypes = _dtypes(layout)
-    settings = {"run_id": log.run_id, **asdict(log.settings), "mask_digest": log.mask_digest or None}
+    settings = {"run_id": log.run_id, "keyframe_every": log.keyframe_every, "mask_digest": log.mask_digest or None}
     content: dict[str, Any] = {
         "directory": log.directory,
         "bytes": sum(path.stat().st_size for path in log.directory.glob("*.safetensors")),
@@ -96,8 +96,7 @@ def _step_row(info: StepInfo) -> tuple[str, ...]:
     counted = info.step > 0
     return (
         str(info.step),
-        info.kind,
-        info.level + (", mask" if info.masked else ""),
+        info.kind + (", mask" if info.masked else ""),
         f"{info.changed:,}" if counted and info.changed is not None else "",
         format_percent(info.share) if counted and info.share is not None else "",
         format_bytes(info.bytes),

@@ -1,6 +1,6 @@
 """Patch codec: encodes the changed bits between two lists of tensors compactly and exactly, on the tensors' device.
 
-docs/formats.md specifies every level byte by byte, and `reference` implements them in numpy. All backends write the
+docs/formats.md specifies a patch byte by byte, and `reference` implements it in numpy. All backends write the
 same bytes.
 """
 
@@ -23,20 +23,20 @@ from . import torch_reference
 from .patch import Patch as Patch
 from .patch import PatchError as PatchError
 from .reference import WORD
-from .tables import Sample, Tables, best_width, make_tables
-from .words import LEVELS as LEVELS
+from .tables import Sample, Tables, make_tables
 from .words import WordKind, first_tiles, word_kind
 
 Backend = Literal["native", "reference"]
 
-_LEVEL_NUMBER = {level: number for number, level in enumerate(LEVELS)}
+# With fewer words than this, the tables of a sample may take more bytes than they save.
+_SMALL = 2**18
 
 
 def encode(
     old: Sequence[Tensor],
     new: Sequence[Tensor],
-    level: str,
     *,
+    tables: Tables | None = None,
     advance: bool = False,
     meanwhile: Callable[[], object] | None = None,
     backend: Backend | None = None,
@@ -48,64 +48,62 @@ def encode(
     Args:
         old, new: equally many contiguous tensors, at least one each, on one device, of one dtype of 1, 2, 4 or 8 bytes;
             new[i] has as many elements as old[i].
-        level: `packed` or `tight`.
+        tables: frequencies of the changes. None takes `sampled_tables` or, of few words, the uniform ones if the patch
+            is smaller with these.
         advance: also copy the bits of `new` to `old`. After an error the contents of `old` are undefined.
         meanwhile: called while the host waits for the sample on a GPU; on the CPU, called first.
         backend: `native` (C++ and CUDA) or `reference` (numpy). None uses `native`, or warns once and uses `reference`.
 
     Raises:
-        ValueError: an unknown level, or tensors that do not match (names the first one).
+        ValueError: tensors that do not match (names the first one).
         BackendUnavailable: the named backend cannot run.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level is {level!r}, expected {' or '.join(LEVELS)}")
     _check_tensors(old, new)
     old, new = list(old), list(new)
-    dtype, numels = new[0].dtype, tuple(tensor.numel() for tensor in new)
-    kind = word_kind(dtype)
-    run = _implementation(new[0].device, backend)
-    width, tables = 0, None
-    if new[0].device.type != "cuda" and meanwhile is not None:
-        meanwhile()
-    # `packed` only needs the counts of symbols, so that one class is enough.
-    class_shift = kind.class_shift if level == "tight" else kind.bits
-    sample = _sample(run, old, new, WordKind(kind.size, kind.is_float, class_shift), meanwhile)
-    if level == "packed":
-        width = best_width(sample.symbols, kind.bits)
+    run, kind = _implementation(new[0].device, backend), word_kind(new[0].dtype)
+    if tables is not None:
+        choices = [tables]
     else:
-        tables = make_tables(sample, numels, kind)
-    # A lane of `tight` reads the old words again after coding them, so they cannot be overwritten on the way.
-    at_once = advance and level != "tight"
-    with memory_errors():
-        heads, sizes, records, counts = run.patch_encode(
-            old,
-            new,
-            _LEVEL_NUMBER[level],
-            kind.is_float,
-            kind.class_shift,
-            width,
-            *_on_device(tables, new[0].device),
-            at_once,
-        )
-    moved = [i for i, count in enumerate(counts.tolist()) if count]
-    if advance and not at_once and moved:
+        choices = [sampled_tables(old, new, meanwhile=meanwhile, backend=backend)]
+        if sum(tensor.numel() for tensor in new) < _SMALL:
+            choices.append(Tables.uniform(len(new), kind))
+    patch = min((_encoded(run, old, new, kind, choice) for choice in choices), key=lambda patch: patch.nbytes)
+    # Not while encoding, which reads the old words again after coding them.
+    moved = [i for i, count in enumerate(patch.counts.tolist()) if count]
+    if advance and moved:
         torch._foreach_copy_([as_bits(old[i]) for i in moved], [as_bits(new[i]) for i in moved])
-    return Patch(level, dtype, numels, counts, None if level == "tight" else heads, sizes, records, width, tables)
+    return patch
 
 
-def _sample(
-    run: Any, old: list[Tensor], new: list[Tensor], kind: WordKind, meanwhile: Callable[[], object] | None
-) -> Sample:
+def sampled_tables(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    *,
+    meanwhile: Callable[[], object] | None = None,
+    backend: Backend | None = None,
+) -> Tables:
+    """Estimate the frequencies of changes from a sample; a patch stores them in 0.4 to 8 KB. Arguments as `encode`."""
+    device, kind, numels = new[0].device, word_kind(new[0].dtype), [tensor.numel() for tensor in new]
+    if device.type != "cuda" and meanwhile is not None:
+        meanwhile()
     with memory_errors():
-        parts = run.patch_sample(old, new, kind.is_float, kind.class_shift)
-    if new[0].device.type == "cuda":
-        with torch.cuda.device(new[0].device):
+        run = _implementation(device, backend)
+        parts = run.patch_sample(list(old), list(new), kind.is_float, kind.class_shift)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
             arrived = torch.cuda.Event()
             arrived.record()
             if meanwhile is not None:
                 meanwhile()
         arrived.synchronize()
-    return Sample(*(part.numpy() for part in parts))
+    return make_tables(Sample(*(part.numpy() for part in parts)), numels, kind)
+
+
+def _encoded(run: Any, old: list[Tensor], new: list[Tensor], kind: WordKind, tables: Tables) -> Patch:
+    arguments = _on_device(tables, new[0].device)
+    with memory_errors():
+        sizes, records, counts = run.patch_encode(old, new, kind.is_float, kind.class_shift, *arguments)
+    return Patch(new[0].dtype, tuple(tensor.numel() for tensor in new), counts, sizes, records, tables)
 
 
 def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = None, check: bool = True) -> None:
@@ -133,22 +131,18 @@ def apply_(dense: Sequence[Tensor], patch: Patch, *, backend: Backend | None = N
     device, kind = dense[0].device, word_kind(patch.dtype)
     run = _implementation(device, backend)
     dense = list(dense)
-    heads = None if patch.heads is None else patch.heads.to(device)
-    sizes, records = patch.sizes.to(device), patch.records.to(device)
+    sizes = patch.sizes.to(device)
     bad = run.patch_apply_(
         dense,
-        heads,
         sizes,
         patch.offsets().to(device),
-        records,
-        _LEVEL_NUMBER[patch.level],
+        patch.records.to(device),
         kind.is_float,
         kind.class_shift,
-        patch.width,
         *_on_device(patch.tables, device),
     )
     if check and int(bad) < len(sizes):
-        firsts = first_tiles(patch.numels, patch.level)
+        firsts = first_tiles(patch.numels)
         place = int(np.searchsorted(firsts, int(bad), side="right")) - 1
         raise PatchError(f"tile {int(bad) - firsts[place]} of tensor {place} is damaged")
 
@@ -189,9 +183,7 @@ def _check_tensors(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
             raise ValueError(f"old[{i}] has {a.numel()} elements, new[{i}] has {b.numel()}")
 
 
-def _on_device(tables: Tables | None, device: torch.device) -> tuple[Tensor | None, ...]:
+def _on_device(tables: Tables, device: torch.device) -> tuple[Tensor, ...]:
     """Return row_of, rows, class_table and values on the device, in the order of the native ops' arguments."""
-    if tables is None:
-        return None, None, None, None
     arrays = (tables.row_of, tables.rows, tables.class_table, tables.values)
     return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)

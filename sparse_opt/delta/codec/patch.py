@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import DeltaLogError
 from .tables import Tables
-from .words import RAW_BIT, first_tiles, word_kind
+from .words import RAW_BIT, RECORD_UNIT, first_tiles, word_kind
 
-# The parts of each level, by name.
-_PARTS = {
-    "packed": ("counts", "heads", "sizes", "width", "records"),
-    "tight": ("counts", "sizes", "tables", "records"),
-}
-_RECORD_UNIT = {"packed": 4, "tight": 2}  # bytes
+_PARTS = ["counts", "records", "sizes", "tables"]
 
 
 class PatchError(DeltaLogError):
@@ -30,33 +26,22 @@ class Patch:
 
     Attributes:
         counts: int64 [tensors] on the CPU, the number of changed elements of each.
-        heads: uint16 [tiles], or None at level `tight`.
-        sizes: length of each record, uint16 [tiles] in units of 4 bytes; at `tight` uint32 [tiles] in units of 2 bytes,
-            with the highest bit set for raw records.
+        sizes: length of each record, uint32 [tiles] in units of 2 bytes, with the highest bit set for raw records.
         records: uint8.
-        width: parameter of level `packed`, otherwise 0.
-        tables: parameters of level `tight`, otherwise None.
+        tables: the frequencies that the records are coded with.
     """
 
-    level: str
     dtype: torch.dtype
     numels: tuple[int, ...]
     counts: Tensor
-    heads: Tensor | None
     sizes: Tensor
     records: Tensor
-    width: int
-    tables: Tables | None
+    tables: Tables
 
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors to store in a file, under the names of docs/formats.md without the group prefix."""
-        found = {"counts": self.counts, "records": self.records, "sizes": self.sizes}
-        if self.heads is not None:
-            found["heads"] = self.heads
-            found["width"] = torch.tensor([self.width], dtype=torch.uint8, device="cpu")
-        if self.tables is not None:
-            found["tables"] = torch.frombuffer(bytearray(self.tables.to_bytes()), dtype=torch.uint8)
-        return found
+        tables = torch.from_numpy(np.frombuffer(self.tables.to_bytes(), np.uint8).copy())
+        return {"counts": self.counts, "records": self.records, "sizes": self.sizes, "tables": tables}
 
     @property
     def nbytes(self) -> int:
@@ -64,17 +49,17 @@ class Patch:
         return sum(part.nbytes for part in self.parts().values())
 
     @classmethod
-    def from_parts(cls, parts: Mapping[str, Tensor], level: str, dtype: torch.dtype, numels: Sequence[int]) -> Patch:
+    def from_parts(cls, parts: Mapping[str, Tensor], dtype: torch.dtype, numels: Sequence[int]) -> Patch:
         """Build a patch from a file's tensors, on the CPU. Checks everything that does not require decoding.
 
         Raises:
             PatchError: the parts are not those of a patch for tensors of these sizes.
         """
         if "records" not in parts:
-            raise PatchError(f"it holds {sorted(parts)}, expected {sorted(_PARTS[level])}")
+            raise PatchError(f"it holds {sorted(parts)}, expected {_PARTS}")
         records = _part(parts, "records", torch.uint8)
         frame = {name: part for name, part in parts.items() if name != "records"}
-        return replace(cls._of_frame(frame, len(records), level, dtype, numels), records=records)
+        return replace(cls._of_frame(frame, len(records), dtype, numels), records=records)
 
     @classmethod
     def of_tensor_in(
@@ -82,7 +67,6 @@ class Patch:
         frame: Mapping[str, Tensor],
         length: int,
         read_records: Callable[[int, int], Tensor],
-        level: str,
         dtype: torch.dtype,
         numels: Sequence[int],
         i: int,
@@ -97,47 +81,35 @@ class Patch:
         Raises:
             PatchError: as `from_parts`.
         """
-        whole = cls._of_frame(frame, length, level, dtype, numels)
-        first, last = first_tiles(numels, level)[i : i + 2]
+        whole = cls._of_frame(frame, length, dtype, numels)
+        first, last = first_tiles(numels)[i : i + 2]
         begin, end = whole.offsets()[[first, last]].tolist()
         return replace(
             whole,
             numels=whole.numels[i : i + 1],
             counts=whole.counts[i : i + 1],
-            heads=None if whole.heads is None else whole.heads[first:last],
             sizes=whole.sizes[first:last],
             records=_part({"records": read_records(begin, end)}, "records", torch.uint8, end - begin),
-            tables=None if whole.tables is None else replace(whole.tables, row_of=whole.tables.row_of[i : i + 1]),
+            tables=replace(whole.tables, row_of=whole.tables.row_of[i : i + 1]),
         )
 
     @classmethod
-    def _of_frame(
-        cls, frame: Mapping[str, Tensor], length: int, level: str, dtype: torch.dtype, numels: Sequence[int]
-    ) -> Patch:
+    def _of_frame(cls, frame: Mapping[str, Tensor], length: int, dtype: torch.dtype, numels: Sequence[int]) -> Patch:
         """Build a patch without its records, which have `length` bytes in all."""
-        if {*frame, "records"} != set(_PARTS[level]):
-            raise PatchError(f"it holds {sorted([*frame, 'records'])}, expected {sorted(_PARTS[level])}")
-        tiles = first_tiles(numels, level)[-1]
+        if (found := sorted([*frame, "records"])) != _PARTS:
+            raise PatchError(f"it holds {found}, expected {_PARTS}")
+        tiles = first_tiles(numels)[-1]
         counts = _part(frame, "counts", torch.int64, len(numels))
         if any(not 0 <= count <= numel for count, numel in zip(counts.tolist(), numels, strict=True)):
             raise PatchError("a count is larger than its tensor or below 0")
-        kind = word_kind(dtype)
-        heads, width, tables = None, 0, None
-        if level == "packed":
-            sizes = _part(frame, "sizes", torch.uint16, tiles)
-            heads = _part(frame, "heads", torch.uint16, tiles)
-            width = int(_part(frame, "width", torch.uint8, 1)[0])
-            if width >= kind.bits:
-                raise PatchError(f"its width is {width}, expected less than {kind.bits}")
-        else:
-            sizes = _part(frame, "sizes", torch.uint32, tiles)
-            stored = _part(frame, "tables", torch.uint8).numpy().tobytes()
-            try:
-                tables = Tables.from_bytes(stored, len(numels), kind)
-            except ValueError as error:
-                raise PatchError(str(error)) from error
+        sizes = _part(frame, "sizes", torch.uint32, tiles)
+        stored = _part(frame, "tables", torch.uint8).numpy().tobytes()
+        try:
+            tables = Tables.from_bytes(stored, len(numels), word_kind(dtype))
+        except ValueError as error:
+            raise PatchError(str(error)) from error
         none = torch.empty(0, dtype=torch.uint8, device="cpu")
-        patch = cls(level, dtype, tuple(numels), counts, heads, sizes, none, width, tables)
+        patch = cls(dtype, tuple(numels), counts, sizes, none, tables)
         if int(patch.offsets()[-1]) != length:
             raise PatchError(f"its records have {length} bytes, expected {int(patch.offsets()[-1])} from its sizes")
         return patch
@@ -146,7 +118,7 @@ class Patch:
         """Return the byte offset of each record, and the end: [tiles + 1] int64 on the records' device."""
         lengths = self.sizes.to(torch.int64) & ~RAW_BIT
         offsets = lengths.new_zeros(len(lengths) + 1)
-        torch.cumsum(lengths * _RECORD_UNIT[self.level], 0, out=offsets[1:])
+        torch.cumsum(lengths * RECORD_UNIT, 0, out=offsets[1:])
         return offsets
 
 

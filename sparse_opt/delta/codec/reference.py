@@ -1,4 +1,4 @@
-"""Reference implementation of the patch codec in numpy: defines every level; slow.
+"""Reference implementation of the patch codec in numpy: defines the format; slow.
 
 All functions take flat arrays of unsigned words, one per tensor.
 """
@@ -6,19 +6,15 @@ All functions take flat arrays of unsigned words, one per tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from .tables import Array, Sample, Tables
 from .words import (
-    BITMAP,
     CLASSES,
-    ELIAS_FANO,
     LANE_ROWS,
-    MODE_SHIFT,
-    RAW,
     RAW_BIT,
+    RECORD_UNIT,
     ROW_SCALE_BITS,
     SPAN_ROWS,
     TILE,
@@ -104,85 +100,7 @@ def sample(old: Sequence[Array], new: Sequence[Array], kind: WordKind) -> Sample
     return Sample(seen, changed, symbols)
 
 
-def encode_packed_tile(old: Array, new: Array, kind: WordKind, width: int) -> tuple[int, bytes]:
-    """Return (head, record)."""
-    (where,) = (old != new).nonzero()
-    n, t = len(where), len(old)
-    if n == 0:
-        return 0, b""
-    k = (t // n).bit_length() - 1
-    high = np.zeros(n + ((t - 1) >> k), np.uint8)
-    high[(where >> k) + np.arange(n)] = 1
-    mode, positions = ELIAS_FANO, [_fields(where, k), high]
-    if n * k + len(high) > t:
-        mode, positions = BITMAP, [(old != new).astype(np.uint8)]
-    negative, magnitude = differences(old[where], new[where], kind)
-    big = magnitude > 1
-    escape = (1 << width) - 1
-    rest = magnitude[big].astype(np.uint64) - np.uint64(2)
-    escaped = rest >= escape
-    stream = np.concatenate(
-        [
-            *positions,
-            negative.astype(np.uint8),
-            big.astype(np.uint8),
-            _fields(np.minimum(rest, escape), width),
-            _fields(new[where][big][escaped], kind.bits),
-        ]
-    )
-    record = _filled(np.packbits(stream, bitorder="little").tobytes(), 4)
-    raw = _filled(new.tobytes(), 4)
-    return (n | RAW << MODE_SHIFT, raw) if len(raw) < len(record) else (n | mode << MODE_SHIFT, record)
-
-
-def apply_packed_tile(old: Array, head: int, record: Array, kind: WordKind, width: int) -> Array:
-    """Return the new words. Raises ValueError on an invalid record."""
-    n, mode, t = head % (1 << MODE_SHIFT), head >> MODE_SHIFT, len(old)
-    if n > t or mode > RAW or (n == 0) != (len(record) == 0) or (n == 0 and head):
-        raise ValueError(f"its head {head:#x} is invalid for a tile of {t} words")
-    if n == 0:
-        return old.copy()
-    if mode == RAW:
-        if len(record) != -(-t * kind.size // 4) * 4:
-            raise ValueError(f"its raw record has {len(record)} bytes, expected {t} words")
-        return _words(record, 0, t, old.dtype)
-    stream = np.unpackbits(record, bitorder="little")
-    at = 0
-
-    def take(count: int) -> Array:
-        nonlocal at
-        if at + count > len(stream):
-            raise ValueError(f"its record ends at bit {len(stream)}, expected {at + count} or more")
-        at += count
-        return stream[at - count : at]
-
-    if mode == BITMAP:
-        (where,) = take(t).nonzero()
-    else:
-        k = (t // n).bit_length() - 1
-        low = _numbers(take(n * k), k, n)
-        (set_bits,) = take(n + ((t - 1) >> k)).nonzero()
-        if len(set_bits) != n:
-            raise ValueError(f"its positions are {len(set_bits)}, expected {n}")
-        where = ((set_bits - np.arange(n)) << k) + low.astype(np.int64)
-    if len(where) != n or (where >= t).any() or (np.diff(where) <= 0).any():
-        raise ValueError("its positions do not ascend within the tile")
-    negative, big = take(n).astype(bool), take(n).astype(bool)
-    m = int(big.sum())
-    rest = _numbers(take(m * width), width, m)
-    escaped = rest == (1 << width) - 1
-    words = _numbers(take(int(escaped.sum()) * kind.bits), kind.bits, int(escaped.sum()))
-    if stream[at:].any() or len(stream) - at >= 32:
-        raise ValueError(f"its record continues after bit {at}")
-    magnitude = np.ones(n, np.uint64)
-    magnitude[big] = rest + np.uint64(2)
-    new = old.copy()
-    new[where] = moved(old[where], negative, magnitude.astype(old.dtype), kind)
-    new[where[big][escaped]] = words.astype(old.dtype)
-    return new
-
-
-def encode_tight_tile(old: Array, new: Array, kind: WordKind, tables: Tables, row: int) -> bytes | None:
+def encode_tile(old: Array, new: Array, kind: WordKind, tables: Tables, row: int) -> bytes | None:
     """Return the record as u16 numbers, or None if nothing changed."""
     if (old == new).all():
         return None
@@ -226,7 +144,7 @@ def encode_tight_tile(old: Array, new: Array, kind: WordKind, tables: Tables, ro
     return np.array(heads + numbers[::-1], "<u2").tobytes()
 
 
-def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, row: int) -> Array:
+def apply_tile(old: Array, record: Array, kind: WordKind, tables: Tables, row: int) -> Array:
     """Return the new words. Raises ValueError on an invalid record."""
     t = len(old)
     lanes = -(-t // LANE_ROWS)
@@ -289,59 +207,39 @@ def apply_tight_tile(old: Array, record: Array, kind: WordKind, tables: Tables, 
     return new
 
 
-def encode_tiles(
-    old: Sequence[Array], new: Sequence[Array], level: str, kind: WordKind, width: int, tables: Tables | None
-) -> tuple[Array, Array, bytes]:
-    """Encode all tiles: (heads uint16, sizes, records); sizes in the level's unit, uint16, or uint32 for `tight`."""
-    tile, heads, sizes, records = TILE[level], [], [], []
+def encode_tiles(old: Sequence[Array], new: Sequence[Array], kind: WordKind, tables: Tables) -> tuple[Array, bytes]:
+    """Encode all tiles: (sizes uint32, records)."""
+    sizes, records = [], []
     for i, (a, b) in enumerate(zip(old, new, strict=True)):
-        for begin in range(0, len(a), tile):
-            part = a[begin : begin + tile], b[begin : begin + tile]
-            if level == "tight":
-                assert tables is not None
-                head, raw = 0, _filled(part[1].tobytes(), 2)
-                record = encode_tight_tile(*part, kind, tables, int(tables.row_of[i])) or b""
-                if len(raw) < len(record):
-                    head, record = RAW_BIT, raw
-                sizes.append(head | len(record) // 2)
-            else:
-                head, record = encode_packed_tile(*part, kind, width)
-                heads.append(head)
-                sizes.append(len(record) // 4)
+        for begin in range(0, len(a), TILE):
+            part = a[begin : begin + TILE], b[begin : begin + TILE]
+            raw_bit, raw = 0, part[1].tobytes()
+            raw += bytes(-len(raw) % RECORD_UNIT)
+            record = encode_tile(*part, kind, tables, int(tables.row_of[i])) or b""
+            if len(raw) < len(record):
+                raw_bit, record = RAW_BIT, raw
+            sizes.append(raw_bit | len(record) // RECORD_UNIT)
             records.append(record)
-    return np.array(heads, np.uint16), np.array(sizes, np.uint32), b"".join(records)
+    return np.array(sizes, np.uint32), b"".join(records)
 
 
-def apply_tiles(
-    dense: Sequence[Array],
-    heads: Array,
-    sizes: Array,
-    records: Array,
-    level: str,
-    kind: WordKind,
-    width: int,
-    tables: Tables | None,
-) -> None:
+def apply_tiles(dense: Sequence[Array], sizes: Array, records: Array, kind: WordKind, tables: Tables) -> None:
     """Decode in place. `records` is uint8; its lengths must have been checked. Raises DamagedTile."""
 
-    def new_words(old: Array, tile: int, tensor: int, record: Array) -> Array:
-        if level == "packed":
-            return apply_packed_tile(old, int(heads[tile]), record, kind, width)
-        assert tables is not None
-        if int(sizes[tile]) & RAW_BIT:
-            if len(record) != -(-len(old) * kind.size // 2) * 2:
+    def new_words(old: Array, size: int, tensor: int, record: Array) -> Array:
+        if size & RAW_BIT:
+            if len(record) != -(-len(old) * kind.size // RECORD_UNIT) * RECORD_UNIT:
                 raise ValueError(f"its raw record has {len(record)} bytes, expected {len(old)} words")
-            return _words(record, 0, len(old), old.dtype)
-        return apply_tight_tile(old, record, kind, tables, int(tables.row_of[tensor])) if len(record) else old
+            return np.frombuffer(record[: len(old) * kind.size].tobytes(), old.dtype)
+        return apply_tile(old, record, kind, tables, int(tables.row_of[tensor])) if len(record) else old
 
-    words_per_tile, unit = TILE[level], 2 if level == "tight" else 4
     tile = at = 0
     for tensor, words in enumerate(dense):
-        for begin in range(0, len(words), words_per_tile):
-            part = words[begin : begin + words_per_tile]
-            length = (int(sizes[tile]) & ~RAW_BIT) * unit
+        for begin in range(0, len(words), TILE):
+            part, size = words[begin : begin + TILE], int(sizes[tile])
+            length = (size & ~RAW_BIT) * RECORD_UNIT
             try:
-                part[:] = new_words(part, tile, tensor, records[at : at + length])
+                part[:] = new_words(part, size, tensor, records[at : at + length])
             except ValueError as error:
                 raise DamagedTile(tile, str(error)) from error
             tile, at = tile + 1, at + length
@@ -369,26 +267,3 @@ def _floor_log2(v: Array) -> Array:
         length += np.where(more, step, 0)
         v = np.where(more, v >> np.uint64(step), v)
     return length
-
-
-def _fields(values: Array, width: int) -> Array:
-    """Return the bits of `values`, `width` each, lowest first."""
-    shifts = np.arange(width, dtype=np.uint64)
-    return ((values.astype(np.uint64)[:, None] >> shifts) & np.uint64(1)).astype(np.uint8).reshape(-1)
-
-
-def _numbers(bits: Array, width: int, count: int) -> Array:
-    """uint64 [count], the inverse of `_fields`."""
-    shifts = np.arange(width, dtype=np.uint64)
-    return (bits.reshape(count, width).astype(np.uint64) << shifts).sum(1, dtype=np.uint64)
-
-
-def _words(record: Array, at: int, count: int, dtype: Any) -> Array:
-    size = np.dtype(dtype).itemsize
-    if at + count * size > len(record):
-        raise ValueError(f"its record has {len(record)} bytes, expected {at + count * size} or more")
-    return np.frombuffer(record[at : at + count * size].tobytes(), dtype)
-
-
-def _filled(data: bytes, unit: int) -> bytes:
-    return data + bytes(-len(data) % unit)

@@ -1,4 +1,4 @@
-"""Estimates the frequency tables of level `tight` and the width of `packed` from a sample; a patch stores them.
+"""Estimates the frequency tables of a patch from a sample; the patch stores them.
 
 The sample consists of integer counts, and the tables are computed on the host, so that the same tensors give the same
 tables on every device.
@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tables:
-    """Frequencies of the level `tight`.
+    """Frequencies of changes and of their symbols.
 
     row_of: uint16 [tensors]; rows: uint16 [R, 256], frequency of a change out of 65536, with values filled in for
     classes that are not in the row; class_table: uint8 [256]; values: uint16 [V, S], each row with the sum 16384.
@@ -47,8 +47,16 @@ class Tables:
     values: Array
     present: Array  # bool [R, 256]
 
+    @classmethod
+    def uniform(cls, tensors: int, kind: WordKind) -> Tables:
+        """The tables of an empty sample, whose form in a file is empty: all symbols are equally frequent."""
+        none = np.zeros((tensors, CLASSES), np.int64)
+        return make_tables(Sample(none, none, np.zeros((CLASSES, kind.symbols), np.int64)), [0] * tensors, kind)
+
     def to_bytes(self) -> bytes:
         """Serialize as specified in docs/formats.md."""
+        if not self.present.any():
+            return b""
         parts = [
             np.array([len(self.rows), len(self.values)], "<u2"),
             self.row_of.astype("<u2"),
@@ -62,6 +70,8 @@ class Tables:
     @classmethod
     def from_bytes(cls, data: bytes, tensors: int, kind: WordKind) -> Tables:
         """Parse the result of `to_bytes`. Raises ValueError on bytes that are invalid for this number of tensors."""
+        if not data:
+            return cls.uniform(tensors, kind)
         at = 0
 
         def take(dtype: str, count: int) -> Array:
@@ -123,21 +133,6 @@ def make_tables(sample: Sample, numels: Sequence[int], kind: WordKind) -> Tables
     class_table[tabled] = np.arange(1, len(tabled) + 1)
     values = [pooled, *(own[c] for c in tabled)]
     return Tables(row_of, rows, class_table, np.stack(values), present)
-
-
-def best_width(symbols: Array, bits: int) -> int:
-    """Return the width b of `packed` with the fewest bits for these symbol counts; at most 4 if nothing changed."""
-    buckets = symbols.sum(0).reshape(-1, 2).sum(1)
-    big = int(buckets[1:].sum())
-    if big == 0:
-        return min(4, bits - 1)
-
-    def cost(width: int) -> int:
-        # Values v = a - 1 >= 2^width do not fit a field of this width; they fill whole buckets, from this one on.
-        escaped = {0: 1, 1: 2}.get(width, 4 + 2 * (width - 2))
-        return big * width + int(buckets[escaped:].sum()) * bits
-
-    return min(range(bits), key=cost)
 
 
 def _normalised(counts: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Parameters of the codec's dtypes and levels: the words of docs/formats.md, and the division of tensors into tiles."""
+"""Parameters of the codec and of its dtypes: the words of docs/formats.md, and the division of tensors into tiles."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from itertools import accumulate
 
 import torch
 
-LEVELS = ("packed", "tight")
-# Words of a tile, and of a lane of a tile at the level `tight`.
-TILE = {"packed": 8192, "tight": 2**19}
-LANE_ROWS = 16384
-SPAN_ROWS = 64  # rows of a tile of `tight` whose changes are coded together
+TILE = 2**19  # words
+LANE_ROWS = 16384  # words of a lane of a tile
+SPAN_ROWS = 64  # rows of a tile whose changes are coded together
 
-ELIAS_FANO, BITMAP, RAW = 0, 1, 2  # modes of `packed`
-MODE_SHIFT = 14
-RAW_BIT = 1 << 31
+RAW_BIT = 1 << 31  # of a size
+RECORD_UNIT = 2  # bytes
 
 CLASSES = 256
 ROW_SCALE_BITS = 16
@@ -61,6 +58,6 @@ def word_kind(dtype: torch.dtype) -> WordKind:
     return WordKind(size, is_float, _CLASS_SHIFTS[dtype] if is_float else 8 * size)
 
 
-def first_tiles(numels: Sequence[int], level: str) -> list[int]:
+def first_tiles(numels: Sequence[int]) -> list[int]:
     """Return the number of each tensor's first tile, and the total number of tiles: [tensors + 1]."""
-    return [0, *accumulate(-(-numel // TILE[level]) for numel in numels)]
+    return [0, *accumulate(-(-numel // TILE) for numel in numels)]

@@ -57,7 +57,6 @@ class MaskArguments:
     save_weights: bool = option(True, "save the weights, too; false saves what training changed in their place")
     delta_log_dir: str | None = option(None, "folder of a log of the weights, from which masks are found")
     delta_log_steps: str = option("every:1,last", "steps to log: every:10,last or 10-40:10,100")
-    delta_log_level: str = option("packed", "compression of the log's patches")
     delta_log_keyframe_every: int | None = option(None, "patches between two whole states")
     statistics_steps: int | None = option(None, "write ranks and shares of the update every N steps")
     statistics_tau: float = option(1e-6, "size of the changes counted in share_above_tau")

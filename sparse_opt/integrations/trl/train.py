@@ -257,7 +257,6 @@ def _add_callbacks(algorithm: Algorithm, trainer: Any, options: Options) -> None
             DeltaLogCallback(
                 mask.delta_log_dir,
                 mask.delta_log_steps,
-                level=mask.delta_log_level,
                 keyframe_every=mask.delta_log_keyframe_every,
                 metadata={"method": algorithm},
             )

@@ -16,7 +16,6 @@ from torch import Tensor
 from sparse_opt import backends, ops
 from sparse_opt.bench.kernels.cases import Case, WrongResult, check, random_case, tile_weight_grad_case
 from sparse_opt.delta import codec as patch_codec
-from sparse_opt.delta.codec import LEVELS
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.ops import STEP_OPS
 from sparse_opt.tensors import as_bits
@@ -55,11 +54,10 @@ def find_wrong(device: torch.device) -> list[str]:
     if not n_run:
         wrong.append(f"no op ran: {device} has no backend except the reference")
     patches = [
-        f"patch: {level}, {_name(dtype)}, {density:.0%} changed"
-        for level in LEVELS
+        f"patch: {_name(dtype)}, {density:.0%} changed"
         for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
         for density in (0.0, *DENSITIES)
-        if not _patches_agree(level, dtype, density, device)
+        if not _patches_agree(dtype, density, device)
     ]
     print(f"patches and digests: {len(patches)} wrong")
     clusters = find_wrong_clusters(device) if "cuda" in names else []
@@ -114,7 +112,7 @@ def blocks_in_cluster(case: Case, device: torch.device) -> int:
     return parts
 
 
-def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch.device) -> bool:
+def _patches_agree(dtype: torch.dtype, density: float, device: torch.device) -> bool:
     """Whether the device encodes, decodes and hashes some changes as the reference does."""
     generator = torch.Generator().manual_seed(0)
 
@@ -125,9 +123,9 @@ def _patches_agree(level: str, dtype: torch.dtype, density: float, device: torch
     old = [any_bits(shape) for shape in SHAPES.values()]
     # Random bits leave a few elements unchanged.
     new = [torch.where(torch.rand(t.shape, generator=generator) < density, any_bits(t.shape), t) for t in old]
-    expected = patch_codec.encode(old, new, level, backend="reference")
+    expected = patch_codec.encode(old, new, backend="reference")
     here_old, here_new = [t.to(device) for t in old], [t.to(device) for t in new]
-    found = patch_codec.encode(here_old, here_new, level)
+    found = patch_codec.encode(here_old, here_new)
     same_bytes = all(torch.equal(part, found.parts()[name].cpu()) for name, part in expected.parts().items())
     patch_codec.apply_(here_old, found)
     same_words = all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(here_old, here_new, strict=True))

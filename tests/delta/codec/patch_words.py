@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_opt.delta.codec import LEVELS, Patch
-from sparse_opt.delta.codec.words import RAW_BIT, word_kind
+from sparse_opt.delta.codec import Patch
+from sparse_opt.delta.codec.words import RAW_BIT, RECORD_UNIT, word_kind
 
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
@@ -54,23 +54,17 @@ def trained_words(source: np.random.Generator, numel: int, scale: float) -> tupl
     return torch.from_numpy(master).bfloat16(), torch.from_numpy(moved).bfloat16()
 
 
-UNIT = {"packed": 4, "tight": 2}
-
-
 def as_op_arguments(patch: Patch, device: torch.device, offsets: Tensor | None = None) -> list[object]:
     """The arguments of patch_apply_ after the tensors."""
     kind, tables = word_kind(patch.dtype), patch.tables
-    arrays = [None] * 4 if tables is None else [tables.row_of, tables.rows, tables.class_table, tables.values]
+    arrays = [tables.row_of, tables.rows, tables.class_table, tables.values]
     return [
-        None if patch.heads is None else patch.heads.to(device),
         patch.sizes.to(device),
         (patch.offsets() if offsets is None else offsets).to(device),
         patch.records.to(device),
-        LEVELS.index(patch.level),
         kind.is_float,
         kind.class_shift,
-        patch.width,
-        *(None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays),
+        *(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays),
     ]
 
 
@@ -79,40 +73,28 @@ def records_of(patch: Patch) -> list[np.ndarray]:
     return [patch.records.numpy()[a:b] for a, b in pairwise(offsets)]
 
 
-def with_record(patch: Patch, tile: int, record: np.ndarray, raw: bool, head: int | None) -> Patch:
-    """`patch` whose tile `tile` has another record and head, and the size that fits them."""
+def with_record(patch: Patch, tile: int, record: np.ndarray, raw: bool) -> Patch:
+    """`patch` whose tile `tile` has another record, and the size that fits it."""
     records = records_of(patch)
     records[tile] = record
     sizes = patch.sizes.numpy().copy()
-    sizes[tile] = len(record) // UNIT[patch.level] | (RAW_BIT if raw else 0)
-    heads = None if patch.heads is None else patch.heads.numpy().copy()
-    if heads is not None:
-        heads[tile] = head
-    return replace(
-        patch,
-        records=torch.from_numpy(np.concatenate(records)),
-        sizes=torch.from_numpy(sizes),
-        heads=None if heads is None else torch.from_numpy(heads),
-    )
+    sizes[tile] = len(record) // RECORD_UNIT | (RAW_BIT if raw else 0)
+    return replace(patch, records=torch.from_numpy(np.concatenate(records)), sizes=torch.from_numpy(sizes))
 
 
 def damaged(source: np.random.Generator, patch: Patch) -> tuple[Patch, int]:
     """The patch with one tile damaged, mostly slightly, and the tile."""
-    tile = int(source.integers(len(patch.sizes)))
+    tile, unit = int(source.integers(len(patch.sizes))), RECORD_UNIT
     record = records_of(patch)[tile].copy()
-    unit = UNIT[patch.level]
-    raw = patch.level == "tight" and bool(int(patch.sizes[tile]) & RAW_BIT)
-    head = None if patch.heads is None else int(patch.heads[tile])
+    raw = bool(int(patch.sizes[tile]) & RAW_BIT)
     way = source.integers(6)
     if way == 0:
         record = record[: source.integers(len(record) // unit + 1) * unit]
     elif way == 1:
         record = np.concatenate([record, source.integers(0, 2, source.integers(1, 4) * unit).astype(np.uint8)])
-    elif way == 2 and head is not None:
-        head = head ^ 1 << int(source.integers(16)) if source.integers(2) else int(source.integers(2**16))
-    elif way == 2 and patch.level == "tight":
+    elif way == 2:
         raw = not raw
     elif len(record):
         for at in source.integers(len(record), size=source.integers(1, 3)):
             record[at] = source.integers(256) if way == 3 else record[at] ^ 1 << source.integers(8)
-    return with_record(patch, tile, record, raw, head), tile
+    return with_record(patch, tile, record, raw), tile

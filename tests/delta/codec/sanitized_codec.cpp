@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "delta/patch_codec.h"
+#include "delta/patch.h"
 
 using namespace sparse_opt;
 
@@ -52,21 +52,18 @@ int main() {
     for (size_t i = 0; i < numels.size(); ++i) new_tensors.push_back(next<uint8_t>());
     for (int64_t patch = 0; patch < kind[0]; ++patch) {
       PatchArguments args;
-      args.level = static_cast<PatchLevel>(kind[1]);
-      args.element_size = static_cast<int>(kind[2]);
-      args.is_float = kind[3] != 0;
-      args.class_shift = static_cast<int>(kind[4]);
-      args.width = static_cast<int>(kind[5]);
+      args.element_size = static_cast<int>(kind[1]);
+      args.is_float = kind[2] != 0;
+      args.class_shift = static_cast<int>(kind[3]);
       args.count = static_cast<int64_t>(numels.size());
       args.numels = numels.data();
       std::vector<int64_t> first_tile = {0};
       for (const int64_t numel : numels) {
-        first_tile.push_back(first_tile.back() + (numel + patch_tile(args.level) - 1) / patch_tile(args.level));
+        first_tile.push_back(first_tile.back() + (numel + kPatchTile - 1) / kPatchTile);
       }
       args.first_tile = first_tile.data();
 
-      auto heads = next<uint16_t>();
-      auto sizes = next<uint8_t>();
+      auto sizes = next<uint32_t>();
       const auto offsets = next<int64_t>();
       auto records = next<uint8_t>();
       const auto row_of = next<uint16_t>(), rows = next<uint16_t>();
@@ -78,7 +75,6 @@ int main() {
       args.values = values.data();
       args.row_count = static_cast<int>(rows.size() / kClasses);
       args.value_tables = static_cast<int>(values.size() / patch_symbols(args.element_size));
-      args.heads = heads.data();
       args.sizes = sizes.data();
 
       std::vector<Bytes> dense = old_tensors;

@@ -12,8 +12,8 @@ from patch_words import any_words, as_op_arguments, bits, changed_words, damaged
 from torch import Tensor
 
 from sparse_opt import backends
-from sparse_opt.delta.codec import LEVELS, Patch, PatchError, apply_, encode
-from sparse_opt.delta.codec.words import TILE, first_tiles
+from sparse_opt.delta.codec import Patch, PatchError, apply_, encode
+from sparse_opt.delta.codec.words import LANE_ROWS, TILE, first_tiles
 from sparse_opt.delta.digest import StateDigest
 from sparse_opt.tensors import as_bits
 
@@ -33,7 +33,7 @@ def gpu() -> torch.device:
 
 
 def assert_same_patch(found: Patch, expected: Patch) -> None:
-    assert (found.level, found.numels, found.width) == (expected.level, expected.numels, expected.width)
+    assert found.numels == expected.numels
     assert torch.equal(found.counts, expected.counts)
     parts = found.parts()
     for name, part in expected.parts().items():
@@ -55,51 +55,46 @@ def many_tensors(source: np.random.Generator, dtype: torch.dtype) -> tuple[list[
     """Small ones and some of several tiles; unchanged, changed in part, and changed so that a GPU keeps no record."""
     numels = [0 if i in EMPTY else int(source.integers(1, 300)) for i in range(MANY)]
     for i in (2, 317, 322, 638, 641, 697):
-        numels[i] = 2 * 8192 + int(source.integers(8192))
+        numels[i] = TILE + int(source.integers(LANE_ROWS))
     old = [any_words(source, numel, dtype) for numel in numels]
     ways = [(0.0, None), (0.02, 2), (0.3, None), (1.0, None)]
     return old, [changed_words(source, tensor, *ways[i % 4]) for i, tensor in enumerate(old)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("level", LEVELS)
-def test_more_tensors_than_one_launch_takes(gpu, level, dtype):
+def test_more_tensors_than_one_launch_takes(gpu, dtype):
     old, new = many_tensors(np.random.default_rng(20), dtype)
-    expected = encode(old, new, level, backend="native")
+    expected = encode(old, new, backend="native")
     here_old, here_new = on(gpu, old), on(gpu, new)
-    patch = encode(here_old, here_new, level, backend="native")
+    patch = encode(here_old, here_new, backend="native")
     assert_same_patch(patch, expected)
     assert_same_words(here_old, old)
     dense = on(gpu, old)
     apply_(dense, patch, backend="native")
     assert_same_words(dense, new)
-    assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), expected)
+    assert_same_patch(encode(here_old, here_new, advance=True, backend="native"), expected)
     assert_same_words(here_old, new)
     assert_same_words(here_new, new)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_damaged_tile_of_another_launch_is_named(gpu, level):
+def test_a_damaged_tile_of_another_launch_is_named(gpu):
     old, new = many_tensors(np.random.default_rng(21), torch.bfloat16)
-    sound = encode(old, new, level, backend="native")
-    firsts = first_tiles(sound.numels, level)
+    sound = encode(old, new, backend="native")
+    firsts = first_tiles(sound.numels)
     for tensor in (641, 322, 2):
         tile = firsts[tensor]
-        head = None if sound.heads is None else 1
-        patch = with_record(sound, tile, np.full(8, 255, np.uint8), False, head)
+        patch = with_record(sound, tile, np.full(8, 255, np.uint8), False)
         dense = on(gpu, old)
         with pytest.raises(PatchError, match=f"tile 0 of tensor {tensor} is damaged"):
             apply_(dense, patch, backend="native")
         # All other tiles are decoded.
-        words = TILE[level]
         for i, (found, expected) in enumerate(zip(dense, new, strict=True)):
-            begin = words if i == tensor else 0
+            begin = TILE if i == tensor else 0
             assert torch.equal(bits(found)[begin:], bits(expected)[begin:]), i
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("level", LEVELS)
-def test_tensors_of_any_alignment(gpu, level, dtype):
+def test_tensors_of_any_alignment(gpu, dtype):
     source = np.random.default_rng(22)
     numel, capacity = 2 * 8192 + 77, 3 * 8192
     offsets = [(0, 1), (1, 0), (1, 1), (3, 2), (7, 7), (15, 9)]
@@ -111,13 +106,13 @@ def test_tensors_of_any_alignment(gpu, level, dtype):
         here_new = [whole[at : at + numel] for (_, whole), (_, at) in zip(memory, offsets, strict=True)]
         for target, words in zip([*here_old, *here_new], [*old, *new], strict=True):
             target.copy_(words)
-        expected = encode(old, new, level, backend="native")
-        patch = encode(here_old, here_new, level, backend="native")
+        expected = encode(old, new, backend="native")
+        patch = encode(here_old, here_new, backend="native")
         assert_same_patch(patch, expected)
         if density < 0.1:
             apply_(here_old, patch, backend="native")
         else:
-            assert_same_patch(encode(here_old, here_new, level, advance=True, backend="native"), expected)
+            assert_same_patch(encode(here_old, here_new, advance=True, backend="native"), expected)
         assert_same_words(here_old, new)
         for (whole, _), (at, _) in zip(memory, offsets, strict=True):
             around = torch.cat([bits(whole)[:at], bits(whole)[at + numel :]])
@@ -125,8 +120,7 @@ def test_tensors_of_any_alignment(gpu, level, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_tensor_of_more_than_2_to_the_31_words(gpu, level):
+def test_a_tensor_of_more_than_2_to_the_31_words(gpu):
     numel = 2**31 + 3 * 8192 + 5
     old = torch.zeros(numel, dtype=torch.uint8, device=gpu)
     new = old.clone()
@@ -134,16 +128,15 @@ def test_a_tensor_of_more_than_2_to_the_31_words(gpu, level):
     new[2**31 - 70 : 2**31 + 70] = 1
     new[-9000:] = 255
     changed = int((new != 0).sum())
-    patch = encode([old], [new], level, backend="native")
+    patch = encode([old], [new], backend="native")
     assert patch.counts.tolist() == [changed]
-    assert_same_patch(patch, encode([old.cpu()], [new.cpu()], level, backend="native"))
+    assert_same_patch(patch, encode([old.cpu()], [new.cpu()], backend="native"))
     apply_([old], patch, backend="native")
     assert torch.equal(old, new)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("level", LEVELS)
-def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
+def test_damaged_records_stay_within_the_tensors(gpu, dtype):
     """Any bytes for a record, and small damage: nothing outside the tensors is written, and other tiles are read."""
     source = np.random.default_rng(23)
     numels = [2 * 8192 + 300, 0, 700, 8192]
@@ -152,7 +145,7 @@ def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
     for density, step in [(0.02, 2), (0.4, None)]:
         old = [any_words(source, numel, dtype) for numel in numels]
         new = [changed_words(source, tensor, density, step) for tensor in old]
-        sound = encode(old, new, level, backend="native")
+        sound = encode(old, new, backend="native")
         for _ in range(40):
             patch, tile = damaged(source, sound)
             if source.integers(3) == 0:
@@ -168,9 +161,9 @@ def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
             host = [bits(t).clone() for t in old]
             assert bad == int(op(host, *as_op_arguments(patch, torch.device("cpu"))))
             refused += bad < len(sound.sizes)
-            firsts = first_tiles(numels, level)
+            firsts = first_tiles(numels)
             for i, (found, mine) in enumerate(zip(dense, host, strict=True)):
-                tiles = zip(bits(found).split(TILE[level]), mine.split(TILE[level]), strict=True)
+                tiles = zip(bits(found).split(TILE), mine.split(TILE), strict=True)
                 for k, (a, b) in enumerate(tiles):
                     assert (bad == tile == firsts[i] + k) or torch.equal(a, b)
             outside_bits = bits(memory).clone()
@@ -180,12 +173,11 @@ def test_damaged_records_stay_within_the_tensors(gpu, level, dtype):
     assert 10 < refused < 80, "some of both"
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_current_stream_is_followed(gpu, level):
+def test_the_current_stream_is_followed(gpu):
     source = np.random.default_rng(24)
     old = any_words(source, 300_000, torch.bfloat16)
     steps = [changed_words(source, old, density, 2) for density in (0.01, 0.2)]
-    expected = [encode([old], [new], level, backend="native") for new in steps]
+    expected = [encode([old], [new], backend="native") for new in steps]
     here, here_old = on(gpu, steps), old.to(gpu)
     streams = [torch.cuda.Stream(gpu) for _ in steps]
     torch.cuda.synchronize()
@@ -197,11 +189,11 @@ def test_the_current_stream_is_followed(gpu, level):
                 torch.cuda._sleep(2_000_000)  # a read that is too early finds memory that is not filled yet
                 before.copy_(here_old)
                 after.copy_(words)
-                patch = encode([before], [after], level, backend="native")
+                patch = encode([before], [after], backend="native")
                 dense = before.clone()
                 apply_([dense], patch, backend="native", check=False)
-                moved = encode([before], [after], level, advance=True, backend="native")
-                left = encode([before], [after], level, backend="native")
+                moved = encode([before], [after], advance=True, backend="native")
+                left = encode([before], [after], backend="native")
             found.append((patch, moved, left, dense, before, new, patch_of_cpu))
     torch.cuda.synchronize()
     for patch, moved, left, dense, before, new, patch_of_cpu in found:
@@ -211,17 +203,16 @@ def test_the_current_stream_is_followed(gpu, level):
         assert_same_words([dense, before], [new, new])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_tensors_on_another_device(gpu, level):
+def test_tensors_on_another_device(gpu):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     other = torch.device("cuda", (gpu.index + 1) % torch.cuda.device_count())
     source = np.random.default_rng(25)
     old = [any_words(source, numel, torch.float32) for numel in (50_000, 0, 3)]
     new = [changed_words(source, tensor, 0.2, None) for tensor in old]
-    expected = encode(old, new, level, backend="native")
+    expected = encode(old, new, backend="native")
     there_old, there_new = on(other, old), on(other, new)
-    patch = encode(there_old, there_new, level, backend="native")
+    patch = encode(there_old, there_new, backend="native")
     assert patch.records.device == other
     assert_same_patch(patch, expected)
     dense, here = [tensor.clone() for tensor in there_old], on(gpu, old)
@@ -229,10 +220,10 @@ def test_tensors_on_another_device(gpu, level):
     apply_(here, patch, backend="native")  # the patch goes over
     assert_same_words([*dense, *here], [*new, *new])
     assert StateDigest.start(there_new).result() == StateDigest.start(new).result()
-    assert_same_patch(encode(there_old, there_new, level, advance=True, backend="native"), expected)
+    assert_same_patch(encode(there_old, there_new, advance=True, backend="native"), expected)
     assert_same_words(there_old, new)
     assert torch.cuda.current_device() == gpu.index
     with pytest.raises(ValueError, match=r"is on cuda"):
         torch.ops.sparse_opt_native.patch_encode(
-            [there_old[0], here[0]], [there_new[0], here[0]], 0, True, 23, 0, None, None, None, None, False
+            [there_old[0], here[0]], [there_new[0], here[0]], *as_op_arguments(patch, other)[3:]
         )

@@ -10,7 +10,8 @@ from patch_words import any_words, bits, changed_words, name_of, trained_words
 from torch import Tensor
 
 from sparse_opt.bench.delta.data import entropy_bytes
-from sparse_opt.delta.codec import LEVELS, Patch, apply_, encode, torch_reference
+from sparse_opt.delta.codec import Backend, Patch, apply_, encode, sampled_tables, torch_reference
+from sparse_opt.delta.codec.tables import Tables
 from sparse_opt.delta.codec.words import LANE_ROWS, TILE, word_kind
 
 # Densities with the most that a word moves by: None is to any bits.
@@ -18,7 +19,6 @@ CHANGES = [(0.0, None), (0.004, 1), (0.02, 3), (0.1, None), (0.3, 40), (0.7, 1),
 
 
 def assert_same_bytes(found: Patch, expected: Patch) -> None:
-    assert found.level == expected.level and found.width == expected.width
     assert torch.equal(found.counts, expected.counts)
     parts, expected_parts = found.parts(), expected.parts()
     assert parts.keys() == expected_parts.keys()
@@ -28,10 +28,15 @@ def assert_same_bytes(found: Patch, expected: Patch) -> None:
         assert np.array_equal(parts[name].cpu().numpy(), part.cpu().numpy()), name
 
 
-def check(place: torch.device, old: Sequence[Tensor], new: Sequence[Tensor], level: str) -> Patch:
+def encoded(old: Sequence[Tensor], new: Sequence[Tensor], backend: Backend) -> Patch:
+    """With the tables of a sample, which `encode` leaves out where they do not pay."""
+    return encode(old, new, tables=sampled_tables(old, new, backend=backend), backend=backend)
+
+
+def check(place: torch.device, old: Sequence[Tensor], new: Sequence[Tensor]) -> Patch:
     here_old, here_new = [t.to(place) for t in old], [t.to(place) for t in new]
-    patch = encode(here_old, here_new, level, backend="native")
-    assert_same_bytes(patch, encode(old, new, level, backend="reference"))
+    patch = encoded(here_old, here_new, "native")
+    assert_same_bytes(patch, encoded(old, new, "reference"))
     dense = [t.clone() for t in here_old]
     apply_(dense, patch, backend="native")
     for found, expected, untouched, before in zip(dense, new, here_old, old, strict=True):
@@ -41,41 +46,29 @@ def check(place: torch.device, old: Sequence[Tensor], new: Sequence[Tensor], lev
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("level", LEVELS)
-def test_bytes_of_the_reference(place, level, dtype):
+def test_bytes_of_the_reference(place, dtype):
     source = np.random.default_rng(5)
-    # Ragged, empty and of one element; a tile, one more and one less.
-    numels = [700, 0, 1, 33] if level == "tight" else [8191, 0, 8192, 1, 3 * 8192 + 31, 65, 300]
+    numels = [700, 0, 1, 33]
     for density, step in CHANGES:
         old = [any_words(source, numel, dtype) for numel in numels]
         new = [changed_words(source, tensor, density, step) for tensor in old]
-        check(place, old, new, level)
+        sampled = check(place, old, new)
+        smaller = encode([t.to(place) for t in old], [t.to(place) for t in new], backend="native")
+        assert smaller.nbytes <= sampled.nbytes
+        assert_same_bytes(smaller, encode(old, new, backend="reference"))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_changes_at_the_ends_of_runs_and_tiles(place, level):
+def test_changes_at_the_ends_of_runs_and_tiles(place):
     source = np.random.default_rng(6)
-    old = any_words(source, 700 if level == "tight" else 2 * 8192 + 256, torch.int16)
+    old = any_words(source, 700, torch.int16)
     for where in ([0], [255], [256], [-1], [0, -1], range(256), range(255), range(256, 513), range(0, 700, 7)):
         new = old.clone()
         new[list(where)] += 1
-        check(place, [old], [new], level)
+        check(place, [old], [new])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int16, torch.float32], ids=name_of)
-def test_differences_around_the_width_of_their_field(place, dtype):
-    """Many small ones, for which `packed` chooses a narrow field, and one of each size, most of which do not fit."""
-    by = np.concatenate([np.arange(1, 4).repeat(500), np.arange(1, 200)])
-    old = torch.full((len(by),), 1.0 if dtype.is_floating_point else 1, dtype=dtype)
-    new = old.clone()
-    bits(new).add_(torch.from_numpy(by).to(bits(new).dtype))
-    patch = check(place, [old], [new], "packed")
-    assert 1 << patch.width < 100
-
-
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=name_of)
-def test_the_largest_differences(place, level, dtype):
+def test_the_largest_differences(place, dtype):
     """Between all pairs of words at the ends of the order: signs, zeros, infinities, NaNs."""
     size = dtype.itemsize
     top = 1 << (8 * size - 1)
@@ -84,8 +77,8 @@ def test_the_largest_differences(place, level, dtype):
     words = np.array(special, f"u{size}")
     old = torch.from_numpy(np.repeat(words, len(words)).view(f"i{size}")).view(dtype)
     new = torch.from_numpy(np.tile(words, len(words)).view(f"i{size}")).view(dtype)
-    check(place, [old], [new], level)
-    check(place, [old[:7]], [new[:7]], level)
+    check(place, [old], [new])
+    check(place, [old[:7]], [new[:7]])
 
 
 @pytest.mark.parametrize(
@@ -97,17 +90,17 @@ def test_the_largest_differences(place, level, dtype):
         (torch.float64, 5 * LANE_ROWS),
         (torch.bfloat16, 9 * LANE_ROWS - 4),
         (torch.bfloat16, 17 * LANE_ROWS - 9),
-        (torch.bfloat16, TILE["tight"] + 2 * LANE_ROWS),
+        (torch.bfloat16, TILE + 2 * LANE_ROWS),
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-def test_lanes_of_tight(place, dtype, numel):
+def test_lanes(place, dtype, numel):
     source = np.random.default_rng(7)
     old = torch.from_numpy(source.standard_normal(numel, dtype=np.float32) * np.float32(0.02)).to(dtype)
     old[::1000] = any_words(source, len(old[::1000]), dtype)
     new = changed_words(source, old, 0.012, 1)
     new[5::997] = any_words(source, len(new[5::997]), dtype)
-    patch = check(place, [old], [new], "tight")
+    patch = check(place, [old], [new])
     assert int(patch.sizes[0]) < 2**31, "the record is not raw"
 
 
@@ -140,40 +133,53 @@ def test_the_records_do_not_depend_on_the_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            patches[threads] = [encode(old, new, level, backend="native") for level in LEVELS]
+            patches[threads] = encode(old, new, backend="native")
     finally:
         torch.set_num_threads(before)
     for threads in (2, 3):
-        for found, expected in zip(patches[threads], patches[1], strict=True):
-            assert_same_bytes(found, expected)
+        assert_same_bytes(patches[threads], patches[1])
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_encoding_that_advances_the_old_tensors(place, level, backend):
+def test_encoding_that_advances_the_old_tensors(place, backend):
     source = np.random.default_rng(11)
-    # None, a few changes, and more than a GPU keeps of a tile.
+    # None, a few changes, and more than fit the memory that a GPU has for a record at first.
     for density in (0.0, 0.01, 0.6):
         old = [any_words(source, numel, torch.float32).to(place) for numel in (700, 0, 8192, 1)]
         new = [changed_words(source, tensor.cpu(), density, None).to(place) for tensor in old]
         ahead = [tensor.clone() for tensor in old]
-        patch = encode(ahead, new, level, advance=True, backend=backend)
-        assert_same_bytes(patch, encode(old, new, level, backend=backend))
+        patch = encode(ahead, new, advance=True, backend=backend)
+        assert_same_bytes(patch, encode(old, new, backend=backend))
         for found, expected in zip(ahead, new, strict=True):
             assert torch.equal(bits(found), bits(expected))
 
 
 def test_bytes_for_each_changed_weight(place):
     old, new = (tensor.to(place) for tensor in trained_words(np.random.default_rng(13), 2**24, scale=3.0e-7))
-    bytes_each = {}
-    for level in LEVELS:
-        patch = encode([old], [new], level, backend="native")
-        dense = old.clone()
-        apply_([dense], patch, backend="native")
-        assert torch.equal(bits(dense), bits(new))
-        changed = int(patch.counts.sum())
-        assert changed == int((bits(old) != bits(new)).sum())
-        assert changed / old.numel() == pytest.approx(0.012, rel=0.1)
-        bytes_each[level] = patch.nbytes / changed
-    assert bytes_each["packed"] <= 1.6
-    assert bytes_each["tight"] <= 1.05 * entropy_bytes([old], [new]) / changed
+    patch = encode([old], [new], backend="native")
+    dense = old.clone()
+    apply_([dense], patch, backend="native")
+    assert torch.equal(bits(dense), bits(new))
+    changed = int(patch.counts.sum())
+    assert changed == int((bits(old) != bits(new)).sum())
+    assert changed / old.numel() == pytest.approx(0.012, rel=0.1)
+    assert patch.nbytes <= 1.05 * entropy_bytes([old], [new])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.int64], ids=name_of)
+def test_the_tables_of_an_empty_sample(place, dtype):
+    """They take no byte of a patch, and code any change, in at most a bit for each word that did not change."""
+    source, kind = np.random.default_rng(12), word_kind(dtype)
+    old = [any_words(source, numel, dtype) for numel in (3000, 0, 17)]
+    tables = Tables.uniform(len(old), kind)
+    for density, step in CHANGES:
+        new = [changed_words(source, tensor, density, step) for tensor in old]
+        patch = encode(old, new, tables=tables, backend="native")
+        assert_same_bytes(patch, encode(old, new, tables=tables, backend="reference"))
+        assert patch.parts()["tables"].numel() == 0
+        changed, raw = int(patch.counts.sum()), sum(tensor.nbytes for tensor in old)
+        assert len(patch.records) <= min(raw + 2, 3017 / 8 + (kind.size + 1) * changed + 16)
+        dense = [tensor.to(place) for tensor in old]
+        apply_(dense, Patch.from_parts(patch.parts(), dtype, patch.numels), backend="native")
+        for found, expected in zip(dense, new, strict=True):
+            assert torch.equal(bits(found), bits(expected))

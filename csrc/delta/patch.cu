@@ -1,11 +1,13 @@
-// `tight`: one warp for each tile of 2^19 words, and one lane of the warp for each lane of the tile.
-// tight_encode_to_slots reads both tensors once, 2 * element size bytes per element, and a span of the old one again
-// from the caches; tight_apply reads the tensor once and writes the words that change. Both are bound by instructions:
-// about 30 to encode an unchanged word and 20 to decode it. The changes of a span are coded together, after its rows,
-// because a warp whose lanes coded single changes would diverge.
+// The patch codec on a GPU: one warp for each tile, and one lane of the warp for each lane of the tile. encode_to_slots
+// reads both tensors once, 2 * element size bytes per element, and a span of the old one again from the caches;
+// patch_apply reads the tensor once and writes the words that change. Both are bound by instructions: about 30 to
+// encode an unchanged word and 20 to decode it. The changes of a span are coded together, after its rows, because a
+// warp whose lanes coded single changes would diverge.
+#include <type_traits>
+
 #include "common/dispatch.cuh"
-#include "patch_kernels.h"
-#include "patch_records.cuh"
+#include "common/segment_table.cuh"
+#include "patch.h"
 
 namespace sparse_opt::cuda {
 namespace {
@@ -39,7 +41,7 @@ struct SpanMasks {
 };
 
 // In shared memory: the frequencies for one tensor's tiles, and the positions of a span's changes.
-struct TightTables {
+struct PatchTables {
   Frequency words[2 * kClasses];  // of 2 * class + (1 if the word changed), of 65536
   uint8_t value_table[kClasses];
   int32_t shared_ends[kSharedValues];
@@ -129,7 +131,7 @@ struct Writer {
 // Steps 3 and 2 for a span's changes.
 template <typename Word>
 __device__ __forceinline__ void push_values(const Word* old_words, const Word* new_words, int lanes, int total,
-                                            const TightTables& tables, const PatchArguments& args, Writer& writer,
+                                            const PatchTables& tables, const PatchArguments& args, Writer& writer,
                                             uint32_t& x) {
   const int lane = threadIdx.x;
   for (int first = (total - 1) / lanes * lanes; total > 0 && first >= 0; first -= lanes) {
@@ -161,7 +163,7 @@ __device__ __forceinline__ void push_values(const Word* old_words, const Word* n
 // Encodes all spans of a tile, from the last to the first. Returns the number of changed words.
 template <typename Word>
 __device__ __forceinline__ int encode_tile(const Word* old_words, const Word* new_words, int t, int lanes,
-                                           TightTables& tables, const PatchArguments& args, Writer& writer,
+                                           PatchTables& tables, const PatchArguments& args, Writer& writer,
                                            uint32_t& x) {
   const int lane = threadIdx.x, span = kSpanRows * lanes;
   const int lane_end = lane < lanes ? t : 0;  // words from here on are not this lane's
@@ -217,25 +219,17 @@ __device__ __forceinline__ int encode_tile(const Word* old_words, const Word* ne
   return changed;
 }
 
-__device__ __forceinline__ int lanes_of(int t) {
-  return (t + kLaneRows - 1) / kLaneRows;
-}
-
 template <typename Word>
 __device__ __forceinline__ uint32_t raw_numbers(int t) {
-  return static_cast<uint32_t>((static_cast<int64_t>(t) * sizeof(Word) + kTightUnit - 1) / kTightUnit);
+  return static_cast<uint32_t>((static_cast<int64_t>(t) * sizeof(Word) + kRecordUnit - 1) / kRecordUnit);
 }
 
-// Records are aligned to 2 bytes.
+// Copies `t` words between a tensor and a raw record, which is aligned to 2 bytes.
 template <typename Word>
-__device__ __forceinline__ void write_raw(const Word* words, int t, uint16_t* numbers) {
-  if constexpr (sizeof(Word) == 1) {
-    for (int i = threadIdx.x; i < (t + 1) / 2; i += 32) {
-      numbers[i] = static_cast<uint16_t>(words[2 * i] | (2 * i + 1 < t ? words[2 * i + 1] << 8 : 0));
-    }
-  } else {
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(words);
-    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(t) * sizeof(Word) / 2; i += 32) numbers[i] = halves[i];
+__device__ __forceinline__ void copy_raw(const void* from, void* to, int t) {
+  using Part = std::conditional_t<sizeof(Word) == 1, uint8_t, uint16_t>;
+  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(t) * (sizeof(Word) / sizeof(Part)); i += 32) {
+    static_cast<Part*>(to)[i] = static_cast<const Part*>(from)[i];
   }
 }
 
@@ -247,16 +241,16 @@ __device__ __forceinline__ void write_states(uint32_t x, int lanes, uint16_t* nu
 
 // A record that fits is written to the end of its slot.
 template <typename Word, int Capacity>
-__global__ void __launch_bounds__(32) tight_encode_to_slots_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                                   const __grid_constant__ PatchArguments args) {
-  __shared__ TightTables tables;
-  const BlockRange range = block_range(table, kTightTile);
+__global__ void __launch_bounds__(32) encode_to_slots_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                             const __grid_constant__ PatchArguments args) {
+  __shared__ PatchTables tables;
+  const BlockRange range = block_range(table, kPatchTile);
   const int64_t number = table.block_offset + blockIdx.x;
   const int t = static_cast<int>(range.end - range.begin), lanes = lanes_of(t);
   const Word* old_words = static_cast<const Word*>(table.companions[range.segment]) + range.begin;
   const Word* new_words = static_cast<const Word*>(table.dense[range.segment]) + range.begin;
   auto* slot = reinterpret_cast<uint16_t*>(args.slots + number * args.slot_bytes);
-  const int slot_numbers = args.slot_bytes / kTightUnit;
+  const int slot_numbers = args.slot_bytes / kRecordUnit;
   tables.load<Word>(args, range.number);
   Writer writer = {slot, slot_numbers};
   uint32_t x = kInitialState;
@@ -274,15 +268,15 @@ __global__ void __launch_bounds__(32) tight_encode_to_slots_kernel(const __grid_
     }
   }
   if (threadIdx.x != 0) return;
-  static_cast<uint32_t*>(args.sizes)[number] = size;
-  args.lengths[number] = static_cast<int64_t>(size & ~kRawBit) * kTightUnit;
+  args.sizes[number] = size;
+  args.lengths[number] = static_cast<int64_t>(size & ~kRawBit) * kRecordUnit;
 }
 
 // One block for each tile: copies its slot to its place in the records, if it ends within them.
-__global__ void __launch_bounds__(kThreads) tight_compact_slots_kernel(const __grid_constant__ PatchArguments args) {
+__global__ void __launch_bounds__(kThreads) compact_slots_kernel(const __grid_constant__ PatchArguments args) {
   const int64_t number = blockIdx.x;
-  const uint32_t size = static_cast<const uint32_t*>(args.sizes)[number];
-  const int64_t begin = args.offsets[number], length = static_cast<int64_t>(size) * kTightUnit;
+  const uint32_t size = args.sizes[number];
+  const int64_t begin = args.offsets[number], length = static_cast<int64_t>(size) * kRecordUnit;
   if ((size & kRawBit) != 0 || length > args.slot_bytes || begin + length > args.record_bytes) return;
   const uint8_t* slot = args.slots + (number + 1) * args.slot_bytes - length;
   for (int64_t i = threadIdx.x; i < size; i += kThreads) {
@@ -292,20 +286,22 @@ __global__ void __launch_bounds__(kThreads) tight_compact_slots_kernel(const __g
 
 // One warp for each tile whose record does not fit a slot.
 template <typename Word, int Capacity>
-__global__ void __launch_bounds__(32) tight_encode_overflow_kernel(const __grid_constant__ SegmentTable<Capacity> table,
-                                                                   const __grid_constant__ PatchArguments args) {
-  __shared__ TightTables tables;
+__global__ void __launch_bounds__(32) encode_overflow_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                                                             const __grid_constant__ PatchArguments args) {
+  __shared__ PatchTables tables;
   const int64_t number = args.overflowed[blockIdx.x];
   const int64_t local = number - table.block_offset;
   if (local < 0 || local >= table.first_block[table.count]) return;  // another table's
-  const BlockRange range = block_range(table, kTightTile, static_cast<int>(local));
-  const uint32_t size = static_cast<const uint32_t*>(args.sizes)[number];
+  const BlockRange range = block_range(table, kPatchTile, static_cast<int>(local));
+  const uint32_t size = args.sizes[number];
   const int t = static_cast<int>(range.end - range.begin), lanes = lanes_of(t);
   const Word* old_words = static_cast<const Word*>(table.companions[range.segment]) + range.begin;
   const Word* new_words = static_cast<const Word*>(table.dense[range.segment]) + range.begin;
   auto* numbers = reinterpret_cast<uint16_t*>(args.records + args.offsets[number]);
   if ((size & kRawBit) != 0) {
-    write_raw(new_words, t, numbers);
+    if (sizeof(Word) == 1 && t % 2 == 1) numbers[t / 2] = 0;  // the byte that fills the record
+    __syncwarp();
+    copy_raw<Word>(new_words, numbers, t);
     return;
   }
   tables.load<Word>(args, range.number);
@@ -336,7 +332,7 @@ struct Reader {
 
 // Steps 2 and 3 for a span's changes.
 template <typename Word>
-__device__ __forceinline__ void take_values(Word* words, int lanes, int total, const TightTables& tables,
+__device__ __forceinline__ void take_values(Word* words, int lanes, int total, const PatchTables& tables,
                                             const PatchArguments& args, Reader& reader, uint32_t& x) {
   const int lane = threadIdx.x;
   for (int first = 0; first < total; first += lanes) {
@@ -374,7 +370,7 @@ __device__ __forceinline__ void take_values(Word* words, int lanes, int total, c
 }
 
 template <typename Word>
-__device__ __forceinline__ bool apply_tile(Word* words, int t, const uint16_t* numbers, int count, TightTables& tables,
+__device__ __forceinline__ bool apply_tile(Word* words, int t, const uint16_t* numbers, int count, PatchTables& tables,
                                            const PatchArguments& args) {
   const int lane = threadIdx.x, lanes = lanes_of(t), span = kSpanRows * lanes;
   if (count < 2 * lanes) return true;
@@ -417,69 +413,146 @@ __device__ __forceinline__ bool apply_tile(Word* words, int t, const uint16_t* n
   return reader.at != count || x != kInitialState;
 }
 
-template <typename Word>
-__device__ __forceinline__ void apply_raw_numbers(Word* words, int t, const uint16_t* numbers) {
-  if constexpr (sizeof(Word) == 1) {
-    for (int k = threadIdx.x; k < t; k += 32) words[k] = static_cast<uint8_t>(numbers[k / 2] >> (k % 2 * 8));
-  } else {
-    uint16_t* halves = reinterpret_cast<uint16_t*>(words);
-    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(t) * sizeof(Word) / 2; i += 32) halves[i] = numbers[i];
-  }
-}
-
 template <typename Word, int Capacity>
-__global__ void __launch_bounds__(32) tight_apply_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+__global__ void __launch_bounds__(32) patch_apply_kernel(const __grid_constant__ SegmentTable<Capacity> table,
                                                          const __grid_constant__ PatchArguments args) {
-  __shared__ TightTables tables;
-  const BlockRange range = block_range(table, kTightTile);
+  __shared__ PatchTables tables;
+  const BlockRange range = block_range(table, kPatchTile);
   const int64_t number = table.block_offset + blockIdx.x;
-  const uint32_t size = static_cast<const uint32_t*>(args.sizes)[number];
+  const uint32_t size = args.sizes[number];
   Word* words = static_cast<Word*>(table.dense[range.segment]) + range.begin;
   const int t = static_cast<int>(range.end - range.begin);
   const int64_t count = size & ~kRawBit;
-  bool bad = !has_record(args, number, count * kTightUnit, kTightUnit);
+  const int64_t begin = args.offsets[number], end = args.offsets[number + 1];
+  bool bad = begin < 0 || begin > end || end > args.record_bytes || begin % kRecordUnit != 0 ||
+             end - begin != count * kRecordUnit;
   if (!bad && size != 0) {
-    const auto* numbers = reinterpret_cast<const uint16_t*>(args.records + args.offsets[number]);
+    const auto* numbers = reinterpret_cast<const uint16_t*>(args.records + begin);
     if ((size & kRawBit) != 0) {
       bad = count != raw_numbers<Word>(t);
-      if (!bad) apply_raw_numbers(words, t, numbers);
+      if (!bad) copy_raw<Word>(numbers, words, t);
     } else {
       tables.load<Word>(args, range.number);
       bad = apply_tile(words, t, numbers, static_cast<int>(count), tables, args);
     }
   }
-  if (bad) report_damage(args, number);
+  if (bad) {
+    atomicMin(reinterpret_cast<unsigned long long*>(args.bad_tile), static_cast<unsigned long long>(number));
+  }
+}
+
+// The sample, which reads a sixteenth of large tensors. Nearly all words fall into a few classes, so a warp adds up
+// equal classes before it adds to shared memory.
+
+constexpr int kFrequentSymbols = 8;  // of changes by less than five, which are nearly all changes
+
+struct ClassCounts {
+  uint32_t seen[kClasses], changed[kClasses], symbols[kClasses * kFrequentSymbols];
+};
+
+__device__ __forceinline__ void add(int64_t* sum, uint32_t count) {
+  if (count != 0) atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(count));
+}
+
+// One block for each kSampleStride sample blocks of a tensor: it reads the first of them, or all of a small tensor's.
+template <typename Word, int Capacity>
+__global__ void __launch_bounds__(kThreads)
+    patch_sample_kernel(const __grid_constant__ SegmentTable<Capacity> table,
+                        const __grid_constant__ PatchArguments args, const __grid_constant__ PatchSample sample) {
+  static_assert(kSampleBlock % kThreads == 0, "every thread runs as many iterations");
+  __shared__ ClassCounts counts;
+  for (int c = threadIdx.x; c < kClasses; c += kThreads) counts.seen[c] = counts.changed[c] = 0;
+  const bool one_class = args.class_shift >= kWordBits<Word>;
+  const int frequent = one_class ? kFrequentSymbols : kClasses * kFrequentSymbols;
+  for (int i = threadIdx.x; i < frequent; i += kThreads) counts.symbols[i] = 0;
+  __syncthreads();
+  const BlockRange range = block_range(table, kSampleBlock * kSampleStride);
+  const auto* old_words = static_cast<const Word*>(table.companions[range.segment]);
+  const auto* new_words = static_cast<const Word*>(table.dense[range.segment]);
+  const bool all = table.ends[range.segment] <= kSampledNumel;
+  const int64_t end = all ? range.end : min(range.end, range.begin + kSampleBlock);
+  const int symbols = patch_symbols(sizeof(Word)), lane = threadIdx.x % 32;
+  // All lanes of a warp run each iteration, as the votes require.
+  for (int64_t first = range.begin + threadIdx.x - lane; first < end; first += kThreads) {
+    const int64_t k = first + lane;
+    const bool has_word = k < end;
+    const Word a = has_word ? old_words[k] : Word{0}, b = has_word ? new_words[k] : Word{0};
+    const int of = has_word ? class_of(a, args.class_shift) : -1;
+    const uint32_t same = one_class ? __ballot_sync(0xffffffffu, has_word) : __match_any_sync(0xffffffffu, of);
+    const uint32_t changed = __ballot_sync(0xffffffffu, a != b);
+    if (has_word && __ffs(static_cast<int>(same)) - 1 == lane) {
+      atomicAdd(counts.seen + of, __popc(same));
+      if ((same & changed) != 0) atomicAdd(counts.changed + of, __popc(same & changed));
+    }
+    if (a != b) {
+      const Change<Word> change = change_of(a, b, args.is_float);
+      const Symbol symbol = symbol_of(change.magnitude, change.negative);
+      if (symbol.symbol < kFrequentSymbols) {
+        atomicAdd(counts.symbols + of * kFrequentSymbols + symbol.symbol, 1u);
+      } else {
+        add(sample.symbols + of * symbols + symbol.symbol, 1);
+      }
+    }
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < kClasses; c += kThreads) {
+    add(sample.seen + range.number * kClasses + c, counts.seen[c]);
+    add(sample.changed + range.number * kClasses + c, counts.changed[c]);
+  }
+  for (int i = threadIdx.x; i < frequent; i += kThreads) {
+    add(sample.symbols + i / kFrequentSymbols * symbols + i % kFrequentSymbols, counts.symbols[i]);
+  }
+}
+
+// Calls launch(table, blocks) with the new tensors, and the old ones as companions; without new tensors the old ones
+// are both.
+template <typename Launch>
+void for_each_patch_table(const PatchArguments& args, int64_t block, Launch launch) {
+  for_each_whole_table(args.count, args.new_tensors != nullptr ? args.new_tensors : args.old_tensors, args.old_tensors,
+                       args.numels, block, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                         launch(table, blocks);
+                         check_launch("patch");
+                       });
 }
 
 }  // namespace
 
-void tight_encode_to_slots(const PatchArguments& args, cudaStream_t stream) {
+void patch_sample(const PatchArguments& args, const PatchSample& sample, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-      tight_encode_to_slots_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
+    for_each_patch_table(args, kSampleBlock * kSampleStride,
+                         [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+                           patch_sample_kernel<Word><<<blocks, kThreads, 0, stream>>>(table, args, sample);
+                         });
+  });
+}
+
+void encode_to_slots(const PatchArguments& args, cudaStream_t stream) {
+  dispatch_word(args.element_size, [&]<typename Word>() {
+    for_each_patch_table(args, kPatchTile, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+      encode_to_slots_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });
 }
 
-void tight_compact_slots(const PatchArguments& args, cudaStream_t stream) {
-  tight_compact_slots_kernel<<<static_cast<unsigned>(args.tiles()), kThreads, 0, stream>>>(args);
+void compact_slots(const PatchArguments& args, cudaStream_t stream) {
+  compact_slots_kernel<<<static_cast<unsigned>(args.tiles()), kThreads, 0, stream>>>(args);
   check_launch("patch");
 }
 
-void tight_encode_overflow(const PatchArguments& args, int64_t overflows, cudaStream_t stream) {
+void encode_overflow(const PatchArguments& args, int64_t overflows, cudaStream_t stream) {
   if (overflows == 0) return;
   const auto blocks = static_cast<unsigned>(overflows);
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
-      tight_encode_overflow_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
+    for_each_patch_table(args, kPatchTile, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned) {
+      encode_overflow_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });
 }
 
-void tight_apply(const PatchArguments& args, cudaStream_t stream) {
+void patch_apply(const PatchArguments& args, cudaStream_t stream) {
   dispatch_word(args.element_size, [&]<typename Word>() {
-    for_each_tile_table(args, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
-      tight_apply_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
+    for_each_patch_table(args, kPatchTile, [&]<int Capacity>(const SegmentTable<Capacity>& table, unsigned blocks) {
+      patch_apply_kernel<Word><<<blocks, 32, 0, stream>>>(table, args);
     });
   });
 }

@@ -1,22 +1,18 @@
 // The patch codec's schemas and CPU ops. sparse_opt/delta/codec/torch_reference.py defines the same functions.
 #include <algorithm>
-#include <cstring>
 
-#include "patch_codec.h"
-#include "patch_native.h"
+#include "delta_ops.h"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(SPARSE_OPT_NATIVE, m) {
   m.def(
       "patch_sample(Tensor[] old, Tensor[] new, bool is_float, int class_shift) -> "
       "(Tensor seen, Tensor changed, Tensor symbols)");
   m.def(
-      "patch_encode(Tensor(a!)[] old, Tensor[] new, int level, bool is_float, int class_shift, int width, "
-      "Tensor? row_of, Tensor? rows, Tensor? class_table, Tensor? values, bool advance) -> "
-      "(Tensor heads, Tensor sizes, Tensor records, Tensor counts)");
+      "patch_encode(Tensor[] old, Tensor[] new, bool is_float, int class_shift, Tensor row_of, Tensor rows, "
+      "Tensor class_table, Tensor values) -> (Tensor sizes, Tensor records, Tensor counts)");
   m.def(
-      "patch_apply_(Tensor(a!)[] dense, Tensor? heads, Tensor sizes, Tensor offsets, Tensor records, int level, "
-      "bool is_float, int class_shift, int width, Tensor? row_of, Tensor? rows, Tensor? class_table, Tensor? values) "
-      "-> Tensor");
+      "patch_apply_(Tensor(a!)[] dense, Tensor sizes, Tensor offsets, Tensor records, bool is_float, int class_shift, "
+      "Tensor row_of, Tensor rows, Tensor class_table, Tensor values) -> Tensor");
 }
 
 namespace sparse_opt {
@@ -29,14 +25,9 @@ struct Cpu {
 
   static Encoded encode(PatchCall& call) {
     PatchArguments& args = call.args;
-    const char* fault = cpu::patch_tables_fault(args);
-    SPARSE_OPT_CHECK(fault == nullptr, fault);
-    const bool has_heads = args.level != PatchLevel::kTight;
-    const Tensor heads = empty({has_heads ? call.tiles() : 0}, ScalarType::UInt16, call.device);
-    const Tensor sizes = empty({call.tiles()}, call.sizes_dtype(), call.device);
+    const Tensor sizes = empty({args.tiles()}, ScalarType::UInt32, call.device);
     const Tensor counts = zeros({args.count}, ScalarType::Long, {});
-    args.heads = static_cast<uint16_t*>(heads.data_ptr());
-    args.sizes = sizes.data_ptr();
+    args.sizes = static_cast<uint32_t*>(sizes.data_ptr());
     args.changes = static_cast<int64_t*>(counts.data_ptr());
     const std::vector<std::vector<uint8_t>> pieces = cpu::patch_encode(args, parallel_for);
 
@@ -47,11 +38,7 @@ struct Cpu {
     parallel_for(static_cast<int64_t>(pieces.size()), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) std::copy(pieces[i].begin(), pieces[i].end(), out + begins[i]);
     });
-    for (int64_t i = 0; args.advance && i < args.count; ++i) {
-      if (args.changes[i] == 0) continue;
-      std::memcpy(args.old_tensors[i], args.new_tensors[i], args.numels[i] * args.element_size);
-    }
-    return {heads, sizes, records, counts};
+    return {sizes, records, counts};
   }
 };
 
