@@ -195,7 +195,6 @@ class OperandLoader {
 
 // The sums of a block's tile, distributed over its threads in pairs of neighbours in a row. Every thread calls
 // before_step() ahead of the barrier before a step's add(), and finish() after the last add().
-// kInQuads: lane q of four has columns 2 q and 2 q + 1 of each 8. Four of every 8 pairs have one row, 8 columns apart.
 template <typename T, int Tile>
 class TileSums;
 
@@ -209,7 +208,6 @@ class TileSums {
 
  public:
   static constexpr int kPairs = Tile / 4;
-  static constexpr bool kInQuads = true;
 
   __device__ __forceinline__ TileSums() {
 #pragma unroll
@@ -267,7 +265,6 @@ class TileSums {
 
  public:
   static constexpr int kPairs = kRowBlocks * kColumnBlocks * 2;
-  static constexpr bool kInQuads = true;
 
   __device__ __forceinline__ TileSums() {
     const int warp = threadIdx.x / 32;
@@ -344,7 +341,6 @@ class TileSums<float, Tile> {
 
  public:
   static constexpr int kPairs = 2 * kRows;
-  static constexpr bool kInQuads = false;
 
   __device__ __forceinline__ TileSums()
       : row_(threadIdx.x / (Tile / 4) * kRows), column_(threadIdx.x % (Tile / 4) * 4) {

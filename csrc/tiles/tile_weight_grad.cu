@@ -127,64 +127,7 @@ struct alignas(2 * sizeof(Out)) OutPair {
   Out values[2];
 };
 
-// Returns a sum as it is stored, and counts it.
-template <typename Out>
-__device__ __forceinline__ Out rounded(float sum, Out held, const TileArguments& args, float scale, Stored& stored) {
-  if (args.scale != nullptr) sum = sum * scale;
-  if (args.accumulate) sum = to_float(held) + sum;
-  const Out out = from_float<Out>(sum);
-  const float value = to_float(out);
-  stored.squares += value * value;
-  stored.not_finite = stored.not_finite || (float_bits(value) & 0x7f800000u) == 0x7f800000u;
-  return out;
-}
-
-// Transposes the words of four neighbouring lanes: each gets the word of its own number from all four.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int apart = 1; apart <= 2; apart *= 2) {
-    const bool upper = (threadIdx.x & apart) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((i & apart) != 0) continue;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i + apart], apart);
-      (upper ? words[i] : words[i + apart]) = got;
-    }
-  }
-}
-
-// Four lanes have the pairs of four times 8 columns in a row. They exchange them, so that each reads and writes 8
-// columns as one word, and the four write two sectors.
-template <typename Out, typename Sums>
-__device__ __forceinline__ Stored store_whole_tile(const Sums& sums, const TileArguments& args, Out* out,
-                                                   int64_t stride, float scale) {
-  Stored stored;
-#pragma unroll
-  for (int p = 0; p < Sums::kPairs; p = p % 2 == 0 ? p + 1 : p + 7) {
-    const int column = sums.column(p) - threadIdx.x % 4 * 2 + threadIdx.x % 4 * 8;
-    uint4* to = reinterpret_cast<uint4*>(out + sums.row(p) * stride + column);
-    uint32_t words[4] = {};
-    if (args.accumulate) {
-      const uint4 held = *to;
-      words[0] = held.x, words[1] = held.y, words[2] = held.z, words[3] = held.w;
-      transpose_in_quad(words);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = sums.pair(p + 2 * i);
-      OutPair<Out> held;
-      memcpy(&held, &words[i], sizeof(held));
-      held.values[0] = rounded(pair.x, held.values[0], args, scale, stored);
-      held.values[1] = rounded(pair.y, held.values[1], args, scale, stored);
-      memcpy(&words[i], &held, sizeof(held));
-    }
-    transpose_in_quad(words);
-    *to = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  return stored;
-}
-
-// Two neighbours are stored as one word if they are aligned.
+// Two neighbours are stored as one word if they are aligned: four threads then write a sector.
 template <typename Out, int Tile, typename Sums>
 __device__ __forceinline__ Stored store_tile(const Sums& sums, const PairRange& pairs, const TileArguments& args,
                                              const int64_t* tile, int64_t first_row, int64_t rows, int64_t columns) {
@@ -192,13 +135,8 @@ __device__ __forceinline__ Stored store_tile(const Sums& sums, const PairRange& 
   const int height = static_cast<int>(rows - first_row < Tile ? rows - first_row : Tile);
   const int width = static_cast<int>(columns - first_column < Tile ? columns - first_column : Tile);
   Out* out = static_cast<Out*>(args.out) + tile[2];
-  const uintptr_t address = reinterpret_cast<uintptr_t>(out);
+  const bool in_pairs = reinterpret_cast<uintptr_t>(out) % sizeof(OutPair<Out>) == 0 && (stride | width) % 2 == 0;
   const float scale = args.scale != nullptr ? *args.scale : 1.0f;
-  if constexpr (sizeof(Out) == 2 && Sums::kInQuads) {
-    const bool is_whole = height == Tile && width == Tile && pairs.first == 0 && pairs.last == Sums::kPairs;
-    if (is_whole && address % 16 == 0 && stride % 8 == 0) return store_whole_tile(sums, args, out, stride, scale);
-  }
-  const bool in_pairs = address % sizeof(OutPair<Out>) == 0 && (stride | width) % 2 == 0;
   Stored stored;
 #pragma unroll
   for (int p = 0; p < Sums::kPairs; ++p) {
@@ -207,14 +145,19 @@ __device__ __forceinline__ Stored store_tile(const Sums& sums, const PairRange& 
     Out* to = out + row * stride + column;
     const bool inside[2] = {row < height && column < width, row < height && column + 1 < width};
     const float2 pair = sums.pair(p);
+    float g[2] = {pair.x, pair.y};
     OutPair<Out> held = {};
     if (args.accumulate && in_pairs && inside[0]) held = *reinterpret_cast<const OutPair<Out>*>(to);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (!inside[k]) continue;
-      if (args.accumulate && !in_pairs) held.values[k] = to[k];
-      held.values[k] = rounded(k == 0 ? pair.x : pair.y, held.values[k], args, scale, stored);
-      if (!in_pairs) to[k] = held.values[k];
+      if (args.scale != nullptr) g[k] = g[k] * scale;
+      if (args.accumulate && !in_pairs && inside[k]) held.values[k] = to[k];
+      if (args.accumulate) g[k] = to_float(held.values[k]) + g[k];
+      held.values[k] = from_float<Out>(g[k]);
+      if (!in_pairs && inside[k]) to[k] = held.values[k];
+      const float value = inside[k] ? to_float(held.values[k]) : 0.0f;
+      stored.squares += value * value;
+      stored.not_finite = stored.not_finite || (float_bits(value) & 0x7f800000u) == 0x7f800000u;
     }
     if (in_pairs && inside[0]) *reinterpret_cast<OutPair<Out>*>(to) = held;
   }
