@@ -151,7 +151,7 @@ def compile_layer(layer: nn.Module) -> None:
     `torch.utils.checkpoint` around a compiled layer runs its whole forward pass again. Compiled code that keeps only
     its inputs computes again what its gradients need: not the layer's last product, whose output no gradient needs.
     Where torch.compile runs the layer eagerly with gradients, activations are kept. Dropout is refused. A layer with
-    quantised weights, at each of which its graph breaks, stays in `torch.utils.checkpoint`: its parts would keep theirs.
+    quantised weights, at each of which its graph breaks, stays in `torch.utils.checkpoint`: its parts would keep them.
     """
     checkpointed = getattr(layer, "gradient_checkpointing", False)  # of transformers' layers
     if checkpointed and not quantised_layers.find(layer):

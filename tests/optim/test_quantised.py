@@ -189,7 +189,7 @@ def test_compiled_layers_keep_their_inputs_only(load, device, monkeypatch):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             compile_layers(model)
         kept, ids = [], batch(device)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
             states = model.model(input_ids=ids, use_cache=False).last_hidden_state
         of_layers = sum(t.nbytes for t in kept if t.shape[:2] == ids.shape and t.dtype == torch.bfloat16)
         states.float().square().sum().backward()
