@@ -82,22 +82,21 @@ class Task:
     Attributes:
         dataset: name of the generator.
         config: options of the generator.
-        system: the system message, which asks for a short answer.
-        example: a question with its answer that comes before each question, so that answers are short.
         words: an entry's question and answer.
+        before: what comes before each question, so that answers are short: a system message that asks for it, and a
+            question with its answer.
     """
 
     dataset: str
     config: dict[str, Any]
-    system: str
-    example: tuple[str, str]
     words: Callable[[dict[str, Any]], tuple[str, str]]
+    before: tuple[str, ...] = ()
 
     def asked(self, entry: dict[str, Any]) -> tuple[list[dict[str, str]], str]:
         """The prompt of an entry, and its answer."""
         question, answer = self.words(entry)
-        said = [self.system, *self.example, question]
-        roles = ("system", "user", "assistant", "user")
+        said = [*self.before, question]
+        roles = ("system", "user", "assistant", "user")[-len(said) :]
         return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)], answer
 
 
@@ -105,6 +104,10 @@ def _sum(entry: dict[str, Any]) -> tuple[str, str]:
     # The model is right more often if it repeats the sum.
     expression = entry["metadata"]["expression"]
     return f"What is {expression}?", f"{expression.replace(' ', '')}={entry['answer']}"
+
+
+def _explained_sum(entry: dict[str, Any]) -> tuple[str, str]:
+    return f"What is {entry['metadata']['expression']}? Explain each step, and end with the answer.", entry["answer"]
 
 
 def _which(entry: dict[str, Any]) -> tuple[str, str]:
@@ -118,16 +121,16 @@ TASKS = {
     "sums": Task(
         "chain_sum",
         {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-        "Answer shortly.",
-        ("What is 35 + 17?", "35+17=52"),
         _sum,
+        ("Answer shortly.", "What is 35 + 17?", "35+17=52"),
     ),
+    # Of 64 answers of the start, sampled, 8 are right, and half have more than 167 tokens.
+    "explained": Task("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, _explained_sum),
     "largest": Task(
         "number_format",
         {"min_num_candidates": 3, "max_num_candidates": 4, "min_n": 20, "max_n": 80, "max_delta": 19},
-        "Answer with the number only.",
-        ("Which is the largest: 41.50, 87.25, 60.75?", "87.25"),
         _which,
+        ("Answer with the number only.", "Which is the largest: 41.50, 87.25, 60.75?", "87.25"),
     ),
 }
 

@@ -164,6 +164,7 @@ def options_of(study: Study, run: Run) -> dict[str, Any]:
     step = early_steps(study).get(trained.source)
     log = None if step is None else (study.folder / f"delta_logs_grpo_{run.task}", step)
     kept = None if n_scored is None else (of_task / "kept.jsonl", n_scored)
+    options |= settings.get("masked", {})
     folder = study.folder / "masks" / run.task
     return options | {"mask": make_mask(folder, start_of(study), trained, seed=run.seed, log=log, dataset=kept)}
 

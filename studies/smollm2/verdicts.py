@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..training import TUNING_SEED, Trained
 from .plan import OF_DENSE, Part, Run, Study, Subject
 
-OF_SCORES = (3, 4, 5, 6, 8, 9)  # claims whose verdict is from differences of scores
+OF_SCORES = (3, 4, 5, 6, 8, 9, 10)  # claims whose verdict is from differences of scores
 MARGIN, GAIN = 0.05, 0.1  # of accuracy
 FEW, MANY, FULL_RANK = 0.35, 0.6, 0.95  # claim 1; 5-30 % and 85-94 % are the published shares
 MORE_THAN_CHANCE = 1.1  # claim 2: common weights of two runs, in multiples of chance
@@ -134,8 +134,9 @@ def compared(study: Study, claim: int, parts: Parts) -> dict[tuple[Trained, Trai
     elif claim == 8:
         pairs = [(lean, lean._replace(source="random")) for lean in found if lean.source == "lean"]
         pairs = [pair for pair in pairs if pair[1] in found]
-    elif claim == 9:
-        pairs = [(mask, other) for mask in found if mask.source == "nf4" for other in found if other != mask]
+    elif claim in (9, 10):
+        source = "nf4" if claim == 9 else "lean"
+        pairs = [(mask, other) for mask in found if mask.source == source for other in found if other != mask]
     else:
         of_claim: dict[int, Callable[[Trained], bool]] = {
             3: lambda trained: trained.source == "subnetwork",
