@@ -1,12 +1,17 @@
 """README.md, CONTRIBUTING.md and docs/: the links, paths, modules, names and make targets on these pages exist."""
 
 import ast
+import contextlib
+import functools
 import importlib
+import io
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from sparse_opt.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -67,6 +72,22 @@ def test_names_and_modules_exist(page):
         if depth < len(parts):
             missing.append(name)
     assert missing == []
+
+
+@functools.cache
+def help_of(words: tuple[str, ...]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return shown.getvalue()
+
+
+def test_commands_have_their_flags(page):
+    unknown = []
+    for line in re.findall(r"sparse-opt ((?:[a-z_0-9]+ )+[^`\n#]*--[^`\n#]*)", prose_of(page).replace("\\\n", " ")):
+        words = tuple(re.match(r"(?:[a-z_0-9]+ )+", line)[0].split()[:3])
+        flags = re.findall(r"(?<!\S)--[a-z]\w+", line) if words[0] != "train" else []  # has those of TRL, too
+        unknown += [(line, flag) for flag in flags if flag not in help_of(words)]
+    assert unknown == []
 
 
 def test_make_targets_exist(page):
