@@ -222,8 +222,9 @@ def test_reasons_for_dense_gradients():
     assert not SparseSGD(module, MaskSet.random(module, density=0.3)).tiled_parameters  # single elements
 
 
-def test_experts_under_compile(device):
-    module, tiles, twin, dense = module_pair(device, kind="gpt_oss")
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_experts_under_compile(kind, device):
+    module, tiles, twin, dense = module_pair(device, kind=kind)
     torch._dynamo.reset()
     whole = torch.compile(module, backend="aot_eager", fullgraph=True)
     for n in (20, 33):
@@ -247,7 +248,16 @@ def test_the_ops_of_experts_under_opcheck(transposed):
     offsets = torch.tensor([3, 3, 10, 10, 10], dtype=torch.int32)
     x, g = torch.randn(10, n_in, requires_grad=True), torch.randn(10, n_out)
     ops = torch.ops.sparse_opt
-    torch.library.opcheck(ops.tile_grouped_mm.default, (x, weight.detach(), offsets, route, transposed))
+    operands = weight.detach(), offsets, route, transposed
+    torch.library.opcheck(ops.tile_grouped_mm.default, (x, *operands, None, None, None, None))
+    order = torch.randperm(10)
+    place = order.argsort().view(5, 2)
+    tokens_of_rows = torch.randn(5, n_in, requires_grad=True)
+    torch.library.opcheck(ops.tile_grouped_mm.default, (tokens_of_rows, *operands, order // 2, place, None, None))
+    for dtype in (torch.float32, torch.float64):
+        factors = torch.rand(5, 2, dtype=dtype, requires_grad=True)
+        sums = x, *operands, None, place, order, factors
+        torch.library.opcheck(ops.tile_grouped_mm.default, sums, rtol=1e-5, atol=1e-5)
     torch.library.opcheck(ops.grouped_mm.default, (x.detach(), weight.detach(), offsets, transposed))
     left, right = (x.detach(), g) if transposed else (g, x.detach())
     torch.library.opcheck(ops.tile_grouped_product.default, (left, right, offsets, route))

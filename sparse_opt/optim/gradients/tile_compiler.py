@@ -63,7 +63,11 @@ def _is_random(node: fx.Node) -> bool:
 
 def _compile(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.lowering import add_needs_realized_inputs
 
+    # Inductor knows this of an op from the second graph on. Until then each call gets a copy of its operands.
+    ops = torch.ops.sparse_opt
+    add_needs_realized_inputs([ops.grouped_mm, ops.tile_grouped_product, ops.tile_products])
     if options.get("is_backward"):
         merge_products(graph)
     return compile_fx_inner(graph, inputs, **options)

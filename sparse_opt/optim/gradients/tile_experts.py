@@ -95,13 +95,16 @@ def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     place[order] = torch.arange(len(order), device=order.device)
     place = place.view_as(top_k_index)
 
-    x = _linear(module, up, hidden_states, token_offsets, expert, order // top_k, place)
+    x = _linear(module, up, hidden_states, token_offsets, expert, token=order // top_k, place=place)
     x = module._apply_gate(x) if getattr(module, "has_gate", True) else module.act_fn(x)
-    x = _linear(module, down, x, token_offsets, expert)
-    if getattr(module, "has_post_expert_norm", False):
-        x = module.post_expert_norm(x)
-    combined: Tensor = _Combine.apply(x, top_k_weights, order, place)
-    return combined.to(hidden_states.dtype)
+    if module.has_bias or getattr(module, "has_post_expert_norm", False):
+        x = _linear(module, down, x, token_offsets, expert)
+        if getattr(module, "has_post_expert_norm", False):
+            x = module.post_expert_norm(x)
+        x = _Combine.apply(x, top_k_weights, order, place)
+    else:  # no output of an expert is kept for the backward pass
+        x = _linear(module, down, x, token_offsets, expert, place=place, order=order, factors=top_k_weights)
+    return x.to(hidden_states.dtype)
 
 
 def _linear(
@@ -110,8 +113,11 @@ def _linear(
     x: Tensor,
     token_offsets: Tensor,
     expert: Tensor,
+    *,
     token: Tensor | None = None,
     place: Tensor | None = None,
+    order: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     weight = getattr(module, name)
     route: ExpertsRoute | None = getattr(module, _attribute(name), None)
@@ -122,7 +128,8 @@ def _linear(
             route = None
     number = None if route is None else route.number
     x = x.to(weight.dtype)
-    x = torch.ops.sparse_opt.tile_grouped_mm(x, weight, token_offsets, number, module.is_transposed, token, place)
+    sorting = token, place, order, factors
+    x = torch.ops.sparse_opt.tile_grouped_mm(x, weight, token_offsets, number, module.is_transposed, *sorting)
     return x.add_(getattr(module, f"{name}_bias")[expert.long()]) if module.has_bias else x
 
 
@@ -135,9 +142,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(outputs, weights, order, place)
-        if torch.compiler.is_compiling():
-            return _fused_sum(outputs, place, weights)
-        return _times(outputs[place], weights[..., None]).sum(1)
+        return _combined(outputs, place, weights, fused=torch.compiler.is_compiling())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -145,14 +150,18 @@ class _Combine(torch.autograd.Function):
         grad_rows = grad[order // weights.shape[1]]
         grad_outputs = grad_weights = None
         if ctx.needs_input_grad[1]:
-            if torch.compiler.is_compiling():  # in the kernel that reads the rows; a product would copy one operand
-                products = (grad_rows.float() * outputs.float()).sum(1)
-            else:
-                products = torch.bmm(grad_rows[:, None], outputs[:, :, None].to(grad_rows.dtype)).view(-1)
+            products = _row_products(grad_rows, outputs, fused=torch.compiler.is_compiling())
             grad_weights = products[place].to(weights.dtype)
         if ctx.needs_input_grad[0]:
             grad_outputs = _times(grad_rows, weights.reshape(-1)[order][:, None]).to(outputs.dtype)
         return grad_outputs, grad_weights, None, None
+
+
+def _row_products(left: Tensor, right: Tensor, *, fused: bool) -> Tensor:
+    """The products of each row of [N, n] and the same row of another matrix: [N]."""
+    if fused:  # in the kernel that reads the rows; a product would copy one operand
+        return (left.float() * right.float()).sum(1)
+    return torch.bmm(left[:, None], right[:, :, None].to(left.dtype)).view(-1)
 
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:
@@ -178,15 +187,19 @@ def _fused_sum(rows: Tensor, place: Tensor, weights: Tensor | None = None) -> Te
 
 # The ops. Compiled code calls `grouped_mm` in place of torch's, which only takes bf16 there.
 
-# With `token` it multiplies these rows of the input, and keeps the input, which has 1/k of their size; `place`, [T, k],
-# says where each token's rows are among them.
+# `place`, [T, k], says where the rows of each token are in the order of experts. With `token` the input is [T, in] and
+# its rows `token` are multiplied; the input is kept, which has 1/k of their size. With `order`, the inverse of `place`,
+# and `factors`, [T, k], the result is the sum of each token's rows times their factors: [T, out]. The factors' gradient
+# then is the product of the input with its own gradient, as in SonicMoE (https://arxiv.org/abs/2512.14080), and needs
+# no output.
 library.define(
     "tile_grouped_mm(Tensor input, Tensor weight, Tensor token_offsets, Tensor? route, bool transposed, "
-    "Tensor? token=None, Tensor? place=None) -> Tensor",
+    "Tensor? token, Tensor? place, Tensor? order, Tensor? factors) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# What writes to `after` comes first.
 library.define(
-    "grouped_mm(Tensor input, Tensor weight, Tensor token_offsets, bool transposed) -> Tensor",
+    "grouped_mm(Tensor input, Tensor weight, Tensor token_offsets, bool transposed, Tensor? after=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
@@ -199,15 +212,58 @@ def _rows(input: Tensor, token: Tensor | None) -> Tensor:
     return input if token is None else input[token]
 
 
-def _product(input: Tensor, weight: Tensor, token_offsets: Tensor, transposed: bool) -> Tensor:
+def _combined(rows: Tensor, place: Tensor, factors: Tensor, *, fused: bool) -> Tensor:
+    return _fused_sum(rows, place, factors) if fused else _times(rows[place], factors[..., None]).sum(1)
+
+
+def _product(
+    input: Tensor, weight: Tensor, token_offsets: Tensor, transposed: bool, after: Tensor | None = None
+) -> Tensor:
     """Multiply each expert's rows of [T, in] by its matrix, [in, out] if transposed, else [out, in]."""
     return F.grouped_mm(input, weight if transposed else weight.transpose(1, 2), offs=token_offsets)
 
 
 def _fake_product(
-    input: Tensor, weight: Tensor, token_offsets: Tensor, transposed: bool, token: Tensor | None = None
+    input: Tensor, weight: Tensor, token_offsets: Tensor, transposed: bool, after: Tensor | None = None
 ) -> Tensor:
-    return input.new_empty((input if token is None else token).shape[0], weight.shape[2 if transposed else 1])
+    return input.new_empty(input.shape[0], weight.shape[2 if transposed else 1])
+
+
+def _fake_tile_grouped_mm(
+    input: Tensor,
+    weight: Tensor,
+    token_offsets: Tensor,
+    route: Tensor | None,
+    transposed: bool,
+    token: Tensor | None,
+    place: Tensor | None,
+    order: Tensor | None,
+    factors: Tensor | None,
+) -> Tensor:
+    n_columns = weight.shape[2 if transposed else 1]
+    if factors is not None:
+        dtype = torch.promote_types(input.dtype, factors.dtype)
+        return input.new_empty(factors.shape[0], n_columns, dtype=dtype)
+    return input.new_empty((input if token is None else token).shape[0], n_columns)
+
+
+def _tile_grouped_mm(
+    input: Tensor,
+    weight: Tensor,
+    token_offsets: Tensor,
+    route: Tensor | None,
+    transposed: bool,
+    token: Tensor | None,
+    place: Tensor | None,
+    order: Tensor | None,
+    factors: Tensor | None,
+) -> Tensor:
+    """The op without gradients."""
+    rows = _product(_rows(input, token), weight, token_offsets, transposed)
+    if factors is None:
+        return rows
+    assert place is not None
+    return _combined(rows, place, factors, fused=False)
 
 
 def _add_grouped_product(left: Tensor, right: Tensor, token_offsets: Tensor, number: Tensor) -> None:
@@ -229,42 +285,66 @@ class _TileGroupedMM(torch.autograd.Function):
         token_offsets: Tensor,
         route: Tensor | None,
         transposed: bool,
-        token: Tensor | None = None,
-        place: Tensor | None = None,
+        token: Tensor | None,
+        place: Tensor | None,
+        order: Tensor | None,
+        factors: Tensor | None,
     ) -> Tensor:
         ctx.route, ctx.transposed = route, transposed
         ctx.traced = type(input) is not Tensor  # by torch.compile
         needed = ctx.needs_input_grad
-        operands = input if needed[1] else None, weight if needed[0] else None
-        ctx.save_for_backward(*operands, token_offsets, token, place)
+        ctx.save_for_backward(
+            input if needed[1] or needed[8] else None,
+            weight if needed[0] or needed[8] else None,
+            *(token_offsets, token, place, order, factors),
+        )
         product = torch.ops.sparse_opt.grouped_mm if ctx.traced else _product
         output: Tensor = product(_rows(input, token), weight, token_offsets, transposed)
+        if factors is not None:
+            assert place is not None
+            output = _combined(output, place, factors, fused=ctx.traced)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "experts whose weight gradients are computed by tiles can't be differentiated twice (create_graph); "
                 "build the optimizer with tile_backward=False"
             )
-        input, weight, token_offsets, token, place = ctx.saved_tensors
+        input, weight, token_offsets, token, place, order, factors = ctx.saved_tensors
+        factor = None  # of each row
+        if factors is not None:
+            factor = factors.reshape(-1)[order][:, None]
+            grad_output = grad_output.to(weight.dtype)[order // factors.shape[1]]
         grad_output = grad_output.contiguous()
-        grad_input = grad_weight = None
+        grad_input = grad_weight = grad_factors = None
+        after = None
         if ctx.needs_input_grad[1]:
             rows = _rows(input, token)
+            if factor is not None:
+                rows = (rows * factor).to(rows.dtype)
             left, right = (rows, grad_output) if ctx.transposed else (grad_output, rows)
             if ctx.traced and ctx.route is not None:
                 torch.ops.sparse_opt.tile_grouped_product(left, right, token_offsets, ctx.route)
+                after = ctx.route  # the other product's result is as large as an operand of this one
             else:
                 grad_weight = _dense_gradient(ctx.route, left, right, token_offsets)
             del rows, left, right  # before the other product, which is as large
-        if ctx.needs_input_grad[0]:
-            product = torch.ops.sparse_opt.grouped_mm if ctx.traced else _product
-            grad_input = product(grad_output, weight, token_offsets, not ctx.transposed)
-            if place is not None:
-                grad_input = _fused_sum(grad_input, place) if ctx.traced else grad_input[place].sum(1)
-        return grad_input, grad_weight, None, None, None, None, None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[8]:
+            if ctx.traced:
+                of_rows = torch.ops.sparse_opt.grouped_mm(grad_output, weight, token_offsets, not ctx.transposed, after)
+            else:
+                of_rows = _product(grad_output, weight, token_offsets, not ctx.transposed)
+            if ctx.needs_input_grad[8]:
+                grad_factors = _row_products(of_rows, input, fused=ctx.traced)[place].to(factors.dtype)
+            if factor is not None:
+                grad_input = _times(of_rows, factor).to(input.dtype)
+            elif token is not None:
+                grad_input = _fused_sum(of_rows, place) if ctx.traced else of_rows[place].sum(1)
+            else:
+                grad_input = of_rows
+        return grad_input, grad_weight, None, None, None, None, None, None, grad_factors
 
 
 def _dense_gradient(number: Tensor | None, left: Tensor, right: Tensor, token_offsets: Tensor) -> Tensor | None:
@@ -278,21 +358,9 @@ def _dense_gradient(number: Tensor | None, left: Tensor, right: Tensor, token_of
 
 
 library.impl("tile_grouped_mm", lambda *operands: _TileGroupedMM.apply(*operands), "Autograd")
-library.impl(
-    "tile_grouped_mm",
-    lambda input, weight, token_offsets, route, transposed, token=None, place=None: _product(
-        _rows(input, token), weight, token_offsets, transposed
-    ),
-    "CompositeExplicitAutograd",
-)
+library.impl("tile_grouped_mm", _tile_grouped_mm, "CompositeExplicitAutograd")
 library.impl("grouped_mm", _product, "CompositeExplicitAutograd")
 library.impl("tile_grouped_product", _add_grouped_product, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "sparse_opt::tile_grouped_mm",
-    lambda input, weight, token_offsets, route, transposed, token=None, place=None: _fake_product(
-        input, weight, token_offsets, transposed, token
-    ),
-    lib=library,
-)
+torch.library.register_fake("sparse_opt::tile_grouped_mm", _fake_tile_grouped_mm, lib=library)
 torch.library.register_fake("sparse_opt::grouped_mm", _fake_product, lib=library)
 torch.library.register_fake("sparse_opt::tile_grouped_product", lambda *operands: None, lib=library)
