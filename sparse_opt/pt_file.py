@@ -36,8 +36,8 @@ _UNREADABLE = (
 )
 
 
-def check_pt(path: Path, *, pickle_only: bool = False) -> None:
-    """Compare the checksums of a file's records, or of its pickle alone.
+def check_pt(path: Path) -> None:
+    """Compare the checksums of a file's records.
 
     Raises:
         DamagedFile: a checksum differs, or the file is not an archive as torch.save writes it.
@@ -49,13 +49,7 @@ def check_pt(path: Path, *, pickle_only: bool = False) -> None:
             # torch.save does not compress; a compressed record could expand to any size.
             if record.compress_type != zipfile.ZIP_STORED or record.file_size > size:
                 raise DamagedFile(f"its record {record.filename} is not as torch.save writes one")
-        broken = None
-        if not pickle_only:
-            broken = archive.testzip()
-        else:
-            for name in archive.namelist():
-                if name.endswith("/data.pkl"):
-                    archive.read(name)
+        broken = archive.testzip()
     if broken is not None:
         raise DamagedFile(f"its record {broken} does not have its checksum")
 
