@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,16 +27,15 @@ BASE_FILE, METADATA_FILE = "base_state.pt", "run_metadata.json"
 _NAME = re.compile(r"deltas_step_(\d+)\.pt")
 _INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-Against = Literal["base", "previous"]
 
 
-def list_pt_files(folder: Path, base_state: Path | None = None) -> dict[int, Path]:
-    """Return step -> file, ascending; step 0 is the base, `base_state.pt` unless it is given.
+def list_pt_files(folder: Path) -> dict[int, Path]:
+    """Return step -> file, ascending; step 0 is the base, `base_state.pt`.
 
     Raises:
         DeltaLogError: the base or all files of differences are missing, one of them is of step 0, or a step has two.
     """
-    base = folder / BASE_FILE if base_state is None else base_state
+    base = folder / BASE_FILE
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("deltas_*.pt")):
         match = _NAME.fullmatch(path.name)
@@ -60,8 +58,6 @@ def convert_pt(
     folder: str | Path,
     directory: str | Path,
     *,
-    base_state: str | Path | None = None,
-    against: Against = "base",
     dtype: torch.dtype | None = None,
     keyframe_every: int | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -74,8 +70,6 @@ def convert_pt(
 
     Args:
         directory: missing or empty; renamed into place after everything is written.
-        base_state: the base's file, if it is not `base_state.pt` in the folder.
-        against: the state that the differences were taken to, which the files do not record.
         dtype: store floating-point tensors in this dtype instead of the base's, exactly.
         keyframe_every: as in `DeltaLog.create`.
         metadata: added to that of `run_metadata.json`, and preferred for keys in both.
@@ -85,11 +79,9 @@ def convert_pt(
         DeltaLogError: there is no such log, a file is damaged or does not fit the base, a value has no exact form in
             `dtype`, or the directory cannot be written.
     """
-    if against not in ("base", "previous"):
-        raise DeltaLogError(f"against is {against!r}, expected base or previous")
-    files = list_pt_files(Path(folder), None if base_state is None else Path(base_state))
+    files = list_pt_files(Path(folder))
     stored = _read_metadata(Path(folder)) | dict(metadata or {})
-    write_log(Path(directory), _states(files, against, dtype), keyframe_every, stored, on_step=on_step)
+    write_log(Path(directory), _states(files, dtype), keyframe_every, stored, on_step=on_step)
 
 
 def exact_dtype(state: Mapping[str, Tensor]) -> torch.dtype | None:
@@ -99,9 +91,7 @@ def exact_dtype(state: Mapping[str, Tensor]) -> torch.dtype | None:
     return next((dtype for dtype in dtypes if all(_is_exact(tensor, dtype) for tensor in wide)), None)
 
 
-def _states(
-    files: Mapping[int, Path], against: Against, dtype: torch.dtype | None
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _states(files: Mapping[int, Path], dtype: torch.dtype | None) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (step, the state at that step), further names of tied tensors with the tensor of the first name."""
     content, where = _tensors(files[0], 0), f"{files[0]}: step 0"
     odd = [name for name, tensor in content.items() if tensor.dtype not in (*_FLOATING, *_INTEGER)]
@@ -111,33 +101,30 @@ def _states(
         layout, base = read_state(content)
     except DeltaLogError as error:
         raise DeltaLogError(f"{where}: {error}") from error
-    running = base
     for step, path in files.items():
-        if step:
-            start = base if against == "base" else running
-            running = _added(start, _tensors(path, step), layout, path, step)
-        found = {name: _in_dtype(tensor, dtype, name, path, step) for name, tensor in running.items()}
+        state = _added(base, _tensors(path, step), layout, path, step) if step else base
+        found = {name: _in_dtype(tensor, dtype, name, path, step) for name, tensor in state.items()}
         yield step, found | {alias: found[name] for alias, name in layout.aliases.items()}
 
 
 def _added(
-    start: Mapping[str, Tensor], differences: Mapping[str, Tensor], layout: StateLayout, path: Path, step: int
+    base: Mapping[str, Tensor], differences: Mapping[str, Tensor], layout: StateLayout, path: Path, step: int
 ) -> dict[str, Tensor]:
-    """Return start + differences. Raises DeltaLogError for differences that do not fit."""
+    """Return base + differences. Raises DeltaLogError for differences that do not fit."""
     where = f"{path}: step {step}"
-    absent = [name for name in start if name not in differences]
+    absent = [name for name in base if name not in differences]
     if absent:
         warnings.warn(
-            f"{where}: holds no difference for {len(absent)} of {len(start)} tensors of the base, the first of them "
+            f"{where}: holds no difference for {len(absent)} of {len(base)} tensors of the base, the first of them "
             f"{absent[0]}: they keep their values",
             stacklevel=4,
         )
-    found = dict(start)
+    found = dict(base)
     for name, delta in differences.items():
         first = layout.aliases.get(name, name)
-        if first not in start:
+        if first not in base:
             raise DeltaLogError(f"{where}: holds {name}, which the base does not")
-        old = start[first]
+        old = base[first]
         if delta.layout != torch.strided or delta.is_quantized or delta.device.type != "cpu":
             raise DeltaLogError(f"{where}: {name} is {delta.layout} on {delta.device}, expected a dense CPU tensor")
         kinds = _FLOATING if old.is_floating_point() else _INTEGER

@@ -1,6 +1,5 @@
 """Logs of `.pt` files that other tools have written become delta logs, or are refused in one line."""
 
-import itertools
 import json
 import pickle
 import shutil
@@ -90,21 +89,6 @@ def test_a_16_bit_base_is_added_in_fp32_and_rounded_to_it(tmp_path, delta_dtype,
     same_bits(converted(folder).load(1), expected)
 
 
-def test_differences_to_the_previous_step_are_summed(tmp_path, same_bits):
-    states, folder = walk(3, torch.float32), tmp_path / "deltas"
-    folder.mkdir()
-    torch.save(states[0], folder / "base_state.pt")
-    expected = {0: states[0]}
-    for step, (before, after) in zip((2, 4, 6), itertools.pairwise(states), strict=True):
-        moves = {name: after[name] - before[name] for name in before}
-        torch.save(moves, folder / f"deltas_step_{step}.pt")
-        expected[step] = {name: list(expected.values())[-1][name] + moves[name] for name in moves}
-    log = converted(folder, against="previous")
-    for step, state in expected.items():
-        same_bits(log.load(step), state)
-    refused(folder, "against is 'both', expected base or previous", against="both")
-
-
 def test_values_that_a_difference_cannot_express_are_changed(tmp_path):
     # The docstring's two cases: a new negative zero, and a weight that shrank by more than 2**16.
     old = {"w": torch.tensor([1.0, 1.0, 0.0]).bfloat16()}
@@ -142,13 +126,11 @@ def test_names_of_one_storage_are_tied(tmp_path):
         refused(folder, r"deltas_step_1\.pt: step 1: head and embed are tied .* differ here")
 
 
-def test_files_that_are_missing_or_twice_there(run, same_bits):
+def test_files_that_are_missing_or_twice_there(run):
     base = run.folder / "base_state.pt"
-    elsewhere = base.rename(run.folder.parent / "start.pt")
+    elsewhere = base.rename(run.folder.parent / "base_state.pt")
     refused(run.folder, r"base_state\.pt: file not found, expected the base state of .*deltas")
-    same_bits(converted(run.folder, base_state=elsewhere, dtype=torch.bfloat16).load(10), run.states[10])
-    refused(run.folder, r"never\.pt: file not found", base_state=run.folder / "never.pt")
-    refused(run.folder.parent, r"holds no deltas_step_\*\.pt file, expected at least one", base_state=elsewhere)
+    refused(run.folder.parent, r"holds no deltas_step_\*\.pt file, expected at least one")
     elsewhere.rename(base)
     (again,) = (shutil.copy(run.folder / "deltas_step_5.pt", run.folder / "deltas_step_05.pt"),)
     refused(run.folder, r"deltas_step_05\.pt and deltas_step_5\.pt are both of step 5")

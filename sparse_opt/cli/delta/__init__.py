@@ -151,15 +151,10 @@ def _parser() -> CommandParser:
         help="whole state every K steps (that of a delta log, else the first only)",
     )
     convert.add_argument("--model_name", metavar="M", help="name of the model, stored in the log")
-    group = convert.add_argument_group("folders of .pt files")
-    group.add_argument("--base_state", type=Path, metavar="FILE", help="file of the base state (DIR/base_state.pt)")
-    group.add_argument(
-        "--against",
-        choices=("base", "previous"),
-        help="state that the differences are relative to; the files do not say (base, as in all known tools)",
-    )
-    group.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of the states; must hold all values exactly (that of the base)"
+    convert.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of .pt files: dtype of the states; must hold all values exactly (that of the base)",
     )
     add_json_flag(convert)
 

@@ -49,7 +49,7 @@ def run_convert(args: Namespace) -> None:
         raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: expected 1 or more")
     check_new_folder(args.output_dir, "to", ignored=LOCK_NAME)
     source = args.source
-    from_pt = args.base_state is not None or (is_pt_log(source) and not list_steps(source)[0])
+    from_pt = is_pt_log(source) and not list_steps(source)[0]
     options: dict[str, Any] = {
         "keyframe_every": args.keyframe_every,
         "metadata": {} if args.model_name is None else {"model": args.model_name},
@@ -59,9 +59,8 @@ def run_convert(args: Namespace) -> None:
             raise ConfigError(f"option 'steps': {source} is a folder of .pt files, expected a delta log")
         _convert_pt(args, options)
     else:
-        for option in ("against", "dtype"):
-            if getattr(args, option) is not None:
-                raise ConfigError(f"option '{option}': {source} is a delta log, expected a folder of .pt files")
+        if args.dtype is not None:
+            raise ConfigError(f"option 'dtype': {source} is a delta log, expected a folder of .pt files")
         log = DeltaLog.open(source)
         with progress_bar(total=len(args.steps or log.steps), what="convert", unit="step") as bar:
             convert(log, args.output_dir, steps=args.steps, on_step=lambda step: bar.update(), **options)
@@ -82,13 +81,11 @@ def _convert_pt(args: Namespace, options: dict[str, Any]) -> None:
     from ...delta.pt import convert_pt, list_pt_files
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    n_steps = len(list_pt_files(args.source, args.base_state))
+    n_steps = len(list_pt_files(args.source))
     with progress_bar(total=n_steps, what="convert", unit="step") as bar:
         convert_pt(
             args.source,
             args.output_dir,
-            base_state=args.base_state,
-            against=args.against or "base",
             dtype=dtype,
             on_step=lambda step: bar.update(),
             **options,
