@@ -84,13 +84,6 @@ def convert_pt(
     write_log(Path(directory), _states(files, dtype), keyframe_every, stored, on_step=on_step)
 
 
-def exact_dtype(state: Mapping[str, Tensor]) -> torch.dtype | None:
-    """Return the 16-bit dtype that holds every fp32 value of a state exactly, as for a bf16 model, or None."""
-    wide = [tensor for tensor in state.values() if tensor.dtype == torch.float32]
-    dtypes = (torch.bfloat16, torch.float16) if wide else ()
-    return next((dtype for dtype in dtypes if all(_is_exact(tensor, dtype) for tensor in wide)), None)
-
-
 def _states(files: Mapping[int, Path], dtype: torch.dtype | None) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (step, the state at that step), further names of tied tensors with the tensor of the first name."""
     content, where = _tensors(files[0], 0), f"{files[0]}: step 0"
@@ -150,18 +143,14 @@ def _same_bits(a: Tensor | None, b: Tensor) -> bool:
 def _in_dtype(tensor: Tensor, dtype: torch.dtype | None, name: str, path: Path, step: int) -> Tensor:
     if dtype is None or not tensor.is_floating_point():
         return tensor
-    if not _is_exact(tensor, dtype):
-        count = int((tensor.to(dtype).to(tensor.dtype) != tensor).logical_and_(~tensor.isnan()).sum())
+    # NaN counts as exact in every dtype.
+    count = int((tensor.to(dtype).to(tensor.dtype) != tensor).logical_and_(~tensor.isnan()).sum())
+    if count:
         raise DeltaLogError(
             f"{path}: step {step}: {name}: {count} of {tensor.numel()} values have no exact "
             f"{str(dtype).removeprefix('torch.')} form; they are {dtype_name(tensor)}"
         )
     return tensor.to(dtype)
-
-
-def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds every value of a tensor exactly; NaN counts as exact in every dtype."""
-    return bool(((tensor.to(dtype).to(tensor.dtype) == tensor) | tensor.isnan()).all())
 
 
 def _read_metadata(folder: Path) -> dict[str, str]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import ConfigError, DeltaLogError
 from ...progress import progress_bar
 from ...tables import format_bytes
 from ..output import print_json
-
-if TYPE_CHECKING:
-    from ...delta.log import DeltaLog
 
 
 def run_verify(args: Namespace) -> None:
@@ -49,12 +45,11 @@ def run_convert(args: Namespace) -> None:
         raise ConfigError(f"option 'keyframe_every' is {args.keyframe_every}: expected 1 or more")
     check_new_folder(args.output_dir, "to", ignored=LOCK_NAME)
     source = args.source
-    from_pt = is_pt_log(source) and not list_steps(source)[0]
     options: dict[str, Any] = {
         "keyframe_every": args.keyframe_every,
         "metadata": {} if args.model_name is None else {"model": args.model_name},
     }
-    if from_pt:
+    if is_pt_log(source) and not list_steps(source)[0]:
         if args.steps is not None:
             raise ConfigError(f"option 'steps': {source} is a folder of .pt files, expected a delta log")
         _convert_pt(args, options)
@@ -64,15 +59,12 @@ def run_convert(args: Namespace) -> None:
         log = DeltaLog.open(source)
         with progress_bar(total=len(args.steps or log.steps), what="convert", unit="step") as bar:
             convert(log, args.output_dir, steps=args.steps, on_step=lambda step: bar.update(), **options)
-    written = DeltaLog.open(args.output_dir)
-    infos = written.info()
+    infos = DeltaLog.open(args.output_dir).info()
     size = sum(info.bytes for info in infos)
     if args.json:
         print_json({"delta_log_dir": args.output_dir, "steps": [info.step for info in infos], "bytes": size})
     else:
         print(f"{args.output_dir}: {len(infos)} steps, {format_bytes(size)}")
-    if from_pt and args.dtype is None:
-        _print_dtype_hint(written)
 
 
 def _convert_pt(args: Namespace, options: dict[str, Any]) -> None:
@@ -83,21 +75,4 @@ def _convert_pt(args: Namespace, options: dict[str, Any]) -> None:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     n_steps = len(list_pt_files(args.source))
     with progress_bar(total=n_steps, what="convert", unit="step") as bar:
-        convert_pt(
-            args.source,
-            args.output_dir,
-            dtype=dtype,
-            on_step=lambda step: bar.update(),
-            **options,
-        )
-
-
-def _print_dtype_hint(log: DeltaLog) -> None:
-    """Print a hint if all weights of an fp32 base are exact in a 16-bit dtype."""
-    from ...delta.pt import exact_dtype
-
-    exact = exact_dtype(log.load(0))
-    if exact is not None:
-        name = str(exact).removeprefix("torch.")
-        hint = f"sparse-opt: every weight of the base is a {name} value: --dtype {name} halves the states"
-        print(hint, file=sys.stderr)
+        convert_pt(args.source, args.output_dir, dtype=dtype, on_step=lambda step: bar.update(), **options)
