@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..parser import CommandParser, add_json_flag
-from .rebuild import reconstruct as reconstruct
 
 # Names of state dict dtypes, which cannot be imported without torch.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -19,7 +18,7 @@ _ACTIONS = {
     "info": "show",
     "verify": "maintenance",
     "convert": "maintenance",
-    "reconstruct": "rebuild",
+    "reconstruct": "maintenance",
     "diff": "share",
     "apply": "share",
     "show": "share",

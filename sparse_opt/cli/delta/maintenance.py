@@ -1,8 +1,9 @@
-"""`sparse-opt delta verify|convert`: check a log, or write it as a new log."""
+"""`sparse-opt delta verify|reconstruct|convert`: check a log, write a step as a checkpoint, or all as a new log."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +32,33 @@ def run_verify(args: Namespace) -> None:
         files = ", ".join(problem.file for problem in problems)
         listed = ", ".join(map(str, lost)) or "none"
         raise DeltaLogError(f"{args.delta_log_dir}: broken: {files}; lost steps: {listed}")
+
+
+def run_reconstruct(args: Namespace) -> None:
+    """Write the model at a logged step, with its tokenizer, as a checkpoint."""
+    import torch
+
+    from sparse_opt.trainers.pretrained import load_causal_lm, load_tokenizer_from
+
+    from ...delta.log import DeltaLog
+    from ...files import check_new_folder, save_model
+    from ...progress import hide_progress_bars
+
+    log = DeltaLog.open(args.delta_log_dir)
+    check_new_folder(args.output_dir, "output_dir")
+    digest = log.digest(args.step)
+    hide_progress_bars()
+    numels = Counter[str]()
+    for spec in log.layout.tensors:
+        numels[spec.dtype] += spec.numel
+    dtype = getattr(torch, max(numels, key=numels.__getitem__))  # of most elements, in which the model was trained
+    model, tokenizer = load_causal_lm(args.model_name, dtype), load_tokenizer_from(args.model_name)
+    log.apply_(model, args.step)
+    save_model(model, tokenizer, args.output_dir)
+    if args.json:
+        print_json({"checkpoint": args.output_dir, "step": args.step, "digest": digest})
+    else:
+        print(f"{args.output_dir}: step {args.step}, state digest {digest}")
 
 
 def run_convert(args: Namespace) -> None:
