@@ -238,8 +238,8 @@ def _warn_slow_auto(device_type: str, taken: str, faster: str, cause: str) -> No
     )
 
 
-def choose(op: str, device: torch.device | str, backend: str | None = None) -> str:
-    """Return the name of the backend that runs `op` on `device`, from the argument, the environment variable or `auto`.
+def choose(device: torch.device | str, backend: str | None = None) -> str:
+    """Return the backend that runs the ops on `device`: that of the argument, of the environment variable or of `auto`.
 
     Raises:
         BackendUnavailable: a backend was named and cannot run; the message says why.
@@ -266,7 +266,7 @@ def choose(op: str, device: torch.device | str, backend: str | None = None) -> s
 
 def function(op: str, device: torch.device, backend: str | None = None) -> Callable[..., Any]:
     """Return the implementation of `op` for `device`: unchecked arguments as in `sparse_opt.ops`, without `backend`."""
-    name = choose(op, device, backend)
+    name = choose(device, backend)
     if name == "reference":
         return getattr(importlib.import_module("sparse_opt.ops.reference"), op)
     if name == "triton":
@@ -281,7 +281,6 @@ def functions(device: torch.device, backend: str | None = None) -> SimpleNamespa
 
 
 def bind(
-    op: str,
     params: list[Any],
     indices: Tensor,
     starts: list[int],
@@ -293,13 +292,12 @@ def bind(
 ) -> Any:
     """Convert parameters and segments to C++ objects once, which saves most of a step's host time.
 
-    Returns None if the backend chosen for `op` is not native, or, with a warning, if `autograd_module()` is
-    unavailable. Otherwise the
+    Returns None if the backend is not native, or, with a warning, if `autograd_module()` is unavailable. Otherwise the
     object's `step(op, **arguments)` calls a step op without those arguments, and also increments `steps`.
     `take_grads()` keeps the dense gradients for the next of these calls, or returns False if a parameter has none;
     `gradient_buffer(...)` makes the buffer that receives the parameters' compact gradients.
     """
-    name = choose(op, indices.device, backend)
+    name = choose(indices.device, backend)
     if name not in ("cpu", "cuda"):
         return None
     module, cause = autograd_module()

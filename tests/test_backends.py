@@ -82,17 +82,16 @@ def test_auto_takes_the_fastest_that_has_code_for_the_gpu(machine, arch_list, ta
     for backend, gpus in taken.items():
         for gpu in gpus.split(", "):
             machine.has(gpu, arch_list=arch_list)
-            chosen = {backends.choose(op, torch.device("cuda:0")) for op in backends.OPS}
-            assert chosen == {backend}, gpu
+            assert backends.choose(torch.device("cuda:0")) == backend, gpu
     machine.has("GTX 1080", arch_list=arch_list)
-    assert backends.choose("indexed_adamw_", torch.device("cuda:0")) == "reference"
+    assert backends.choose(torch.device("cuda:0")) == "reference"
 
 
 def choose_and_catch(*indices: int) -> tuple[list[str], list[str]]:
     """What `auto` takes on these GPUs, and what it warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        chosen = [backends.choose("indexed_adamw_", torch.device("cuda", index)) for index in indices]
+        chosen = [backends.choose(torch.device("cuda", index)) for index in indices]
     return chosen, [str(warning.message) for warning in caught]
 
 
@@ -115,18 +114,18 @@ def test_auto_says_once_what_it_passes_over(machine):
 def test_an_explicit_cuda_raises_with_the_gpu_and_what_was_built(machine):
     machine.has("B200", arch_list="8.0;9.0a")
     with pytest.raises(BackendUnavailable) as raised:
-        backends.choose("indexed_swap_", torch.device("cuda:0"), "cuda")
+        backends.choose(torch.device("cuda:0"), "cuda")
     assert str(raised.value) == (
         "backend 'cuda' (argument backend) cannot run: B200 has compute capability 10.0, the extension was built for "
         "8.0;9.0a: build it again with TORCH_CUDA_ARCH_LIST=10.0"
     )
-    assert backends.choose("indexed_swap_", torch.device("cuda:0"), "triton") == "triton"
+    assert backends.choose(torch.device("cuda:0"), "triton") == "triton"
 
 
 def test_explicit_choices_raise_on_a_gpu_without_code(machine, monkeypatch):
     machine.has("GTX 1080")
     with pytest.raises(BackendUnavailable, match=r"GTX 1080 has compute capability 6\.1, the Triton kernels need 7\.0"):
-        backends.choose("indexed_swap_", torch.device("cuda:0"), "triton")
+        backends.choose(torch.device("cuda:0"), "triton")
     monkeypatch.setenv("SPARSE_OPT_BACKEND", "cuda")
     with pytest.raises(BackendUnavailable, match=r"SPARSE_OPT_BACKEND.*GTX 1080 has compute capability 6\.1"):
         backends.functions(torch.device("cuda:0"))
@@ -142,7 +141,7 @@ def test_each_gpu_of_a_machine_is_judged_by_itself(machine):
         function = ops.indexed_swap_
         assert (function if isinstance(function, str) else function.__module__.rpartition(".")[2]) == expected
         where = SimpleNamespace(device=device)
-        bound = backends.bind("indexed_adamw_", [], where, [], [])
+        bound = backends.bind([], where, [], [])
         assert (bound is None) == (expected == "reference")
     assert backends.available(torch.device("cuda:0")) == ("reference", "cuda")
     assert backends.available(torch.device("cuda:1")) == ("reference",)

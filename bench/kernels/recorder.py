@@ -43,9 +43,9 @@ class Recorder:
     common: RowCase = field(default_factory=dict)
     rates: Rates = field(default_factory=lambda: Rates(0.0, {}))
 
-    def auto(self, op: str) -> str:
+    def auto(self) -> str:
         """The backend that `auto` selects."""
-        return backends.choose(op, self.device)
+        return backends.choose(self.device)
 
     def work(
         self,

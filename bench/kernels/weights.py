@@ -25,7 +25,6 @@ from ..timing import Prepared
 from . import bounds, cases
 from .cases import Active
 from .optimizers import (
-    ADAMW,
     LR,
     SMALL_LR,
     Gradients,
@@ -128,7 +127,7 @@ class WeightRows:
 
         optimizer = sparse_adamw(self._parameters(), self.named_grads, masked.mask, "compact")
         check = functools.partial(check_norm, optimizer, self.named_grads, masked.active)
-        clip, backend = functools.partial(optimizer.clip_grad_norm_, NO_CLIP), self.recorder.auto(ADAMW)
+        clip, backend = functools.partial(optimizer.clip_grad_norm_, NO_CLIP), self.recorder.auto()
         self.recorder.time([self.recorder.work(CLIP, backend, masked.density, clip, check=check)])
 
     def _step(
@@ -161,7 +160,7 @@ class WeightRows:
         traffic = step_traffic(optimizer, param_itemsize=self.itemsize, dense_grads=kind == "dense", changed=changed)
         call = Prepared(prepare, functools.partial(step_again, optimizer))
         peers = {"fused AdamW": {"work": FUSED, "backend": TORCH, "density": None}}
-        backend = backend or self.recorder.auto(ADAMW)
+        backend = backend or self.recorder.auto()
         return [self.recorder.work(name, backend, masked.density, call, traffic, peers=peers)]
 
     def base_weights(self, masked: Masked, *, lr: float = LR, n_steps: int = 1, compact_weights: bool = False) -> None:
@@ -181,7 +180,7 @@ class WeightRows:
         name = BASE + (SMALL if lr == SMALL_LR else "") + (KNOWN if compact_weights else "")
         with contextlib.ExitStack() as inside:
             call = Prepared(inside.close, lambda: inside.enter_context(optimizer.base_weights()))
-            self.recorder.time([self.recorder.work(name, self.recorder.auto(SWAP), masked.density, call, traffic)])
+            self.recorder.time([self.recorder.work(name, self.recorder.auto(), masked.density, call, traffic)])
 
     def step_under(self, pattern: str, kind: Gradients) -> None:
         """The step under a random mask of the pattern."""

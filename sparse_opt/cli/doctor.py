@@ -21,8 +21,8 @@ from .parser import CommandParser, add_json_flag
 ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "trl", "peft")
 _EPILOG = """A backend is an implementation of the ops: reference (plain torch), cpu and cuda (the extension), triton.
-For each op, 'auto' selects the first backend of the op's order that can run; SPARSE_OPT_BACKEND=name, or an argument
-backend=name, selects that backend for every op, or fails.
+On each device 'auto' selects the first backend of its order that can run; SPARSE_OPT_BACKEND=name, or an argument
+backend=name, selects that backend, or fails.
 
 examples:
   sparse-opt doctor
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     if "torch" in report and named not in (None, "auto", *report["backends"]["cpu"]):
         from .. import backends
 
-        backends.choose(backends.OPS[0], "cpu")  # raises
+        backends.choose("cpu")  # raises
     return 0
 
 
@@ -131,15 +131,10 @@ def _availability(backends: Any, torch: Any, backend: str, device: str) -> dict[
 
 
 def _auto(backends: Any, device: str) -> dict[str, Any]:
-    """The backend that `auto` selects on a device for each op, and the unavailable ones of higher priority."""
-    found, order = {}, backends.AUTO_ORDER[device.partition(":")[0]]
-    for op in backends.OPS:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the report contains what the warning says
-            taken = backends.choose(op, device, "auto")
-        passed_over = {name: backends.why_unavailable(name, device) for name in order[: order.index(taken)]}
-        found[op] = {"backend": taken, "order": order, "passed_over": passed_over}
-    return found
+    """The backend that `auto` selects on a device, and the order in which it tries them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report contains what the warning says
+        return {"backend": backends.choose(device, "auto"), "order": backends.AUTO_ORDER[device.partition(":")[0]]}
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -170,9 +165,9 @@ def _text(report: dict[str, Any]) -> str:
         for devices in alike
         for name, found in report["backends"][devices[0]].items()
     ]
-    choices = [line for devices in alike if devices[0] in report["auto"] for line in ("", *_choice(report, devices))]
+    choices = [line for devices in alike if devices[0] in report["auto"] for line in _choice(report, devices)]
     backend_table = table(("on", "backend", "runs", "because"), rows, n_words=4)
-    return "\n".join([_aligned(facts), "", backend_table, *choices])
+    return "\n".join([_aligned(facts), "", backend_table, "", *choices])
 
 
 def _alike(report: dict[str, Any]) -> list[list[str]]:
@@ -185,16 +180,13 @@ def _alike(report: dict[str, Any]) -> list[list[str]]:
 
 
 def _choice(report: dict[str, Any], devices: Sequence[str]) -> list[str]:
-    """Lines on the backends that run on a group of devices, and why."""
+    """Lines on the backends that are chosen on a group of devices."""
     device, on = devices[0], f"on {', '.join(devices)} tensors"
     auto, named = report["auto"][device], report["environment"]["SPARSE_OPT_BACKEND"]
-    rows = [(op, entry["backend"], ", ".join(entry["order"])) for op, entry in auto.items()]
-    lines = [table((on, "auto takes", "the first that runs of"), rows, n_words=3)]
-    passed_over = {name: cause for entry in auto.values() for name, cause in entry["passed_over"].items()}
-    lines += [f"not {name}: {cause}" for name, cause in passed_over.items()]
+    lines = [f"auto {on}: {auto['backend']}, the first that runs of {', '.join(auto['order'])}"]
     if named in report["backends"][device]:
         cause = report["backends"][device][named]["cause"]
-        lines.append(f"SPARSE_OPT_BACKEND={named} {on}: {cause or 'in force for every op'}")
+        lines.append(f"SPARSE_OPT_BACKEND={named} {on}: {cause or 'in force'}")
     return lines
 
 

@@ -35,9 +35,7 @@ class BoundOps:
         self._layout: dict[str, Any] = {"run_length": self.run_length, "index_bases": self.index_bases}
         self._functions: dict[str, Callable[..., Any]] = {}
         checks.bind(self.tensors, *self._segments, **self._layout)
-        self._native: Any = backends.bind(
-            "indexed_swap_", self.tensors, *self._segments, **self._layout, backend=self.backend
-        )
+        self._native: Any = backends.bind(self.tensors, *self._segments, **self._layout, backend=self.backend)
 
     @torch.no_grad()
     def indexed_swap_(self, compact: Tensor) -> None:

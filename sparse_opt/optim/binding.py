@@ -219,16 +219,15 @@ def _segments_of(params: Sequence[Tensor], positions: Sequence[Tensor], run_leng
     return Segments(list(params), indices.to(device), index_bases, starts, ends, run_length)
 
 
-def bind(bucket: Bucket, op: str, backend: str | None, *, values: Tensor, tiles: Tiles | None, compact: bool) -> None:
+def bind(bucket: Bucket, backend: str | None, *, values: Tensor, tiles: Tiles | None, compact: bool) -> None:
     """Set the bucket's gradient buffer and the native object that makes its steps: native ones where they can run.
 
     Args:
-        op: the name of the step's op.
         values: memory of the compact gradient, [nnz of the whole parameters]; with dense gradients it may be [0].
         compact: whether the optimizer was built with grads='compact'.
     """
-    bucket.bound = _bound(bucket, op, backend)
-    bound_gradient = _bound(bucket.unsharded, op, backend) if bucket.is_sharded else bucket.bound
+    bucket.bound = _bound(bucket, backend)
+    bound_gradient = _bound(bucket.unsharded, backend) if bucket.is_sharded else bucket.bound
     buffer = {
         **bucket.unsharded.shared(),
         "names": bucket.names,
@@ -243,9 +242,8 @@ def bind(bucket: Bucket, op: str, backend: str | None, *, values: Tensor, tiles:
         bucket.gradient = PythonGradientBuffer(**buffer)
 
 
-def _bound(segments: Segments, op: str, backend: str | None) -> Any:
+def _bound(segments: Segments, backend: str | None) -> Any:
     return backends.bind(
-        op,
         segments.params,
         segments.indices,
         segments.starts,

@@ -72,7 +72,7 @@ class GraphedStep:
             found = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"the parameters are on {found}; a CUDA graph needs all of them on one GPU")
         self._device = devices.pop()
-        if backends.choose(optimizer._op, self._device, optimizer.backend) == "reference":
+        if backends.choose(self._device, optimizer.backend) == "reference":
             raise ValueError("backend 'reference' reads step counts on the host and cannot be captured")
         self.function, self.optimizer, self.n_warmup = function, optimizer, n_warmup
         self._shapes: dict[Key, _Shapes] = {}

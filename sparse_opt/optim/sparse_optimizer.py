@@ -245,7 +245,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             bucket.allocate(STEP_OPS[self._op], self.state_dtype, **copies)
             n_grads = bucket.unsharded.nnz if compact_grads or self.max_grad_norm is not None else 0
             values = torch.zeros(n_grads, dtype=self.grad_dtype, device=bucket.device)
-            binding.bind(bucket, self._op, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
+            binding.bind(bucket, self.backend, values=values, tiles=its_tiles, compact=compact_grads)
         return buckets
 
     def _adopt(self, mask: MaskSet, buckets: list[Bucket], bases: list[base_weights.BaseWeights]) -> None:

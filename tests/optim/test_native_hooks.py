@@ -12,7 +12,7 @@ from sparse_opt.optim.gradients.collector import Receiver
 @pytest.fixture(autouse=True)
 def native(device, monkeypatch):
     monkeypatch.delenv("SPARSE_OPT_BACKEND", raising=False)
-    if backends.choose("indexed_adamw_", device.type) not in ("cpu", "cuda"):
+    if backends.choose(device.type) not in ("cpu", "cuda"):
         pytest.skip("needs the extension: " + backends.why_unavailable(device.type, device.type))
 
 
