@@ -49,7 +49,7 @@ examples:
 _INFO_EPILOG = """What a step has changed: 'sparse-opt delta list', and by tensor 'sparse-opt analyze sparsity'.
 
 examples:
-  sparse-opt delta info --delta_log_dir delta_logs_M --largest 20
+  sparse-opt delta info --delta_log_dir delta_logs_M
 """
 _VERIFY_EPILOG = """Rebuilds every step and compares every digest. If a file is damaged, the exit code is 1, and the
 error names the file and the steps that cannot be rebuilt.
@@ -120,9 +120,8 @@ def _parser() -> CommandParser:
     listing = actions.add_parser("list", help="list every step: kind, changed elements, size", epilog=_LIST_EPILOG)
     _add_log(listing)
 
-    info = actions.add_parser("info", help="show a log's settings and tensors", epilog=_INFO_EPILOG)
+    info = actions.add_parser("info", help="show a log's settings and dtypes", epilog=_INFO_EPILOG)
     _add_log(info)
-    info.add_argument("--largest", type=int, default=10, metavar="K", help="tensors to list (%(default)s)")
 
     verify = actions.add_parser("verify", help="rebuild every step and compare its digest", epilog=_VERIFY_EPILOG)
     _add_log(verify)

@@ -6,7 +6,6 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError
 from ...tables import format_bytes, table
 from ..output import format_percent, print_json
 
@@ -36,15 +35,12 @@ def run_list(args: Namespace) -> None:
 
 
 def run_info(args: Namespace) -> None:
-    """Print the settings of a log, and its tensors."""
-    if args.largest < 0:
-        raise ConfigError(f"option 'largest' is {args.largest}: expected 0 or more")
+    """Print the settings of a log, and the dtypes of its tensors."""
     from ...delta.log import DeltaLog
     from ...masks.parameters import tied_text
 
     log = DeltaLog.open(args.delta_log_dir)
     layout, steps = log.layout, log.steps
-    largest = sorted(layout.tensors, key=lambda spec: (-spec.numel, spec.name))[: args.largest]
     dtypes = _dtypes(layout)
     settings = {"run_id": log.run_id, "keyframe_every": log.keyframe_every, "mask_digest": log.mask_digest or None}
     content: dict[str, Any] = {
@@ -59,7 +55,6 @@ def run_info(args: Namespace) -> None:
         "buffers": len(layout.buffers),
         "tied": dict(layout.aliases),
         "metadata": log.metadata,
-        "largest": [{"name": s.name, "dtype": s.dtype, "shape": s.shape, "elements": s.numel} for s in largest],
     }
     if args.json:
         print_json(content)
@@ -72,9 +67,6 @@ def run_info(args: Namespace) -> None:
     lines += [f"{key}: {value}" for key, value in log.metadata.items()]
     rows = [(d, f"{e['tensors']:,}", f"{e['elements']:,}", format_bytes(e["bytes"])) for d, e in dtypes.items()]
     lines += ["", table(("dtype", "tensors", "elements", "bytes"), rows)]
-    if largest:
-        shown = [(s.name, s.dtype, " x ".join(map(str, s.shape)), f"{s.numel:,}") for s in largest]
-        lines += ["", table(("largest tensors", "dtype", "shape", "elements"), shown, n_words=3)]
     print("\n".join(lines))
 
 
