@@ -64,7 +64,7 @@ def test_several_masks_in_a_csv_and_pictures(sparse_opt, masks, tmp_path):
         assert tensors == {name: overlap.both for name, overlap in pair.tensors.items()}
     assert (out / "all.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in out.iterdir()) == ["all.csv", "all.png"]
-    sparse_opt("mask", "compare", *paths[:2], "--layers_png", out / "pair.png").done()
+    sparse_opt("mask", "compare", *paths[:2], "--png", out / "pair.png").done()
     assert (out / "pair.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -100,7 +100,6 @@ def test_refusals_name_the_cause_and_write_nothing(sparse_opt, masks, tmp_path):
         ((paths[0], wider), 1, "model.norm.weight is [32] in a and [64] in wider"),
         ((paths[0], damaged), 1, str(damaged)),
         ((paths[0], paths[1], paths[0]), 2, f"{paths[0]} is given twice"),
-        ((*paths, "--layers_png", tmp_path / "y.png"), 2, "'layers_png' draws two masks, found 3"),
     ):
         assert said in sparse_opt("mask", "compare", *words, *out).failed_in_one_line(code)
     assert sorted(tmp_path.iterdir()) == there

@@ -28,7 +28,7 @@ compares masks of one model over the tensors that all of them list.
 
 examples:
   sparse-opt mask compare fisher.safetensors momentum.safetensors
-  sparse-opt mask compare seed0.safetensors seed1.pt --per_tensor --layers_png agreement_by_layer.png
+  sparse-opt mask compare seed0.safetensors seed1.pt --per_tensor --png agreement_by_layer.png
   sparse-opt mask compare masks/*.safetensors --png overlap.png --csv overlap.csv
 """
 
@@ -41,9 +41,8 @@ def add_parser(actions: Any) -> None:
     compare.add_argument("files", type=Path, nargs="+", metavar="FILE", help="two or more mask files")
     compare.add_argument("--common", action="store_true", help="compare over the tensors that all masks list")
     compare.add_argument("--per_tensor", action="store_true", help="list every tensor")
-    compare.add_argument("--png", type=Path, metavar="FILE", help="write a heat map of all pairs")
     compare.add_argument(
-        "--layers_png", type=Path, metavar="FILE", help="write a heat map of the overlap of two masks by layer and part"
+        "--png", type=Path, metavar="FILE", help="write a heat map: of two masks by layer and part, of more by pair"
     )
     compare.add_argument("--csv", type=Path, metavar="FILE", help="write a table of all statistics")
     add_json_flag(compare)
@@ -57,23 +56,18 @@ def run(args: Namespace) -> None:
     from ...masks.mask_set import MaskSet
 
     labels = _labels(args.files)
-    if args.layers_png is not None and len(args.files) != 2:
-        raise ConfigError(f"option 'layers_png' draws two masks, found {len(args.files)}")
-    for option in ("png", "layers_png"):
-        if getattr(args, option) is not None:
-            require_matplotlib(option)
+    if args.png is not None:
+        require_matplotlib("png")
     masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}
     comparisons = compare_masks(masks, common=args.common)
     records = [record for pair in comparisons for record in _records(pair)]
     if args.csv is not None:
         write_csv(Table("", records), args.csv)
-    if args.png is not None or args.layers_png is not None:
+    if args.png is not None:
         from ...analysis import plots
 
-        if args.png is not None:
-            save_png(plots.comparison_figure(comparisons), args.png)
-        if args.layers_png is not None:
-            save_png(plots.pair_figure(comparisons[0]), args.layers_png)
+        is_pair = len(comparisons) == 1
+        save_png(plots.pair_figure(comparisons[0]) if is_pair else plots.comparison_figure(comparisons), args.png)
     if args.json:
         files = [
             {"name": label, "file": file, "nnz": mask.nnz, "density": mask.density, "digest": mask.digest}
@@ -82,7 +76,7 @@ def run(args: Namespace) -> None:
         print_json({"masks": files, "overlaps": records})
         return
     _print_tables(comparisons, args.per_tensor)
-    for path in (args.png, args.layers_png, args.csv):
+    for path in (args.png, args.csv):
         if path is not None:
             print(f"\nwrote {path}")
 
