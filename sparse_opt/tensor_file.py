@@ -50,7 +50,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class _Entry:
+class TensorEntry:
     """A tensor's entry in the header: dtype, shape, and begin and end in bytes of the file."""
 
     dtype: torch.dtype
@@ -62,55 +62,44 @@ class _Entry:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
 
 class TensorFile:
     """A safetensors file open for reading, as returned by `open_tensors`.
 
-    metadata: the strings under `__metadata__` in its header.
+    Attributes:
+        metadata: the strings under `__metadata__` in its header.
+        entries: name -> entry, in the order of the tensors' bytes.
     """
 
-    def __init__(self, descriptor: int, metadata: Mapping[str, str], entries: Mapping[str, _Entry]) -> None:
-        self._descriptor, self._entries = descriptor, entries
+    def __init__(self, descriptor: int, metadata: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> None:
+        self._descriptor, self.entries = descriptor, dict(entries)
         self.metadata = dict(metadata)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors' names, in the order of their bytes."""
-        return tuple(self._entries)
-
-    def numel(self, name: str) -> int:
-        """The number of elements of a tensor."""
-        return self._entries[name].numel
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._entries[name].dtype
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entries[name].shape
-
-    def begin(self, name: str) -> int:
-        """The byte of the file at which a tensor begins."""
-        return self._entries[name].begin
-
-    def nbytes(self, name: str) -> int:
-        return self._entries[name].end - self._entries[name].begin
+        return tuple(self.entries)
 
     def read(self, name: str, memory: Tensor | None = None) -> Tensor:
         """Read a tensor into new memory on the CPU, or into the first bytes of `memory`, uint8 [n].
 
         Raises DamagedFile if the file has been truncated, OSError if it is unreadable.
         """
-        entry = self._entries[name]
+        entry = self.entries[name]
         return self._elements(entry, 0, entry.numel, memory).view(entry.shape)
 
     def read_range(self, name: str, begin: int, end: int) -> Tensor:
         """Read the elements [begin, end) of a tensor in row-major order: [end - begin]. Errors as in `read`."""
-        entry = self._entries[name]
+        entry = self.entries[name]
         if not 0 <= begin <= end <= entry.numel:
             raise ValueError(f"elements [{begin}, {end}) of {name}, expected a range within [0, {entry.numel})")
         return self._elements(entry, begin, end)
 
-    def _elements(self, entry: _Entry, begin: int, end: int, memory: Tensor | None = None) -> Tensor:
+    def _elements(self, entry: TensorEntry, begin: int, end: int, memory: Tensor | None = None) -> Tensor:
         size = entry.dtype.itemsize
         length = (end - begin) * size
         data = torch.empty(length, dtype=torch.uint8, device="cpu") if memory is None else memory[:length]
@@ -133,7 +122,7 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
         os.close(descriptor)
 
 
-def _read_header(descriptor: int) -> tuple[dict[str, str], dict[str, _Entry]]:
+def _read_header(descriptor: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:
     size = os.fstat(descriptor).st_size
     if size < 8:
         raise DamagedFile(f"it has {size} bytes, expected 8 or more")
@@ -161,7 +150,7 @@ def _read_header(descriptor: int) -> tuple[dict[str, str], dict[str, _Entry]]:
     return metadata, entries
 
 
-def _entry(name: str, fields: Any, start: int) -> _Entry:
+def _entry(name: str, fields: Any, start: int) -> TensorEntry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise DamagedFile(f"the header entry of {name} is not dtype, shape and data_offsets")
     shape, offsets = fields["shape"], fields["data_offsets"]
@@ -172,9 +161,9 @@ def _entry(name: str, fields: Any, start: int) -> _Entry:
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
         raise DamagedFile(f"{name} has the dtype {fields['dtype']!r}, expected one of {', '.join(DTYPES)}")
-    entry = _Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
-    if entry.end - entry.begin != entry.numel * dtype.itemsize:
-        raise DamagedFile(f"{name} has {entry.end - entry.begin} bytes, expected {fields['dtype']} {shape}")
+    entry = TensorEntry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
+    if entry.nbytes != entry.numel * dtype.itemsize:
+        raise DamagedFile(f"{name} has {entry.nbytes} bytes, expected {fields['dtype']} {shape}")
     return entry
 
 

@@ -67,9 +67,8 @@ class Checkpoint:
         for path in _files_of(text):
             try:
                 with open_tensors(path) as file:
-                    for name in file.names:
-                        dtype = str(file.dtype(name)).removeprefix("torch.")
-                        specs[name] = TensorSpec(name, dtype, file.shape(name))
+                    for name, entry in file.entries.items():
+                        specs[name] = TensorSpec(name, str(entry.dtype).removeprefix("torch."), entry.shape)
                         files[name] = path
             except (OSError, DamagedFile) as error:
                 raise DataError(f"{path}: not a readable safetensors file: {one_line(error)}") from error

@@ -224,7 +224,7 @@ class TensorPatches:
                 raise PatchError(f"it holds {sorted(names)}, expected records")
             patch = Patch.of_tensor_in(
                 {part: content.read(key) for part, key in names.items()},
-                content.numel(records),
+                content.entries[records].numel,
                 lambda begin, end: content.read_range(records, begin, end),
                 spec.torch_dtype,
                 _numels(self._group, mask),

@@ -127,7 +127,7 @@ def test_every_dtype_at_any_address(tmp_path, states, same_bits, with_header, pa
 def test_ranges(file):
     save_file({"a": torch.arange(10).view(2, 5), "b": torch.arange(3.0)}, file)
     with open_tensors(file) as found:
-        assert found.numel("a") == 10
+        assert found.entries["a"].numel == 10
         assert found.read_range("a", 3, 7).tolist() == [3, 4, 5, 6]
         assert found.read_range("a", 10, 10).tolist() == []
         assert found.read("b").tolist() == [0, 1, 2]

@@ -98,15 +98,16 @@ def _write_shard(path: Path, target: Path, delta: SparseDelta, firsts: dict[str,
                 raise DeltaError(f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {spec}")
             tensor = delta.trained(spec.name, tensor, in_place=True)
         with target.open("r+b") as out:
-            out.seek(file.begin(name))
+            begin = file.entries[name].begin
+            out.seek(begin)
             out.write(tensor.view(-1).view(torch.uint8).numpy().data)
             # Starts to write to disk, so that the fsync at the end waits less.
-            os.posix_fadvise(out.fileno(), file.begin(name), tensor.nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(out.fileno(), begin, tensor.nbytes, os.POSIX_FADV_DONTNEED)
 
     with open_tensors(path) as file, path.open("rb") as content:
         size = content.read(8)
         target.write_bytes(size + content.read(int.from_bytes(size, "little")))
-        largest = max(map(file.nbytes, file.names), default=0)
+        largest = max((entry.nbytes for entry in file.entries.values()), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device="cpu") for _ in range(_THREADS)]
         try:
             with ThreadPoolExecutor(_THREADS, initializer=start) as pool:
