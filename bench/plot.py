@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparse_opt.analysis.output_files import new_figure, save_png
+from sparse_opt.analysis.plots import new_figure, save_png
 
 from .rows import Row, in_common, label, number, scale_of
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from sparse_opt.analysis.output_files import require_matplotlib
+from sparse_opt.analysis.plots import require_matplotlib
 from sparse_opt.errors import ConfigError
 from sparse_opt.options import CommandParser
 from sparse_opt.tables import markdown_table, table

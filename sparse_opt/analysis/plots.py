@@ -10,13 +10,15 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .. import files
+from ..errors import ConfigError
 from ..masks.mask_set import MaskSet, MaskStats
 from ..masks.parameters import PART_LABELS, PARTS, Part, group, group_by_part, in_layer_order, layer_label, place_of
 from .changes import Coverage, StepChanges, sum_changes
 from .mask_overlap import Comparison, Overlap
-from .output_files import new_figure
 from .ranks import RankStats
 from .records import precision_text, threshold_text
 
@@ -33,6 +35,31 @@ _LINES = ("-", "--", "-.", ":")
 _Cells = dict[tuple[int | None, Part], tuple[float, str]]
 
 T = TypeVar("T")
+
+
+def require_matplotlib(option: str) -> None:
+    """Raise a ConfigError that names the option that needs matplotlib if it is not installed."""
+    try:
+        import matplotlib  # noqa: F401  # only whether it can be imported
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"option '{option}' needs the package matplotlib, which is not installed: pip install 'sparse-opt[plot]'"
+        ) from error
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches, with a layout that fits its labels."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG with 150 dots per inch. Raises a SparseOptError that names the file on a failed write."""
+    with files.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.written_aside(path) as aside:
+            figure.savefig(aside, dpi=150, format="png")
 
 
 def density_figure(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Figure:

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
+from .. import files
 from ..masks.parameters import PART_LABELS, component_of, group_by_layer, group_by_part, layer_label
 from .changes import ChangeCounts, Coverage, StepChanges, sum_changes
-from .output_files import write_text
 from .ranks import TOP_K, RankStats, measure_concentration
 
 Record = dict[str, Any]
@@ -94,6 +94,13 @@ class Table:
     def is_text(self) -> list[bool]:
         """Whether each column is text, which tables align left."""
         return [column.kind in ("text", "shape") for column in self.columns.values()]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8. Raises a SparseOptError that names the file if it cannot be written."""
+    with files.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(path, text)
 
 
 def write_csv(table: Table, path: Path) -> None:

@@ -251,7 +251,7 @@ def _ranks(args: Namespace) -> None:
 
 
 def _report(args: Namespace) -> None:
-    from ..analysis.output_files import write_text
+    from ..analysis.records import write_text
     from ..analysis.report import build_report
 
     log, chosen = _open(args)
@@ -273,7 +273,7 @@ def _report(args: Namespace) -> None:
 
 def _require_output(args: Namespace) -> None:
     """Raise, before a long analysis, if --output has the wrong kind or plots cannot be drawn."""
-    from ..analysis.output_files import require_matplotlib
+    from ..analysis.plots import require_matplotlib
 
     if args.output is None:
         return
@@ -317,8 +317,8 @@ def _give(
     log: StateLog,
 ) -> None:
     """Write the requested files, and print the tables or the JSON, with the further names of tied tensors."""
-    from ..analysis.output_files import save_png, write_text
-    from ..analysis.records import Table, write_csv
+    from ..analysis.plots import save_png
+    from ..analysis.records import Table, write_csv, write_text
     from ..masks.parameters import tied_text
 
     tied = dict(log.layout.aliases)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from sparse_opt.analysis.output_files import new_figure, save_png
+from sparse_opt.analysis.plots import new_figure, save_png
 from sparse_opt.masks.patterns import PATTERNS
 from sparse_opt.tables import markdown_table
 

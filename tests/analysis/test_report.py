@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-
 
 from sparse_opt import MaskSet
 from sparse_opt.analysis import compare_masks, plots
-from sparse_opt.analysis.output_files import save_png
+from sparse_opt.analysis.plots import save_png
 from sparse_opt.analysis.report import build_report
 from sparse_opt.errors import SparseOptError
 

@@ -175,14 +175,13 @@ def _random(args: Namespace) -> None:
 
 
 def _info(args: Namespace) -> None:
+    from ...analysis import plots
     from ...masks.mask_set import MaskSet
     from ...masks.parameters import PART_LABELS, layer_label
 
     for option in ("png", "experts_png"):
         if getattr(args, option) is not None:
-            from ...analysis.output_files import require_matplotlib, save_png
-
-            require_matplotlib(option)
+            plots.require_matplotlib(option)
     mask = MaskSet.load(args.file)
     experts = mask.per_expert()
     if args.experts_png is not None and not experts:
@@ -190,14 +189,10 @@ def _info(args: Namespace) -> None:
     layers = {layer_label(layer): stats for layer, stats in mask.per_layer().items()}
     parts = mask.per_part()
     if args.png is not None:
-        from ...analysis.plots import mask_figure
-
-        save_png(mask_figure(mask, args.file.name), args.png)
+        plots.save_png(plots.mask_figure(mask, args.file.name), args.png)
     if args.experts_png is not None:
-        from ...analysis.plots import expert_figure
-
         shares = {expert: stats.density for expert, stats in experts.items()}
-        save_png(expert_figure(shares, args.file.name, "density, % of elements"), args.experts_png)
+        plots.save_png(plots.expert_figure(shares, args.file.name, "density, % of elements"), args.experts_png)
     if args.json:
         stats_by: dict[str, dict[Any, Any]] = {"layers": layers, "parts": dict(parts), "tensors": mask.per_tensor()}
         if experts:

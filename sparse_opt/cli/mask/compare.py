@@ -50,24 +50,21 @@ def add_parser(actions: Any) -> None:
 
 def run(args: Namespace) -> None:
     """Compare the masks, write the requested files, and print tables or JSON."""
-    from ...analysis import compare_masks
-    from ...analysis.output_files import require_matplotlib, save_png
+    from ...analysis import compare_masks, plots
     from ...analysis.records import Table, write_csv
     from ...masks.mask_set import MaskSet
 
     labels = _labels(args.files)
     if args.png is not None:
-        require_matplotlib("png")
+        plots.require_matplotlib("png")
     masks = {label: MaskSet.load(file) for label, file in zip(labels, args.files, strict=True)}
     comparisons = compare_masks(masks, common=args.common)
     records = [record for pair in comparisons for record in _records(pair)]
     if args.csv is not None:
         write_csv(Table("", records), args.csv)
     if args.png is not None:
-        from ...analysis import plots
-
         is_pair = len(comparisons) == 1
-        save_png(plots.pair_figure(comparisons[0]) if is_pair else plots.comparison_figure(comparisons), args.png)
+        plots.save_png(plots.pair_figure(comparisons[0]) if is_pair else plots.comparison_figure(comparisons), args.png)
     if args.json:
         files = [
             {"name": label, "file": file, "nnz": mask.nnz, "density": mask.density, "digest": mask.digest}
