@@ -1,7 +1,7 @@
 """Mask finding: scores of elements, from a delta log or from a model, and the selection of the best ones."""
 
 from .experts import FoundExperts, find_experts
-from .find import find_from_log, find_from_model, mask_file_name, top_file_name
+from .find import find_from_log, find_from_model
 from .log_scores import LOG_METHODS
 from .model_scores import CALIBRATION_METHODS
 from .select import FoundMask, find_mask
@@ -15,6 +15,4 @@ __all__ = [
     "find_from_log",
     "find_from_model",
     "find_mask",
-    "mask_file_name",
-    "top_file_name",
 ]

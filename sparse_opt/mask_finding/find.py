@@ -1,4 +1,4 @@
-"""Finds masks, from a log of states or from the initial model, and names their files."""
+"""Finds masks, from a log of states or from the initial model."""
 
 from __future__ import annotations
 
@@ -16,25 +16,6 @@ from ..tensors import canonical_names, floating_parameters_of, named_parameters_
 from .log_scores import LogMethod, LogScores, plan_scores
 from .model_scores import CalibrationSequence, ModelMethod, calibrated_scores, weight_scores
 from .select import FoundMask, SelectionOptions, find_mask, require_arguments
-
-
-def mask_file_name(sparsity: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
-    """`sparsity_97.5pct_magnitude_step50.safetensors`; sparsity in percent.
-
-    Without a step, as for a mask from the initial model: `sparsity_97.5pct_snip.safetensors`. A pattern other than
-    element follows the method: `sparsity_97.5pct_fisher_run32_step50.safetensors`.
-    """
-    return f"sparsity_{float(sparsity)}pct_{_source(method, step, pattern)}.safetensors"
-
-
-def top_file_name(percent: float, method: str, step: int | None = None, *, pattern: str = "element") -> str:
-    """`top_10.0pct_momentum_w25_step25.safetensors`: as `mask_file_name`, for the percent of elements to keep."""
-    return f"top_{float(percent)}pct_{_source(method, step, pattern)}.safetensors"
-
-
-def _source(method: str, step: int | None, pattern: str) -> str:
-    parts = [method, *([] if pattern == "element" else [pattern]), *([] if step is None else [f"step{step}"])]
-    return "_".join(parts)
 
 
 def find_from_log(

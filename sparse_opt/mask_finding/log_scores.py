@@ -61,11 +61,6 @@ class ScorePlan:
         """Number of velocities of a momentum score, None for the other methods."""
         return len(self.steps) - 1 if self.method == "momentum" else None
 
-    @property
-    def label(self) -> str:
-        """For file names: `fisher`, `momentum_w25`."""
-        return self.method if self.window is None else f"{self.method}_w{self.window}"
-
 
 def plan_scores(
     log: StateLog, method: LogMethod, *, target_step: int | None = None, momentum_window: int | None = None

@@ -44,6 +44,12 @@ def test_every_method_writes_a_mask_that_a_run_takes(find, files, tmp_path, meth
     assert mask.metadata["sparsity"] == "80.0"
 
 
+def test_the_file_s_name_has_the_size_as_given_and_the_pattern(find):
+    words = ("--top_percent", 10, "--pattern", "run16", "--momentum_window", 2, "--target_step", 2, "--json")
+    found = json.loads(find("momentum", *words).done())
+    assert found["file"].endswith("/top_10.0pct_momentum_w2_run16_step2.safetensors")
+
+
 def test_masks_have_a_folder_by_default(sparse_opt, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = json.loads(sparse_opt("mask", "find", "--delta_log_dir", files.delta_log, "--json").done())

@@ -172,10 +172,10 @@ def test_steps_that_each_method_reads() -> None:
     assert steps(method="momentum", target_step=9, momentum_window=2) == (5, 6, 9)
     assert steps(method="momentum", momentum_window=5) == STEPS
     assert steps(method="momentum") == STEPS
-    assert plan_scores(log, "momentum", momentum_window=3).label == "momentum_w3"
+    assert plan_scores(log, "momentum", momentum_window=3).window == 3
     many = MemoryLog({step: {"w": torch.zeros(1)} for step in range(40)})
     assert plan_scores(many, "momentum").steps == tuple(range(14, 40))
-    assert plan_scores(many, "momentum", target_step=25).label == "momentum_w25"
+    assert plan_scores(many, "momentum", target_step=25).window == 25
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ from .output import PATTERNS, add_routers, headline, output_file, summary
 if TYPE_CHECKING:
     import torch
 
-    from ...delta.state_log import StateLog
     from ...mask_finding.select import FoundMask
+    from ...masks.mask_set import MaskSet
 
 # Copies of the names in mask_finding, which cannot be imported without torch.
 LOG_METHODS = ("magnitude", "momentum", "fisher", "oracle")
@@ -137,17 +136,20 @@ def run(args: Namespace) -> None:
     if args.method == "experts":
         _find_experts(args)
         return
-    from ...delta.log import DeltaLog
     from ...tensors import resolve_device
 
     device = resolve_device(args.device)
-    if args.method in LOG_METHODS:
-        label, step, find = _in_log(args, DeltaLog.open(args.delta_log_dir), sparsity, device)
-    else:
-        label, step, find = _in_model(args, sparsity, device)
     output = args.output or Path("masks") / (args.delta_log_dir or Path(args.model_name)).resolve().name
-    path = output_file(output, _file_name(args, sparsity, label, step))
-    found = find()
+    output_file(output, "")  # refuses an invalid path before the work
+    names = ("include", "exclude", "mlp_only", "routers", "min_tensor_keep", "pool", "pattern")
+    options: dict[str, Any] = {"progress": True, **{name: getattr(args, name) for name in names}}
+    if args.method in LOG_METHODS:
+        found = _in_log(args, sparsity, device, options)
+    else:
+        from . import from_model
+
+        found = from_model.find(args, sparsity, device, options)
+    path = output_file(output, _file_name(args, sparsity, found.mask))
     found.mask.save(path)
     if args.json:
         print_json({"file": path, **summary(found.mask), "threshold": found.threshold})
@@ -229,17 +231,14 @@ def _settle_options(args: Namespace) -> None:
         raise ConfigError(f"option 'delta_log_dir' is not valid with method '{method}', which finds no mask in a log")
 
 
-_Plan = tuple[str, int | None, "Callable[[], FoundMask]"]
-
-
-def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.device) -> _Plan:
-    """The method and step as used in file names, and the search itself; invalid calls are refused at once."""
+def _in_log(args: Namespace, sparsity: float, device: torch.device, options: dict[str, Any]) -> FoundMask:
+    from ...delta.log import DeltaLog
     from ...mask_finding.find import find_from_log
-    from ...mask_finding.log_scores import plan_scores
-    from .from_model import parameter_shapes
 
-    plan = plan_scores(log, args.method, target_step=args.target_step, momentum_window=args.momentum_window)
+    log = DeltaLog.open(args.delta_log_dir)
     if args.model_name is not None:
+        from .from_model import parameter_shapes
+
         shapes = parameter_shapes(args.model_name)
         for spec in log.layout.tensors:
             if spec.name not in log.layout.buffers and (found := shapes.get(spec.name)) != spec.shape:
@@ -247,46 +246,21 @@ def _in_log(args: Namespace, log: StateLog, sparsity: float, device: torch.devic
                     f"{log.directory}: not a log of {args.model_name}: {spec.name} is {list(spec.shape)} in the log, "
                     f"{'absent' if found is None else list(found)} in the model"
                 )
-
-    def find() -> FoundMask:
-        found = find_from_log(
-            log,
-            method=args.method,
-            sparsity=sparsity,
-            target_step=args.target_step,
-            momentum_window=args.momentum_window,
-            include=args.include,
-            exclude=args.exclude,
-            mlp_only=args.mlp_only,
-            routers=args.routers,
-            device=device,
-            **_shared(args),
-        )
-        if args.model_name is not None:
-            found.mask.metadata.setdefault("model", args.model_name)
-        return found
-
-    return plan.label, plan.step, find
+    steps = {"target_step": args.target_step, "momentum_window": args.momentum_window}
+    result = find_from_log(log, method=args.method, sparsity=sparsity, device=device, **steps, **options)
+    if args.model_name is not None:
+        result.mask.metadata.setdefault("model", args.model_name)
+    return result
 
 
-def _shared(args: Namespace) -> dict[str, Any]:
-    return {
-        "min_tensor_keep": args.min_tensor_keep,
-        "pool": args.pool,
-        "pattern": args.pattern,
-        "progress": True,
-    }
-
-
-def _in_model(args: Namespace, sparsity: float, device: torch.device) -> _Plan:
-    from . import from_model
-
-    return args.method, None, lambda: from_model.find(args, sparsity, device, _shared(args))
-
-
-def _file_name(args: Namespace, sparsity: float, label: str, step: int | None) -> str:
-    from ...mask_finding.find import mask_file_name, top_file_name
-
-    if args.top_percent is not None:
-        return top_file_name(args.top_percent, label, step, pattern=args.pattern)
-    return mask_file_name(sparsity, label, step, pattern=args.pattern)
+def _file_name(args: Namespace, sparsity: float, mask: MaskSet) -> str:
+    """`sparsity_97.5pct_fisher_run32_step50.safetensors`, `top_10.0pct_momentum_w25_step25.safetensors`, ..."""
+    size = f"sparsity_{float(sparsity)}" if args.top_percent is None else f"top_{float(args.top_percent)}"
+    parts = [f"{size}pct", args.method]
+    if "momentum_window" in mask.metadata:
+        parts.append(f"w{mask.metadata['momentum_window']}")
+    if args.pattern != "element":
+        parts.append(args.pattern)
+    if "step" in mask.metadata:
+        parts.append(f"step{mask.metadata['step']}")
+    return "_".join(parts) + ".safetensors"

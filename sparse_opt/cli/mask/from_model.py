@@ -58,7 +58,7 @@ def find(args: Namespace, sparsity: float, device: torch.device, options: dict[s
 
     Args:
         args: the options of `mask find`.
-        options: options of `mask_finding.select.find_mask`.
+        options: options of `mask_finding.find_from_model`.
     """
     hide_progress_bars()
     chosen_shapes(args)  # before the weights are read
@@ -74,10 +74,6 @@ def find(args: Namespace, sparsity: float, device: torch.device, options: dict[s
         sparsity=sparsity,
         sequences=sequences,
         metadata=metadata,
-        include=args.include,
-        exclude=args.exclude,
-        mlp_only=args.mlp_only,
-        routers=args.routers,
         **options,
     )
 
