@@ -65,11 +65,8 @@ examples:
 _REPORT_EPILOG = """One HTML file without external resources: the tables and plots of sparsity, coverage (of a log),
 ranks and shapes.
 
---output is a file that ends in .html, or a folder, where the file is report.html.
-
 examples:
   sparse-opt analyze report --delta_log_dir delta_logs_M --output report.html
-  sparse-opt analyze report --delta_log_dir delta_logs_M --device cuda --output reports/
   sparse-opt analyze report --base_model base/ --model_name tuned/ --skip ranks --output report.html
 """
 # Copies of the values in the analyses, which cannot be imported without torch.
@@ -133,8 +130,7 @@ def _parser() -> CommandParser:
         default=[],
         help="analyses to leave out",
     )
-    report.add_argument("--output", type=Path, required=True, metavar="PATH", help=".html file, or folder")
-    add_json_flag(report)
+    report.add_argument("--output", type=Path, required=True, metavar="FILE", help="the page to write, .html")
     return parser
 
 
@@ -263,12 +259,8 @@ def _report(args: Namespace) -> None:
         rank_tau=None if "ranks" in args.skip else TAU,
         **chosen,
     )
-    path = args.output if args.output.suffix == ".html" and not args.output.is_dir() else args.output / "report.html"
-    write_text(path, page)
-    if args.json:
-        print_json({"file": path, "bytes": path.stat().st_size})
-    else:
-        print(f"wrote {path}")
+    write_text(args.output, page)
+    print(f"wrote {args.output}")
 
 
 def _require_output(args: Namespace) -> None:
@@ -278,8 +270,8 @@ def _require_output(args: Namespace) -> None:
     if args.output is None:
         return
     if args.action == "report":
-        if not args.output.is_dir() and (args.output.is_file() or args.output.suffix) and args.output.suffix != ".html":
-            raise ConfigError(f"option 'output' is {args.output}: expected a file that ends in .html, or a folder")
+        if args.output.suffix != ".html" or args.output.is_dir():
+            raise ConfigError(f"option 'output' is {args.output}: expected a file that ends in .html")
     elif args.output.exists() and not args.output.is_dir():
         raise ConfigError(f"option 'output' is {args.output}: a file, expected a folder")
     if args.action == "report" or not args.no_plots:
