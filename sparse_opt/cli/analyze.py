@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _EPILOG = """examples:
   sparse-opt analyze sparsity --delta_log_dir delta_logs_M
   sparse-opt analyze sparsity --base_model Qwen/Qwen2.5-0.5B --model_name Qwen/Qwen2.5-0.5B-Instruct
-  sparse-opt analyze coverage --delta_log_dir delta_logs_M --output plots/
-  sparse-opt analyze ranks --delta_log_dir delta_logs_M --device cuda --output plots/
   sparse-opt analyze report --delta_log_dir delta_logs_M --output report.html
 """
 _SPARSITY_EPILOG = """Density is the share of elements that changed since the first logged step; sparsity is 100 % minus
@@ -44,7 +42,6 @@ active at the last step that are active at t. Density at t is the share of all e
 --output DIR writes coverage.csv, coverage.json, coverage.png.
 
 examples:
-  sparse-opt analyze coverage --delta_log_dir delta_logs_M
   sparse-opt analyze coverage --delta_log_dir delta_logs_M --tau 1e-7 1e-6 1e-5 --output plots/
   sparse-opt analyze coverage --checkpoints states/ --output plots/
 """
@@ -57,9 +54,7 @@ matrices, by their norms: Gini coefficient, normalised entropy, share of the 3 l
 ranks_by_layer.png shows the last of them.
 
 examples:
-  sparse-opt analyze ranks --delta_log_dir delta_logs_M --device cuda
   sparse-opt analyze ranks --delta_log_dir delta_logs_M --all_steps --include '*.h.0.*' --output plots/
-  sparse-opt analyze ranks --delta_log_dir delta_logs_M --steps 100 --exclude '*embed*' --output plots/
   sparse-opt analyze ranks --base_model base/ --model_name tuned/
 """
 _REPORT_EPILOG = """One HTML file without external resources: the tables and plots of sparsity, coverage (of a log),

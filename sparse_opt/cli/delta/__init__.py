@@ -32,7 +32,6 @@ examples:
   sparse-opt delta list --delta_log_dir delta_logs_M
   sparse-opt delta verify --delta_log_dir delta_logs_M
   sparse-opt delta reconstruct --model_name M --delta_log_dir delta_logs_M --step 50 --output_dir step_50
-  sparse-opt delta convert --from old_deltas --to delta_logs_M
 
 A delta is the change between two checkpoints, as a folder: docs/sharing.md.
 

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 _EPILOG = """examples:
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 90 --output masks/
   sparse-opt mask random --model_name M --density 0.1 --seed 1 --output masks/
-  sparse-opt mask info masks/sparsity_90.0pct_magnitude_step100.safetensors --png density.png
   sparse-opt mask compare masks/*.safetensors --png overlap.png --csv overlap.csv
-  sparse-opt mask intersect masks/A.safetensors masks/B.safetensors --output masks/both.safetensors
-  sparse-opt mask convert masks.pt --output masks.safetensors
 
 'sparse-opt mask ACTION --help' explains an action.
 """
@@ -54,7 +51,6 @@ lm_head) and by layer; the part 'other' has parameters of no known part, the lay
 --png draws a heat map of layers by parts, --experts_png one of layers by experts.
 
 examples:
-  sparse-opt mask info masks/sparsity_90.0pct_magnitude_step100.safetensors
   sparse-opt mask info masks.pt --per_tensor
   sparse-opt mask info masks.safetensors --png density.png --json
 """

@@ -27,7 +27,6 @@ mixtures of experts each expert too (3.17: expert 17 of layer 3). Masks of diffe
 compares masks of one model over the tensors that all of them list.
 
 examples:
-  sparse-opt mask compare fisher.safetensors momentum.safetensors
   sparse-opt mask compare seed0.safetensors seed1.pt --per_tensor --png agreement_by_layer.png
   sparse-opt mask compare masks/*.safetensors --png overlap.png --csv overlap.csv
 """

@@ -51,16 +51,13 @@ A mask at random: 'sparse-opt mask random'. How much a mask has in common with a
 sparsity_97.5pct_fisher_step50.safetensors, or top_10.0pct_momentum_w25_step25.safetensors with --top_percent.
 
 examples:
-  sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5
   sparse-opt mask find --delta_log_dir delta_logs_M --sparsity_percent 97.5 --target_step 50 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --method momentum --momentum_window 25 --target_step 25 \\
       --top_percent 10 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --method fisher --pattern run32 --output masks/
   sparse-opt mask find --delta_log_dir delta_logs_M --mlp_only --pool tensor --output mlp.safetensors
-  sparse-opt mask find --delta_log_dir delta_logs_M --exclude '*embed*' '*norm*' --output masks/
   sparse-opt mask find --method snip --model_name M --dataset pairs.jsonl --n_samples 64 --output masks/
   sparse-opt mask find --method experts --model_name M --dataset task.jsonl --top_p 0.2 --output masks/
-  sparse-opt mask find --method weight_magnitude --model_name M --sparsity_percent 97.5 --output masks/
 """
 # Options that only some methods take -> those methods, and the default value.
 _BELONGING: dict[str, tuple[tuple[str, ...], Any]] = {
