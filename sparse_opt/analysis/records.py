@@ -21,7 +21,7 @@ from .changes import ChangeCounts, Coverage, StepChanges, sum_changes
 from .ranks import TOP_K, RankStats, measure_concentration
 
 Record = dict[str, Any]
-Level = Literal["total", "component", "layer", "tensor"]
+Level = Literal["total", "component", "layer", "expert", "tensor"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 
@@ -143,28 +143,32 @@ def _place(name: str) -> Record:
 
 
 def change_records(found: Sequence[StepChanges], tolerances: Sequence[float], level: Level) -> list[Record]:
-    """A record for each step, precision and, unless the level is `total`, component, layer or tensor."""
+    """A record for each step, precision and, unless the level is `total`, component, layer, expert or tensor."""
     return [
         {"step": step.step, "precision": precision}
-        | ({} if level == "total" else {level: label})
-        | (_place(label) if level == "tensor" else {})
+        | keys
         | {"numel": counts.numel}
         | dict(zip(_density_columns(tolerances), _densities(counts), strict=True))
         | dict(zip(_sparsity_columns(tolerances), (1 - share for share in _densities(counts)[:-1]), strict=True))
         for step in found
-        for precision, tensors in step.by_precision.items()
-        for label, counts in _grouped(tensors, level).items()
+        for precision in step.by_precision
+        for keys, counts in _grouped(step, precision, level)
     ]
 
 
-def _grouped(tensors: Mapping[str, ChangeCounts], level: Level) -> Mapping[str, ChangeCounts]:
+def _grouped(step: StepChanges, precision: str, level: Level) -> list[tuple[Record, ChangeCounts]]:
+    """The keys that name each group of a level, and its counts. Experts are counted in the stored dtype alone."""
+    tensors = step.by_precision[precision]
     if level == "tensor":
-        return tensors
+        return [({level: name} | _place(name), counts) for name, counts in tensors.items()]
     if level == "component":
-        return {PART_LABELS[part]: sum_changes(of) for part, of in group_by_part(tensors).items()}
+        return [({level: PART_LABELS[part]}, sum_changes(of)) for part, of in group_by_part(tensors).items()]
     if level == "layer":
-        return {layer_label(layer): sum_changes(of) for layer, of in group_by_layer(tensors).items()}
-    return {"total": sum_changes(tensors.values())}
+        return [({level: layer_label(layer)}, sum_changes(of)) for layer, of in group_by_layer(tensors).items()]
+    if level == "expert":
+        experts = step.experts.items() if precision == "stored" else ()
+        return [({"layer": layer_label(layer), level: number}, counts) for (layer, number), counts in experts]
+    return [({}, sum_changes(tensors.values()))]
 
 
 def _densities(counts: ChangeCounts) -> tuple[float, ...]:
@@ -182,17 +186,21 @@ def _sparsity_columns(tolerances: Sequence[float]) -> dict[str, Column]:
 
 
 def change_tables(found: Sequence[StepChanges], tolerances: Sequence[float], level: Level = "total") -> list[Table]:
-    """Density of the update for each precision: by step, or at the last step by component, layer or tensor.
+    """Density of the update for each precision: by step, or at the last step by component, layer, expert or tensor.
 
     Each table by step is followed by one of the sparsity.
     """
     density, sparsity = _density_columns(tolerances), _sparsity_columns(tolerances)
-    by, keys = ("step", ("step",)) if level == "total" else (f"{level}, step {found[-1].step}", (level, "numel"))
+    by, keys = ("step", ["step"]) if level == "total" else (f"{level}, step {found[-1].step}", [level, "numel"])
+    if level == "expert":
+        keys.insert(0, "layer")
     records = change_records(found if level == "total" else found[-1:], tolerances, level)
     tables = []
     for precision in found[-1].by_precision:
         where = f"by {by}, {precision_text(precision)}"
         rows = [record for record in records if record["precision"] == precision]
+        if not rows:
+            continue
         title = (
             f"density of the update {where}: % of elements whose bits differ, that moved by more than T, that flipped"
         )
@@ -201,23 +209,6 @@ def change_tables(found: Sequence[StepChanges], tolerances: Sequence[float], lev
             title = f"sparsity of the update {where}: % of elements whose bits are the same, that moved by at most T"
             tables.append(Table(title, rows, sparsity, (*keys, *sparsity)))
     return tables
-
-
-def expert_records(found: Sequence[StepChanges], tolerances: Sequence[float]) -> list[Record]:
-    """A record for each step and expert of a mixture of experts, in the stored dtype."""
-    return [
-        {"step": step.step, "layer": layer_label(layer), "expert": number, "numel": counts.numel}
-        | dict(zip(_density_columns(tolerances), _densities(counts), strict=True))
-        for step in found
-        for (layer, number), counts in step.experts.items()
-    ]
-
-
-def expert_table(found: Sequence[StepChanges], tolerances: Sequence[float]) -> Table:
-    """Density of the update at the last step by layer and expert."""
-    density = _density_columns(tolerances)
-    title = f"density of the update by expert, step {found[-1].step}, {precision_text('stored')}"
-    return Table(title, expert_records(found[-1:], tolerances), density, ("layer", "expert", "numel", *density))
 
 
 def coverage_records(coverage: Coverage) -> list[Record]:

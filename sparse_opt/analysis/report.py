@@ -64,9 +64,8 @@ def build_report(
     pictures = {"density by step": plots.density_figure(found, tolerances)}
     for precision in last.by_precision:
         pictures[f"density by layer, {precision}"] = plots.layer_figure(last, precision)
-    by_step, *levels = (change_tables(found, tolerances, level) for level in LEVELS)
-    by_component, by_layer, by_tensor = levels
-    sections = {"sparsity": (pictures, [*by_step, *by_component], [*by_layer, *by_tensor])}
+    by_step, by_component, *others = (change_tables(found, tolerances, level) for level in LEVELS)
+    sections = {"sparsity": (pictures, [*by_step, *by_component], [table for tables in others for table in tables])}
     if taus:
         covered = measure_coverage(log, steps, taus=taus, names=names, device=device)
         pictures = {"coverage and density by step": plots.coverage_figure(covered)}

@@ -191,7 +191,6 @@ def _sparsity(args: Namespace) -> None:
         pictures["sparsity_by_layer_bf16"] = lambda: plots.layer_figure(found[-1], "bf16")
     experts = found[-1].experts
     if experts:
-        levels["expert"] = records.expert_records(found, args.tolerance)
         pictures["sparsity_by_expert"] = lambda: plots.expert_figure(
             {expert: counts.share for expert, counts in experts.items()},
             f"Update by layer and expert, step {found[-1].step}",
@@ -199,12 +198,7 @@ def _sparsity(args: Namespace) -> None:
         )
     elif args.by == "expert":
         raise ConfigError(f"option 'by' is 'expert', but no chosen tensor of {log.directory} is of experts")
-    by_expert = args.by == "expert"
-    shown = [
-        *records.change_tables(found, args.tolerance),
-        *([records.expert_table(found, args.tolerance)] if by_expert else ()),
-        *(() if by_expert else records.change_tables(found, args.tolerance, args.by)),
-    ]
+    shown = [*records.change_tables(found, args.tolerance), *records.change_tables(found, args.tolerance, args.by)]
     _give(args, {"tolerances": args.tolerance, **levels}, shown, levels["tensor"], pictures, log)
 
 
