@@ -103,14 +103,13 @@ def write_text(path: Path, text: str) -> None:
         files.write_text(path, text)
 
 
-def write_csv(table: Table, path: Path) -> None:
-    """Write the raw values of the columns. Raises as `write_text`."""
+def write_csv(records: Sequence[Record], path: Path) -> None:
+    """Write the raw values, at least one record. Raises as `write_text`."""
     buffer = io.StringIO(newline="")
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(table.columns)
-    for record in table.records:
-        values = ((record[key], column.kind) for key, column in table.columns.items())
-        writer.writerow(_text(value, kind) if kind == "shape" else value for value, kind in values)
+    writer = csv.DictWriter(buffer, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow({k: _text(value, "shape") if k == "shape" else value for k, value in record.items()})
     write_text(path, buffer.getvalue())
 
 

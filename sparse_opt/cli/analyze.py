@@ -299,7 +299,7 @@ def _give(
 ) -> None:
     """Write the requested files, and print the tables or the JSON, with the further names of tied tensors."""
     from ..analysis.plots import save_png
-    from ..analysis.records import Table, write_csv, write_text
+    from ..analysis.records import write_csv, write_text
     from ..masks.parameters import tied_text
 
     tied = dict(log.layout.aliases)
@@ -307,7 +307,7 @@ def _give(
     written: list[Path] = []
     if args.output is not None:
         written = [args.output / f"{args.action}.csv", args.output / f"{args.action}.json"]
-        write_csv(Table("", rows), written[0])
+        write_csv(rows, written[0])
         write_text(written[1], json_text(data) + "\n")
         for picture, draw in () if args.no_plots else pictures.items():
             written.append(args.output / f"{picture}.png")

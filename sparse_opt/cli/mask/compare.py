@@ -50,7 +50,7 @@ def add_parser(actions: Any) -> None:
 def run(args: Namespace) -> None:
     """Compare the masks, write the requested files, and print tables or JSON."""
     from ...analysis import compare_masks, plots
-    from ...analysis.records import Table, write_csv
+    from ...analysis.records import write_csv
     from ...masks.mask_set import MaskSet
 
     labels = _labels(args.files)
@@ -60,7 +60,7 @@ def run(args: Namespace) -> None:
     comparisons = compare_masks(masks, common=args.common)
     records = [record for pair in comparisons for record in _records(pair)]
     if args.csv is not None:
-        write_csv(Table("", records), args.csv)
+        write_csv(records, args.csv)
     if args.png is not None:
         is_pair = len(comparisons) == 1
         plots.save_png(plots.pair_figure(comparisons[0]) if is_pair else plots.comparison_figure(comparisons), args.png)
