@@ -15,7 +15,6 @@ from . import compare as mask_compare
 from . import find as mask_find
 from .output import (
     PATTERNS,
-    add_output,
     add_output_file,
     add_routers,
     density_table,
@@ -23,7 +22,6 @@ from .output import (
     output_file,
     require_mask_file,
     save_mask,
-    stats_json,
     summary,
 )
 
@@ -116,7 +114,8 @@ def _parser() -> CommandParser:
     )
     add_tensor_choice(random)
     add_routers(random)
-    add_output(random)
+    random.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file, or folder")
+    add_json_flag(random)
 
     info = actions.add_parser("info", help="describe a mask", epilog=_INFO_EPILOG)
     _add_file(info)
@@ -193,10 +192,11 @@ def _info(args: Namespace) -> None:
         stats_by: dict[str, dict[Any, Any]] = {"layers": layers, "parts": dict(parts), "tensors": mask.per_tensor()}
         if experts:
             stats_by["experts"] = {f"{layer_label(layer)}.{e}": stats for (layer, e), stats in experts.items()}
-        print_json(
-            {"file": args.file, **summary(mask)}
-            | {key: {name: stats_json(stats) for name, stats in group.items()} for key, group in stats_by.items()}
-        )
+        groups = {
+            key: {name: {"nnz": of.nnz, "numel": of.numel, "density": of.density} for name, of in group.items()}
+            for key, group in stats_by.items()
+        }
+        print_json({"file": args.file, **summary(mask), **groups})
         return
     lines = [str(args.file), headline(mask), f"digest {mask.digest}"]
     lines += [f"{key} {value}" for key, value in sorted(mask.metadata.items())]

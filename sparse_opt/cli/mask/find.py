@@ -130,12 +130,12 @@ def run(args: Namespace) -> None:
     """Find the mask, write it, and print a summary."""
     sparsity = _sparsity(args)
     _settle_options(args)
-    if args.method == "experts":
-        _find_experts(args)
-        return
     from ...tensors import resolve_device
 
     device = resolve_device(args.device)
+    if args.method == "experts":
+        _find_experts(args, device)
+        return
     output = args.output or Path("masks") / (args.delta_log_dir or Path(args.model_name)).resolve().name
     output_file(output, "")  # refuses an invalid path before the work
     names = ("include", "exclude", "mlp_only", "routers", "min_tensor_keep", "pool", "pattern")
@@ -154,7 +154,7 @@ def run(args: Namespace) -> None:
         print(f"{path}\n{headline(found.mask)}")
 
 
-def _find_experts(args: Namespace) -> None:
+def _find_experts(args: Namespace, device: torch.device) -> None:
     from ...mask_finding.experts import TOP_P
     from . import from_model
 
@@ -162,7 +162,7 @@ def _find_experts(args: Namespace) -> None:
     top_p = TOP_P[args.expert_score] if args.top_p is None else args.top_p
     size = f"p{top_p:g}" if args.experts_per_layer is None else f"{args.experts_per_layer}_a_layer"
     path = output_file(output, f"experts_{args.expert_score}_{size}.safetensors")
-    found = from_model.find_experts(args)
+    found = from_model.find_experts(args, device)
     found.mask.save(path)
     chosen = {str(layer): list(numbers) for layer, numbers in found.experts.items()}
     if args.json:

@@ -60,33 +60,16 @@ def find(args: Namespace, sparsity: float, device: torch.device, options: dict[s
         args: the options of `mask find`.
         options: options of `mask_finding.find_from_model`.
     """
-    hide_progress_bars()
     chosen_shapes(args)  # before the weights are read
-    model = load_causal_lm(args.model_name, _DTYPES[args.dtype]).to(device)
-    metadata = {"model": args.model_name, "dtype": args.dtype}
-    sequences: list[Any] = []
-    if args.method != "weight_magnitude":
-        sequences = _load_sequences(args)
-        metadata |= _data_metadata(args, len(sequences), model)
+    model, sequences, metadata = _load(args, device)
     return find_from_model(
-        model,
-        method=args.method,
-        sparsity=sparsity,
-        sequences=sequences,
-        metadata=metadata,
-        **options,
+        model, method=args.method, sparsity=sparsity, sequences=sequences, metadata=metadata, **options
     )
 
 
-def find_experts(args: Namespace) -> FoundExperts:
+def find_experts(args: Namespace, device: torch.device) -> FoundExperts:
     """Find the mask of `mask find --method experts`."""
-    from ...tensors import resolve_device
-
-    hide_progress_bars()
-    device = resolve_device(args.device)
-    model = load_causal_lm(args.model_name, _DTYPES[args.dtype]).to(device)
-    sequences = _load_sequences(args)
-    metadata = {"model": args.model_name, "dtype": args.dtype, **_data_metadata(args, len(sequences), model)}
+    model, sequences, metadata = _load(args, device)
     return mask_finding.find_experts(
         model,
         sequences,
@@ -101,15 +84,17 @@ def find_experts(args: Namespace) -> FoundExperts:
     )
 
 
-def _data_metadata(args: Namespace, n_sequences: int, model: nn.Module) -> dict[str, str]:
-    return {
-        "dataset": args.dataset,
-        "dataset_split": args.dataset_split,
-        "n_samples": str(n_sequences),
-        "max_length": str(args.max_length),
-        "seed": str(args.seed),
-        "device": str(next(model.parameters()).device),
-    }
+def _load(args: Namespace, device: torch.device) -> tuple[nn.Module, list[Any], dict[str, str]]:
+    """The model, the calibration sequences if the method has any, and the mask's metadata on both."""
+    hide_progress_bars()
+    model = load_causal_lm(args.model_name, _DTYPES[args.dtype]).to(device)
+    metadata = {"model": args.model_name, "dtype": args.dtype}
+    if args.method == "weight_magnitude":
+        return model, [], metadata
+    sequences = _load_sequences(args)
+    metadata |= {name: str(getattr(args, name)) for name in ("dataset", "dataset_split", "max_length", "seed")}
+    metadata |= {"n_samples": str(len(sequences)), "device": str(next(model.parameters()).device)}
+    return model, sequences, metadata
 
 
 def _load_sequences(args: Namespace) -> list[Any]:

@@ -26,12 +26,6 @@ def add_routers(parser: ArgumentParser) -> None:
     )
 
 
-def add_output(parser: ArgumentParser) -> None:
-    """Add `--output`, a file or a folder (`output_file`), and `--json`."""
-    parser.add_argument("--output", type=Path, required=True, metavar="PATH", help=".safetensors file, or folder")
-    add_json_flag(parser)
-
-
 def add_output_file(parser: ArgumentParser) -> None:
     """Add `--output`, a file (`require_mask_file`), and `--json`."""
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="mask file to write, .safetensors")
@@ -85,11 +79,6 @@ def headline(mask: MaskSet) -> str:
         f"{mask.nnz:,} of {mask.numel:,} elements active in {len(mask)} tensors: "
         f"density {format_percent(mask.density)}, sparsity {format_percent(mask.sparsity)}, pattern {mask.pattern}"
     )
-
-
-def stats_json(stats: MaskStats) -> dict[str, Any]:
-    """The statistics of a part of a mask for JSON."""
-    return {"nnz": stats.nnz, "numel": stats.numel, "density": stats.density}
 
 
 def density_table(of: str, stats: Mapping[str, MaskStats]) -> str:
