@@ -146,13 +146,10 @@ def is_text(text: str) -> bool:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path, *, before_publishing: Callable[[], object] | None = None) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`; on success it is fsynced and renamed, on any error removed.
 
     Creates missing parent folders. `folder` may already exist if it is empty.
-
-    Args:
-        before_publishing: called when the temporary folder is on disk; its errors propagate.
 
     Raises:
         OSError: the folder cannot be created, or `folder` is not empty.
@@ -166,8 +163,6 @@ def new_folder(folder: Path, *, before_publishing: Callable[[], object] | None =
         yield aside
         for path in (*aside.rglob("*"), aside):
             fsync(path)
-        if before_publishing is not None:
-            before_publishing()
         aside.rename(folder)
         fsync(folder.parent)
     finally:

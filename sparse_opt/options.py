@@ -277,7 +277,7 @@ def similar(word: str, words: Iterable[str]) -> str | None:
     return next(iter([*alike, *sorted(holding, key=len), *loosely]), None)
 
 
-def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """Return `; the nearest is 'x'` for the most similar of `words`, or all of them if none is similar."""
-    found = difflib.get_close_matches(word, words := list(words), n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(word, words := list(words), n=1)
     return f"; the nearest is '{found[0]}'" if found else f"; expected one of {', '.join(words)}"

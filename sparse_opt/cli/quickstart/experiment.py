@@ -27,7 +27,7 @@ from sparse_opt.trainers.arithmetic import make_model, make_tokenizer
 from ... import backends
 from ...delta.log import DeltaLog
 from ...errors import ConfigError, SparseOptError
-from ...files import written_aside
+from ...files import write_text
 from ...integrations import DeltaLogCallback, SparseArguments, sparse_trainer
 from ...integrations.rates import rate_factor
 from ...integrations.run_folder import LAST, LOCK, RunFolder
@@ -112,8 +112,7 @@ def _folder(folder: Path) -> Iterator[None]:
 
 
 def _write(folder: Path, results: dict[str, Any]) -> None:
-    with written_aside(folder / RESULTS) as aside:
-        aside.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / RESULTS, json.dumps(results, indent=2) + "\n")
 
 
 def _say(line: str) -> None:
