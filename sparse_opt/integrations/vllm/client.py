@@ -24,8 +24,9 @@ class VLLMClient(ABC):
         self,
         weights: WeightSender | DistributedWeightSender,
         engines: Any,
-        pause: Pause | None,
-        timeout: float,
+        *,
+        pause: Pause | None = "keep",
+        timeout: float = 300.0,
     ) -> None:
         self.weights = weights
         self._connections = connections_to(engines, pause, timeout)
@@ -61,16 +62,6 @@ class VLLMWeightSync(VLLMClient):
             server does not pause, and a request may see weights of both versions.
         timeout: of each HTTP request, in seconds.
     """
-
-    def __init__(
-        self,
-        weights: WeightSender | DistributedWeightSender,
-        engines: Any,
-        *,
-        pause: Pause | None = "keep",
-        timeout: float = 300.0,
-    ) -> None:
-        super().__init__(weights, engines, pause, timeout)
 
     def update(self) -> int:
         """Send what has changed since the last call to all engines, reset their prefix caches, and return the version.
@@ -135,7 +126,7 @@ class VLLMChannelSync(VLLMClient):
         pause: Pause | None = "keep",
         timeout: float = 300.0,
     ) -> None:
-        super().__init__(channel.weights, engines, pause, timeout)
+        super().__init__(channel.weights, engines, pause=pause, timeout=timeout)
         self._channel = channel
         self._workers: dict[Connection, int] = {}  # of the engines that have joined the channel
         channel.before_close(self._disconnect)  # a worker receives in updates only, and would not notice it
