@@ -46,9 +46,10 @@ class Connection(ABC):
     def weight_version(self) -> str:
         """Return the version that vLLM reports with its outputs; "default" for an engine that has just started."""
 
-    @abstractmethod
     def initialize(self, transport: str, address: str, timeout: float) -> None:
         """Let the workers connect to a sender; see `engine.SparseInitInfo`."""
+        info = {"transport": transport, "address": address, "timeout": timeout}
+        self._call("init_weight_transfer_engine", {"init_info": info})
 
     def disconnect(self) -> None:
         """Let the workers leave the sender that they are connected to."""
@@ -78,7 +79,7 @@ class Connection(ABC):
         try:
             self._pause()
             paused = True
-            self._start()
+            self._call("start_weight_update")
         except WeightSyncError as error:
             # It does not start while workers are in the session of an update that was interrupted.
             raise self._abandoned(error, sent=False, in_session=paused) from error
@@ -152,7 +153,8 @@ class Connection(ABC):
         """Keep the engine paused, or pause it."""
 
     @abstractmethod
-    def _start(self) -> None: ...
+    def _call(self, method: str, content: dict[str, Any] | None = None, /) -> Any:
+        """Call a method of vLLM by its name, which is also that of a server's route."""
 
     @abstractmethod
     def _update(self, update: Update) -> None: ...
@@ -184,10 +186,6 @@ class LocalEngine(Connection):
     def weight_version(self) -> str:
         return self._call("get_weight_version")
 
-    def initialize(self, transport: str, address: str, timeout: float) -> None:
-        info = {"transport": transport, "address": address, "timeout": timeout}
-        self._call("init_weight_transfer_engine", {"init_info": info})
-
     def world_size(self) -> int:
         return int(self._engine().llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
@@ -199,9 +197,6 @@ class LocalEngine(Connection):
 
     def _hold(self) -> None:
         """Do nothing: the caller decides when to generate."""
-
-    def _start(self) -> None:
-        self._call("start_weight_update")
 
     def _update(self, update: Update) -> None:
         self._call("update_weights", {"update_info": dict(update)})
@@ -266,10 +261,6 @@ class Server(Connection):
     def weight_version(self) -> str:
         return str(self._value("weight_info", "weight_version", method="GET"))
 
-    def initialize(self, transport: str, address: str, timeout: float) -> None:
-        info = {"transport": transport, "address": address, "timeout": timeout}
-        self._call("init_weight_transfer_engine", {"init_info": info})
-
     def world_size(self) -> int:
         count = self._value("get_world_size", "world_size", method="GET")
         if not isinstance(count, int):
@@ -290,9 +281,6 @@ class Server(Connection):
         if self._mode is None and not self._is_held:
             self._call("pause?mode=keep&clear_cache=false")
         self._is_held = True
-
-    def _start(self) -> None:
-        self._call("start_weight_update")
 
     def _update(self, update: Update) -> None:
         content = {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in update.items()}
