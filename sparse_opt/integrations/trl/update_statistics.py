@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from ...analysis.changes import ChangeCounts, count_changes, sum_changes
+from ...analysis.changes import count_changes, sum_changes
 from ...analysis.ranks import TAU, get_layer_rank_stats, is_weight_matrix
 from ...errors import ConfigError, DataError
 from ...optim.sparse_optimizer import SparseOptimizer
@@ -24,8 +24,6 @@ _LOGGED = ("share_changed", "frobenius_norm", "effective_rank_share", "share_abo
 
 # The published densities count what moved by more than 1e-5 (https://arxiv.org/abs/2505.11711); 1e-6 is finer.
 _TOLERANCES = (1e-6, 1e-5)
-# Name of a weight -> the positions in it that have a master copy, None for all, and the values of the copies.
-Masters = Mapping[str, tuple[Tensor | None, Tensor]]
 
 
 class UpdateStatisticsCallback(TrainerCallback):
@@ -64,19 +62,17 @@ class UpdateStatisticsCallback(TrainerCallback):
         if not self._is_main:
             return
         RowFile(Path(args.output_dir, FILE)).cut(state.global_step)
-        sparse = _sparse(optimizer)
         self._begin(model)
-        if sparse is not None and sparse.keep_base_weights and state.global_step > 0:
-            with sparse.base_weights():
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+        if isinstance(inner, SparseOptimizer) and inner.keep_base_weights and state.global_step > 0:
+            with inner.base_weights():
                 self._copy(model, self._start)
 
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step = state.global_step
         if not self._is_main or (step % self._every and step < state.max_steps):
             return
-        row = self.measure(model, _masters(optimizer))
+        row = self.measure(model)
         RowFile(Path(args.output_dir, FILE)).write({"step": step, **row})
         self._logs = {f"update_{name}": row[name] for name in _LOGGED}
 
@@ -99,11 +95,8 @@ class UpdateStatisticsCallback(TrainerCallback):
         self._start = {name: parameters[name].detach().to("cpu", copy=True) for name in list(names)}
 
     @torch.no_grad()
-    def measure(self, model: Any, masters: Masters | None = None) -> dict[str, Any]:
+    def measure(self, model: Any) -> dict[str, Any]:
         """The statistics of the model, or of a copy of it, as one row of JSON.
-
-        Args:
-            masters: the optimizer's fp32 copies of 16-bit weights.
 
         Shares are of all `n_weights` floating-point weights of the model, frozen ones included:
 
@@ -111,8 +104,6 @@ class UpdateStatisticsCallback(TrainerCallback):
         |---|---|
         | share_changed | share of weights whose bits differ from the start's |
         | share_changed_bf16 | the same with both rounded to bf16 first; None if the weights are 16-bit |
-        | share_changed_fp32 | share of weights whose fp32 value, of a 16-bit weight its master copy, differs from the \
-start's; None for 16-bit weights without master copies |
         | share_above_1e-6, share_above_1e-5 | share of weights that moved by more than this |
         | frobenius_norm | of the whole update |
         | effective_rank_share | mean over the trained matrices of effective rank / min(m, n) |
@@ -153,8 +144,7 @@ start's; None for 16-bit weights without master copies |
         return {
             "n_weights": self.n_weights,
             "share_changed": total.changed / self.n_weights,
-            "share_changed_bf16": self._share(rounded),
-            "share_changed_fp32": self._share(self._of_masters(masters) if masters else stored if rounded else []),
+            "share_changed_bf16": sum_changes(rounded).changed / self.n_weights if rounded else None,
             **{
                 f"share_above_{tolerance:.0e}".replace("e-0", "e-"): above / self.n_weights
                 for tolerance, above in zip(_TOLERANCES, total.above, strict=True)
@@ -165,34 +155,6 @@ start's; None for 16-bit weights without master copies |
             "share_large": _mean_share(matrices, "share_large"),
             "matrices": matrices,
         }
-
-    def _of_masters(self, masters: Masters) -> list[ChangeCounts]:
-        """The changes of master copies, which begin as the weights in fp32."""
-        counts = []
-        for name, (positions, values) in masters.items():
-            before = self._start[name].to(values.device).flatten()
-            before = (before if positions is None else before[positions.long()]).float()
-            counts.append(count_changes(before, values.flatten(), (), device=values.device))
-        return counts
-
-    def _share(self, counts: list[ChangeCounts]) -> float | None:
-        return sum_changes(counts).changed / self.n_weights if counts else None
-
-
-def _sparse(optimizer: Any) -> SparseOptimizer | None:
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    return inner if isinstance(inner, SparseOptimizer) else None
-
-
-def _masters(optimizer: Any) -> Masters:
-    """The optimizer's fp32 copies of 16-bit weights."""
-    sparse = _sparse(optimizer)
-    if sparse is None or not sparse.master_weights:
-        return {}
-    state = sparse.state_dict()
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
-    copies = {names[i]: entry for i, entry in state["state"].items()}
-    return {name: (entry["indices"], entry["master"]) for name, entry in copies.items() if "master" in entry}
 
 
 def _mean_share(matrices: Mapping[str, dict[str, Any]], key: str) -> float:
