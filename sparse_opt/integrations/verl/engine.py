@@ -113,27 +113,6 @@ class SparseFSDPEngine(FSDPEngineWithLMHead):
         """The context in which verl computes the reference in the actor: the weights before training."""
         return self.optimizer.base_weights()
 
-    def save_checkpoint(
-        self,
-        local_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write the checkpoint of a step to a local folder."""
-        self.checkpoint_manager.save_checkpoint(
-            local_path=local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=max_ckpt_to_keep
-        )
-
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **kwargs: Any
-    ) -> None:
-        """Continue from a checkpoint, also of another number of ranks."""
-        self.checkpoint_manager.load_checkpoint(
-            local_path=local_path, hdfs_path=hdfs_path, del_local_after_load=del_local_after_load
-        )
-
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """All weights by name, as verl's engine exports them, for rollouts and for checkpoint engines."""
         tensors, adapters = super().get_per_tensor_param(**kwargs)
