@@ -58,17 +58,11 @@ class VerifiedCheckpointCallback(TrainerCallback):
 
     Checkpoints of a hyperparameter search get no manifest. The Trainer removes old checkpoints before it calls this, so
     a run that is killed in between has no intact one with `save_total_limit=1`.
-
-    Args:
-        run: the name of the run, which the manifests have.
     """
-
-    def __init__(self, run: str = "") -> None:
-        self._run = run
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_hyper_param_search:
-            complete(Path(args.output_dir, f"checkpoint-{state.global_step}"), self._run)
+            complete(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     @staticmethod
     def require_intact(folder: str | Path, run: str = "") -> str:
