@@ -70,9 +70,8 @@ class MarginsCallback(TrainerCallback):
         self.on_substep_end(args, state, control)
         values, self._margins = torch.cat(self._margins), []
         if state.is_world_process_zero:
-            folder = self._folder(args)
             epoch = max(math.ceil(round(state.epoch, 6)) - 1, 0)  # `state.epoch` counts this step
-            RowFile(folder / MARGINS_FILE).write(write_margins(folder, epoch, state.global_step, values))
+            write_margins(self._folder(args), epoch, state.global_step, values.numpy())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.accelerator.gather = self._gather
@@ -88,15 +87,14 @@ class MarginsCallback(TrainerCallback):
         return self._given or Path(args.output_dir) / MARGINS_FOLDER
 
 
-def write_margins(folder: Path, epoch: int, step: int, margins: Tensor) -> dict[str, float]:
-    """Write the file of a step's margins [n], and return the step's row of `margins_log.jsonl`."""
-    values = margins.detach().float().cpu().numpy()
-    file = step_file(folder, epoch, step)
+def write_margins(folder: Path, epoch: int, step: int, values: np.ndarray) -> None:
+    """Write the file of a step's margins, fp32 [n], and the step's row of `margins_log.jsonl`."""
+    file = folder / f"epoch_{epoch:03d}" / f"step_{step:05d}.npy"
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(file) as aside, aside.open("wb") as stream:
         np.save(stream, values)
     exact = values.astype(np.float64)
-    return {
+    row = {
         "step": step,
         "epoch": epoch,
         "n": len(values),
@@ -106,6 +104,7 @@ def write_margins(folder: Path, epoch: int, step: int, margins: Tensor) -> dict[
         "max": float(exact.max()),
         "share_positive": float((exact > 0).mean()),
     }
+    RowFile(folder / MARGINS_FILE).write(row)
 
 
 def remove_after(folder: Path, last_step: int) -> None:
@@ -117,8 +116,3 @@ def remove_after(folder: Path, last_step: int) -> None:
             if not any(file.parent.iterdir()):
                 file.parent.rmdir()
     RowFile(folder / MARGINS_FILE).cut(last_step)
-
-
-def step_file(folder: Path, epoch: int, step: int) -> Path:
-    """The path of a step's margins."""
-    return folder / f"epoch_{epoch:03d}" / f"step_{step:05d}.npy"
