@@ -14,20 +14,15 @@ from torch import Tensor
 from ...errors import WeightSyncError
 from ...weight_sync.encoding import listed, tensor_list
 from ...weight_sync.transports.channel import tensors_of
-from ...weight_sync.transports.control import first_line
+from ...weight_sync.transports.control import first_line, split_address
 from ...weight_sync.transports.process_group import BroadcastGroup
 
 
-def listen(host: str, timeout: float) -> dist.TCPStore:
-    """Open a store on a free port of this host, which the members of groups meet at."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-
-
-def connect(address: str, timeout: float) -> dist.TCPStore:
-    """Connect to the store at host:port."""
-    host, _, port = address.rpartition(":")
+def open_store(address: str, timeout: float, *, is_master: bool = False) -> dist.TCPStore:
+    """Connect to the store at host:port, which the members of groups meet at, or open it there."""
+    host, port = split_address(address)
     return dist.TCPStore(
-        host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        host.strip("[]"), port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
 
 

@@ -23,7 +23,7 @@ from verl.utils.device import get_device_id, get_device_name
 
 from ...errors import ConfigError
 from ...weight_sync import Message
-from .broadcast import WeightBroadcast, connect, listen
+from .broadcast import WeightBroadcast, open_store
 from .engine import ExportedWeights
 from .flushes import Change, ChangeReader, Flush, Part, change_flushes, split_change, whole_flush
 from .rollout_weights import RolloutWeights
@@ -59,7 +59,7 @@ class SparseCheckpointEngine(CheckpointEngine):
         self._address = ""
         if is_master:
             host = ray.util.get_node_ip_address().strip("[]")
-            store = listen(host, timeout)
+            store = open_store(f"{host}:0", timeout, is_master=True)
             self._store, self._address = store, f"{host}:{store.port}"
         self._group: WeightBroadcast | None = None
         self._place: tuple[str, int, int] | None = None
@@ -104,7 +104,7 @@ class SparseCheckpointEngine(CheckpointEngine):
             return
         if self._group is not None:
             self._group.close()
-        store = self._store or connect(address, self._timeout)
+        store = self._store or open_store(address, self._timeout)
         self._group = WeightBroadcast(store, key, rank, size, self._device, self._timeout)
         self._place = (key, rank, size)
 
