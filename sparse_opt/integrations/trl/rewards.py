@@ -13,6 +13,7 @@ import importlib
 import inspect
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
@@ -134,7 +135,7 @@ def checked(function: RewardFunction) -> RewardFunction:
 
     def check(rewards: Any, n_completions: int) -> list[float | None]:
         if not isinstance(rewards, Sequence | torch.Tensor) or isinstance(rewards, str):
-            raise DataError(f"reward function '{name}' returned {_shown(rewards)}, expected a list of numbers")
+            raise DataError(f"reward function '{name}' returned {reprlib.repr(rewards)}, expected a list of numbers")
         if len(rewards) != n_completions:
             raise DataError(f"reward function '{name}' returned {len(rewards)} rewards for {n_completions} completions")
         return [_finite(name, row, reward) for row, reward in enumerate(rewards)]
@@ -178,14 +179,7 @@ def _finite(name: str, row: int, reward: Any) -> float | None:
         value = math.nan
     if not abs(value) <= torch.finfo(torch.float32).max:
         raise DataError(
-            f"reward function '{name}', completion {row}: returned {_shown(reward)}, expected a finite number or None"
+            f"reward function '{name}', completion {row}: returned {reprlib.repr(reward)}, expected a finite "
+            "number or None"
         )
     return value
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more than 4300 digits
-        text = type(value).__name__
-    return text if len(text) <= 60 else f"{text[:60]}..."
