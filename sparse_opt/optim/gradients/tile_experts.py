@@ -229,24 +229,6 @@ def _fake_product(
     return input.new_empty(input.shape[0], weight.shape[2 if transposed else 1])
 
 
-def _fake_tile_grouped_mm(
-    input: Tensor,
-    weight: Tensor,
-    token_offsets: Tensor,
-    route: Tensor | None,
-    transposed: bool,
-    token: Tensor | None,
-    place: Tensor | None,
-    order: Tensor | None,
-    factors: Tensor | None,
-) -> Tensor:
-    n_columns = weight.shape[2 if transposed else 1]
-    if factors is not None:
-        dtype = torch.promote_types(input.dtype, factors.dtype)
-        return input.new_empty(factors.shape[0], n_columns, dtype=dtype)
-    return input.new_empty((input if token is None else token).shape[0], n_columns)
-
-
 def _tile_grouped_mm(
     input: Tensor,
     weight: Tensor,
@@ -258,8 +240,8 @@ def _tile_grouped_mm(
     order: Tensor | None,
     factors: Tensor | None,
 ) -> Tensor:
-    """The op without gradients."""
-    rows = _product(_rows(input, token), weight, token_offsets, transposed)
+    """The op without gradients, also of fake tensors."""
+    rows: Tensor = torch.ops.sparse_opt.grouped_mm(_rows(input, token), weight, token_offsets, transposed)
     if factors is None:
         return rows
     assert place is not None
@@ -285,18 +267,17 @@ class _TileGroupedMM(torch.autograd.Function):
         token_offsets: Tensor,
         route: Tensor | None,
         transposed: bool,
-        token: Tensor | None,
-        place: Tensor | None,
-        order: Tensor | None,
-        factors: Tensor | None,
+        *sorting: Tensor | None,
     ) -> Tensor:
-        ctx.route, ctx.transposed = route, transposed
+        token, place, _order, factors = sorting
+        ctx.route, ctx.transposed, ctx.dtype = route, transposed, input.dtype
         ctx.traced = type(input) is not Tensor  # by torch.compile
         needed = ctx.needs_input_grad
         ctx.save_for_backward(
             input if needed[1] or needed[8] else None,
             weight if needed[0] or needed[8] else None,
-            *(token_offsets, token, place, order, factors),
+            token_offsets,
+            *sorting,
         )
         product = torch.ops.sparse_opt.grouped_mm if ctx.traced else _product
         output: Tensor = product(_rows(input, token), weight, token_offsets, transposed)
@@ -316,7 +297,7 @@ class _TileGroupedMM(torch.autograd.Function):
         factor = None  # of each row
         if factors is not None:
             factor = factors.reshape(-1)[order][:, None]
-            grad_output = grad_output.to(weight.dtype)[order // factors.shape[1]]
+            grad_output = grad_output.to(ctx.dtype)[order // factors.shape[1]]
         grad_output = grad_output.contiguous()
         grad_input = grad_weight = grad_factors = None
         after = None
@@ -339,7 +320,7 @@ class _TileGroupedMM(torch.autograd.Function):
             if ctx.needs_input_grad[8]:
                 grad_factors = _row_products(of_rows, input, fused=ctx.traced)[place].to(factors.dtype)
             if factor is not None:
-                grad_input = _times(of_rows, factor).to(input.dtype)
+                grad_input = _times(of_rows, factor).to(ctx.dtype)
             elif token is not None:
                 grad_input = _fused_sum(of_rows, place) if ctx.traced else of_rows[place].sum(1)
             else:
@@ -361,6 +342,6 @@ library.impl("tile_grouped_mm", lambda *operands: _TileGroupedMM.apply(*operands
 library.impl("tile_grouped_mm", _tile_grouped_mm, "CompositeExplicitAutograd")
 library.impl("grouped_mm", _product, "CompositeExplicitAutograd")
 library.impl("tile_grouped_product", _add_grouped_product, "CompositeExplicitAutograd")
-torch.library.register_fake("sparse_opt::tile_grouped_mm", _fake_tile_grouped_mm, lib=library)
+torch.library.register_fake("sparse_opt::tile_grouped_mm", _tile_grouped_mm, lib=library)
 torch.library.register_fake("sparse_opt::grouped_mm", _fake_product, lib=library)
 torch.library.register_fake("sparse_opt::tile_grouped_product", lambda *operands: None, lib=library)
