@@ -182,7 +182,9 @@ def _fused_sum(rows: Tensor, place: Tensor, weights: Tensor | None = None) -> Te
             row = row * weights[:, j, None].float()
         total = row if total is None else total + row
     assert total is not None  # k > 0
-    return total.to(rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype))
+    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
+    # Dynamo of torch 2.11 gives zeros as the gradients of a function whose output is that of a `to` with nothing to do.
+    return total if total.dtype == dtype else total.to(dtype)
 
 
 # The ops. Compiled code calls `grouped_mm` in place of torch's, which only takes bf16 there.
