@@ -192,7 +192,9 @@ def test_compiled_layers_keep_their_inputs_only(load, device, monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
             states = model.model(input_ids=ids, use_cache=False).last_hidden_state
         of_layers = sum(t.nbytes for t in kept if t.shape[:2] == ids.shape and t.dtype == torch.bfloat16)
-        states.float().square().sum().backward()
+        # Not their squares: the last norm makes the sum of these the same for all weights.
+        direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(device)
+        (states.float() * direction).sum().backward()
         name = "model.layers.0.mlp.down_proj.weight"
         found = dict(zip(optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["params"], strict=True))
         grads.append(optimizer.compact_grad(found[name]))
