@@ -34,8 +34,8 @@ def job(tmp_path, monkeypatch) -> Callable[..., Job]:
             jobs.append(Job(**given | {"dataset": shutil.copy(given["dataset"], tmp_path)}))
 
         monkeypatch.setattr(baseline, "run_in_process", keep)
-        given = ["--small", "--n_steps", 3, "--density", 0.05, "--lora_rank", 4, "--gradient_checkpointing", *words]
-        given += ["--modes", mode, "--shapes", "tiny_qwen2", "--output", tmp_path / "jobs.json"]
+        given = ["--small", "--n_steps", 3, "--density", 0.05, "--lora_rank", 4, "--gradient_checkpointing"]
+        given += ["--modes", mode, "--shapes", "tiny_qwen2", "--output", tmp_path / "jobs.json", *words]
         scale.main(list(map(str, given)))
         return replace(jobs[0], **changes)
 
@@ -71,11 +71,11 @@ def test_least_bytes_are_those_that_a_step_holds(job):
         assert least_bytes(one, mask) == pytest.approx(sum(n for name, n in held.items() if name != "indices"), abs=8)
 
 
-@pytest.mark.parametrize("mode", ["lora", "tiles"])
-def test_an_nf4_base_holds_less(mode, job):
+@pytest.mark.parametrize(("mode", "shape"), [("lora", "tiny_qwen2"), ("tiles", "tiny_qwen2"), ("tiles", "tiny_moe")])
+def test_an_nf4_base_holds_less(mode, shape, job):
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'sparse-opt[test]'")
     pytest.importorskip("peft", reason="needs peft: pip install 'sparse-opt[test]'")
-    one = job(mode, "--base", "nf4")
+    one = job(mode, "--base", "nf4", "--shapes", shape)
     found, plain = baseline_run.run(one), baseline_run.run(replace(one, base="bf16"))
     assert found["bytes"]["weights"] < plain["bytes"]["weights"]
     assert least_bytes(one, MaskSet.load(one.mask) if one.mask else None) <= sum(found["bytes"].values())

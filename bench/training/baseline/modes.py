@@ -90,10 +90,10 @@ def make_policy(job: Job, device: torch.device) -> Any:
     if job.model_name is not None:
         model = load_model(job.model_name, device, "bf16", gradient_checkpointing=checkpointing)
         if job.quantized:
-            quantize_linear_layers(model, model.get_output_embeddings())
+            quantize_matrices(model, model.get_output_embeddings())
         return model
     config = config_of(None, job.shape, job.sequence_length)
-    quantize = quantize_linear_layers if job.quantized else None
+    quantize = quantize_matrices if job.quantized else None
     model = make_model(config, device, job.seed, checkpointing=checkpointing, prepare=quantize)
     make_masks_skippable(model)
     return model.train()  # transformers checkpoints activations only then
@@ -110,7 +110,7 @@ def least_bytes(job: Job, mask: MaskSet | None) -> int:
     reference = 0 if job.precomputed_reference else 2
     if job.mode in ("dense", "adamw8bit", "galore"):
         return numel * (2 + 2 + (4 if job.mode == "dense" else 0) + reference)
-    quantized = sum(math.prod(s) for n, s in shapes.items() if job.quantized and ".layers." in n and len(s) == 2)
+    quantized = sum(math.prod(s) for n, s in shapes.items() if job.quantized and ".layers." in n and len(s) > 1)
     weights = 2 * numel - quantized * 3 // 2
     # Compact gradients, two moments, and the base weights, or over NF4 the active weights.
     return weights + (0 if mask is None else mask.nnz * (2 + (4 if job.lean else 8) + reference))
@@ -243,15 +243,18 @@ def galore(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     return GaLoreAdamW(groups, lr=learning_rate, no_deprecation_warning=True)
 
 
-def quantize_linear_layers(model: nn.Module, output: nn.Module | None = None) -> None:
-    """Replace the linear layers, except `output`, by bitsandbytes' 4-bit layers: NF4, double quantization.
+def quantize_matrices(model: nn.Module, output: nn.Module | None = None) -> None:
+    """Quantise the linear layers, except `output`, and stacks of experts by bitsandbytes: NF4, double quantization.
 
     They multiply in the dtype of the model. Other weights stay as they are: norms are not cast to fp32, as
     `peft.prepare_model_for_kbit_training` would do.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
     for parent in list(model.modules()):
+        for name in [name for name, parameter in parent.named_parameters(recurse=False) if parameter.ndim == 3]:
+            replace_parameter_4bit(parent, name, compress_statistics=True)
         for name, layer in parent.named_children():
             if not isinstance(layer, nn.Linear) or layer is output:
                 continue
@@ -267,7 +270,7 @@ def quantize_linear_layers(model: nn.Module, output: nn.Module | None = None) ->
 
 
 def add_lora_to_quantized(model: Any, rank: int) -> Any:
-    """QLoRA (https://arxiv.org/abs/2305.14314): add bf16 adapters to a model that `quantize_linear_layers` has
+    """QLoRA (https://arxiv.org/abs/2305.14314): add bf16 adapters to a model that `quantize_matrices` has
     quantized."""
     dtype = model.dtype
     model.is_loaded_in_4bit = True  # where peft looks to choose its layer
