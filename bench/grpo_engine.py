@@ -339,8 +339,9 @@ def wrong_results(result: Mapping[str, Any], mode: str) -> list[str]:
         wrong.append("has a loss that is not finite")
     if not all(step["all tokens"] for step in result["steps"]):
         wrong.append("has completions that end early, expected --max_new_tokens for all")
-    if not all(step["logprob_error"]["mean"] < 0.1 for step in result["steps"]):
-        wrong.append("has log-probabilities that differ from vLLM's by 0.1 and more on average: other weights")
+    # Rounding gives 0.05 (3b) to 0.12 (14b). Other random weights would give the variance of the logits, over 1.
+    if not all(step["logprob_error"]["mean"] < 0.5 for step in result["steps"]):
+        wrong.append("has log-probabilities that differ from vLLM's by 0.5 and more on average: other weights")
     if mode.startswith("tiles") and not result["n_tiled"]:
         wrong.append("computes no weight gradient by tiles")
     return wrong

@@ -78,11 +78,12 @@ def test_an_engine_generates_with_the_trained_weights(case, start, tmp_path):
         for twin in (model, alone):
             twin.get_parameter("model.norm.weight").mul_(1.5)
 
-    early = SparseAdamW(model, mask, lr=1e-2, max_grad_norm=1.0) if is_early else None
-    shared = share_weights(model, llm)
     served = list(llm.llm_engine.model_executor.driver_worker.get_model().parameters())
+    device, early = served[0].device, None
+    if is_early:  # its states are where the weights are
+        early = SparseAdamW(model.to(device), mask, lr=1e-2, max_grad_norm=1.0)
+    shared = share_weights(model, llm)
     assert addresses([*model.parameters(), *served]) == addresses(served)
-    device = next(model.parameters()).device
     alone.to(device)
     optimizers = [
         (model, early or SparseAdamW(model, mask, lr=1e-2, max_grad_norm=1.0)),

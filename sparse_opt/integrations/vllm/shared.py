@@ -70,7 +70,8 @@ def share_weights(model: nn.Module, llm: Any) -> SharedWeights:
 
     The engine gets the model's values, bit for bit, and the model is on the engine's device afterwards: until then it
     can be on the CPU, so that the GPU never holds two copies. Parameters stay the same objects and tied ones tied; an
-    optimizer may exist already. Within `base_weights()` the engine has the base weights, too, and must not generate.
+    optimizer may exist already, if the model is on the engine's device. Within `base_weights()` the engine has the base
+    weights, too, and must not generate.
 
     Args:
         model: of transformers, in the dtypes of the engine. The engine has loaded a checkpoint of the same shapes.
