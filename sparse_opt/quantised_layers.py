@@ -289,16 +289,19 @@ class _Fp8(Format):
 
     library = "transformers.integrations.finegrained_fp8"
 
+    @property
+    def _experts(self) -> Any:
+        return getattr(sys.modules[self.library], "FP8Experts", ())  # older versions have linear layers only
+
     def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
-        fp8 = sys.modules[self.library]
         if (kind := type(module).__name__) in ("FP8GroupedLinear", "FP8Embedding"):
             raise ValueError(
                 f"{_join(path, 'weight')!r} is of a {kind}, expected an FP8Linear: load the model with "
                 "FineGrainedFP8Config(dequantize=True)"
             )
-        if isinstance(module, fp8.FP8Linear):
+        if isinstance(module, sys.modules[self.library].FP8Linear):
             names = ["weight"]
-        elif isinstance(module, fp8.FP8Experts):
+        elif isinstance(module, self._experts):
             names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
         else:
             return {}
@@ -316,8 +319,7 @@ class _Fp8(Format):
         return found
 
     def scales(self, module: nn.Module) -> list[str]:
-        fp8 = sys.modules[self.library]
-        if not isinstance(module, (fp8.FP8Linear, fp8.FP8Experts)):
+        if not isinstance(module, (sys.modules[self.library].FP8Linear, self._experts)):
             return []
         return [name for name in module._parameters if name.endswith(("_scale_inv", "activation_scale"))]
 
