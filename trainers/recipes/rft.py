@@ -336,7 +336,7 @@ def _load(options: SamplingArguments) -> tuple[Any, Any]:
     model, loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if loaded["missing_keys"]:
         raise DataError(f"{name} lacks the weight {min(loaded['missing_keys'])} of its {type(model).__name__}")
-    device = None if options.use_cpu else torch.accelerator.current_accelerator()
+    device = None if options.use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return model.to(device or "cpu").eval(), tokenizer
 
 
