@@ -389,3 +389,12 @@ def test_a_sharded_base_is_refused(rank):
     fully_shard(layer)
     with pytest.raises(ValueError, match="'weight' is a DTensor: a quantised base can't be sharded by fully_shard"):
         SparseAdamW(layer, RandomMask(0.1), lr=1e-2)
+
+
+def test_a_transformers_without_fp8_experts(folder, monkeypatch):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    monkeypatch.delattr(fp8, "FP8Experts")
+    model = quantised_models.load(folder, None, torch.device("cpu"))
+    optimizer = SparseSGD(model, RandomMask(0.1), lr=1e-2)
+    backward(model, torch.device("cpu"))
+    optimizer.step()
