@@ -83,10 +83,12 @@ check-wheel: $(VENV)/.test build ## build the wheel, install it into an empty fo
 # versions only; a wheel for CUDA installs gigabytes.
 TORCHES ?= 2.10.0 2.11.0 2.13.0
 OF_GRADIENTS = tests/optim/test_without_autograd.py tests/optim/test_native_hooks.py
-WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py $(OF_GRADIENTS) --ignore=tests/ops/test_compile.py -m "not triton"
+OF_DYNAMO = tests/optim/test_tile_experts.py tests/optim/test_tile_compiler.py
+OLDEST_TRANSFORMERS = $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+WHEEL_TESTS = tests/ops tests/delta/codec/test_native.py $(OF_GRADIENTS) $(OF_DYNAMO) --ignore=tests/ops/test_compile.py -m "not triton"
 
 # In a make of its own, which finds the wheel that this one may make: `make wheel test-wheel`.
-test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes tests of ops and native gradients with each torch of TORCHES
+test-wheel: $(filter wheel,$(MAKECMDGOALS)) ## the wheel of `make wheel` passes tests of ops, gradients and torch.compile with each torch of TORCHES
 	@test -n "$$(ls dist/*abi3*.whl 2> /dev/null)" || { echo "run make wheel first"; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCHES:%=build/wheel-test/%/.tested)
 
@@ -95,7 +97,7 @@ OF_WHEEL = PYTHONSAFEPATH=1 XDG_CACHE_HOME=$(CURDIR)/build/wheel-test/cache
 
 build/wheel-test/%/.tested: $(wildcard dist/*abi3*.whl)
 	@$(STEP) "creating an environment for torch $*" $(PYTHON) -m venv build/wheel-test/$*
-	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis ninja
+	@$(STEP) "installing torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check torch==$* $< numpy pytest hypothesis ninja transformers==$(OLDEST_TRANSFORMERS)
 	@$(STEP) "installing the wheel next to torch $*" build/wheel-test/$*/bin/python -m pip install --disable-pip-version-check --force-reinstall --no-deps $<
 	build/wheel-test/$*/bin/python -c 'import torch; assert torch.__version__.partition("+")[0] == "$*", torch.__version__'
 	@$(OF_WHEEL) $(STEP) "sparse-opt build next to torch $*" build/wheel-test/$*/bin/python -m sparse_opt build

@@ -74,9 +74,9 @@ def _shown(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}" if isinstance(thing, type) else repr(thing)
 
 
-# transformers: the oldest version that the tests pass with; with 5.10 those of DeepSeek, fp8 and rollouts fail.
+# transformers: the oldest version that the tests pass with.
 # TRL: the first version with the fused LM head, through which DPO and GRPO call their reference.
-MINIMUM_VERSIONS = {"transformers": "5.13.0", "trl": "1.16.0"}
+MINIMUM_VERSIONS = {"transformers": "5.15.0", "trl": "1.16.0"}
 
 
 def require(package: str) -> None:
