@@ -21,6 +21,8 @@ from torch.utils._device import _device_constructors
 
 import sparse_opt
 
+if folder := os.environ.get("TESTED_PACKAGE"):  # of a wheel
+    assert sparse_opt.__file__.startswith(folder), f"tests import {sparse_opt.__file__}, not that of {folder}"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 
 
