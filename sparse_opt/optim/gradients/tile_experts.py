@@ -25,6 +25,7 @@ from .tile_backward import LOST_OPTIMIZER, Route, has_others_hooks, library, rou
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 # torch's grouped products on a GPU need rows of whole 16-byte chunks.
 _CHUNK = 16
+_TOKENS_AT_ONCE = 256
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -215,7 +216,15 @@ def _rows(input: Tensor, token: Tensor | None) -> Tensor:
 
 
 def _combined(rows: Tensor, place: Tensor, factors: Tensor, *, fused: bool) -> Tensor:
-    return _fused_sum(rows, place, factors) if fused else _times(rows[place], factors[..., None]).sum(1)
+    if fused:
+        return _fused_sum(rows, place, factors)
+    dtype = torch.promote_types(rows.dtype, factors.dtype)
+    total = rows.new_empty(len(place), rows.shape[1], dtype=dtype)
+    # A copy of the rows of all tokens would be the largest buffer of a layer's step.
+    parts = zip(*(x.split(_TOKENS_AT_ONCE) for x in (place, factors, total)), strict=True)
+    for places, of_places, sums in parts:
+        torch.sum(_times(rows[places], of_places[..., None]), 1, out=sums)
+    return total
 
 
 def _product(
@@ -247,7 +256,7 @@ def _tile_grouped_mm(
     if factors is None:
         return rows
     assert place is not None
-    return _combined(rows, place, factors, fused=False)
+    return _combined(rows, place, factors, fused=type(input) is not Tensor)
 
 
 def _add_grouped_product(left: Tensor, right: Tensor, token_offsets: Tensor, number: Tensor) -> None:
