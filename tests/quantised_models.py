@@ -94,12 +94,13 @@ def experts(folder, base, device):
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         return _with_fp8(plain, config_of(base)).to(device).train()
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize", reason="needs bitsandbytes")
-    model = load(folder, None, device)
+    model = load(folder, base, torch.device("cpu"))
     for module in list(model.modules()):
         for name, param in list(module.named_parameters(recurse=False)):
-            if param.ndim == 3:
+            if param.ndim == 3:  # a layer at a time is on the device in 16 bits
+                module.to(device)
                 parametrize.replace_parameter_4bit(module, name, quant_type="nf4", compress_statistics=True)
-    return model
+    return model.to(device)
 
 
 @torch.no_grad()

@@ -99,6 +99,10 @@ def test_training_is_that_of_the_dequantised_weights(
     assert set(ours.tiled_parameters) == set(theirs.tiled_parameters)
     assert bool(ours.tiled_parameters) == (density == 0.2)
 
+    ids = batch(device)
+    policy = model(input_ids=ids).logits.detach()
+    with torch.no_grad(), ours.base_weights():  # the first loss of DPO is ln 2
+        assert torch.equal(model(input_ids=ids).logits, policy)
     assert torch.equal(backward(model, device), backward(twin, device))
     params = dict(zip(ours.param_groups[0]["param_names"], ours.param_groups[0]["params"], strict=True))
     for name, param in twin.named_parameters():
@@ -111,7 +115,6 @@ def test_training_is_that_of_the_dequantised_weights(
     before = {name: dequantised(layer) for name, layer in quantised(model).items()}
     assert torch.equal(train(model, ours, device, 3), train(twin, theirs, device, 3))
     assert all(torch.equal(before[name], dequantised(layer)) for name, layer in quantised(model).items())
-    ids = batch(device)
     with torch.no_grad(), ours.base_weights(), theirs.base_weights():
         assert torch.equal(model(input_ids=ids).logits, twin(input_ids=ids).logits)
     ours.close()  # the trained weights stay
