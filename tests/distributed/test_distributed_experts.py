@@ -1,4 +1,5 @@
-"""Mixtures of experts on two ranks: sharded by `fully_shard`, three experts and two, and replicated."""
+"""Mixtures of experts on two ranks: sharded by `fully_shard`, three experts and two (three of
+DeepSeek-V3's six), and replicated."""
 
 from typing import Any
 
@@ -6,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import BACKENDS, device, launch, preload
-from moe_models import moe_model, tokens_of
+from moe_models import FAMILIES, moe_model, tokens_of
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from sparse_opt import MaskSet, SparseAdamW
 from sparse_opt.distributed import full_optimizer_state_dict
 
-preload("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.gpt_oss.modeling_gpt_oss")
+preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")))
 pytestmark = pytest.mark.dist
 
 STEPS = 3
@@ -25,7 +26,8 @@ TOLERANCE = STEPS * LR / EPS * 2**-20
 
 def mask_of(model: Any, kind: str) -> MaskSet:
     if kind == "experts":
-        return MaskSet.experts(model, {0: [2], 1: [0, 4]})
+        has_first = any(".layers.0.mlp.experts." in name for name, _ in model.named_parameters())  # not DeepSeek-V3
+        return MaskSet.experts(model, {**({0: [2]} if has_first else {}), 1: [0, 4]})
     return MaskSet.random(model, density=0.4, pattern=kind, seed=1)
 
 
@@ -42,7 +44,7 @@ def train(rank: int, family: str, kind: str, sharded: bool) -> None:
         for module in (*model.model.layers, model):
             fully_shard(module)
         experts = model.get_parameter("model.layers.1.mlp.experts.down_proj")
-        assert experts.to_local().shape[0] == (3, 2)[rank]
+        assert experts.to_local().shape[0] == ((3, 3) if family == "deepseek" else (3, 2))[rank]
     optimizer = SparseAdamW(model, mask, lr=LR, eps=EPS, **({} if sharded else {"process_group": dist.group.WORLD}))
     single = SparseAdamW(alone, mask, lr=LR, eps=EPS, process_group=False)
 
@@ -72,12 +74,14 @@ def train(rank: int, family: str, kind: str, sharded: bool) -> None:
 
 @BACKENDS
 @pytest.mark.parametrize("kind", ["tile64", "experts"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_uneven_experts_under_fsdp2(family: str, kind: str, backend: str) -> None:
     launch(train, 2, family, kind, True, backend=backend)
 
 
 @BACKENDS
-def test_replicated_experts(backend: str) -> None:
+@pytest.mark.parametrize("kind", ["tile64", "experts"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replicated_experts(family: str, kind: str, backend: str) -> None:
     """The ranks route their tokens to different experts."""
-    launch(train, 2, "qwen3", "experts", False, backend=backend)
+    launch(train, 2, family, kind, False, backend=backend)

@@ -72,6 +72,24 @@ def test_training_equals_dense_adamw_with_masked_gradients(family: str, kind: st
     assert routers and not any(sparse.get_parameter(name).requires_grad for name in routers)
 
 
+@pytest.mark.parametrize("kind", ["tile64", "experts"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_base_weights_and_a_resumed_run_have_the_same_bits(family: str, kind: str) -> None:
+    model, resumed = moe_model(family), moe_model(family)
+    start, mask = bits_of(model), mask_of(model, kind)
+    optimizer, other = (SparseAdamW(m, mask, lr=LR) for m in (model, resumed))
+    train(model, optimizer, range(2))
+    with optimizer.base_weights():
+        assert_same_bits(model, start)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    for each, its in ((model, optimizer), (resumed, other)):
+        train(each, its, range(2, 4))
+    assert_same_bits(resumed, bits_of(model))
+    with other.base_weights():
+        assert_same_bits(resumed, start)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logged_shared_and_analyzed_by_expert(family: str, tmp_path: Path) -> None:
     model, base = moe_model(family), moe_model(family)

@@ -9,7 +9,8 @@ import torch
 from computed import Computed
 from tiled_models import EPS32, assert_same_gradients, pair
 
-from sparse_opt import MaskSet, SparseSGD
+from sparse_opt import GraphedStep, MaskSet, SparseAdamW, SparseSGD
+from sparse_opt.masks import union
 
 pytest.importorskip("transformers", reason="needs transformers")
 from moe_models import FAMILIES, VOCABULARY, moe_model
@@ -64,9 +65,53 @@ def test_gradients_are_the_masked_dense_ones(kind, implementation, device):
     assert_same_gradients(tiles, dense, rtol=4000 * EPS32)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_a_union_of_experts_and_tiles_computes_both_by_tiles(kind, device):
+    """In GPT-OSS the experts' biases make its pattern run32."""
+    made = make(kind, "grouped_mm", device)
+    attention = {name: p for name, p in made.named_parameters() if name.endswith("_proj.weight")}
+    tiles_of = MaskSet.random(attention, density=0.3, pattern="tile64", seed=1)
+    mask = union([MaskSet.experts(made, {1: [0, 3]}), tiles_of])
+    assert mask.pattern == {"qwen3": "tile64", "gpt_oss": "run32"}[kind]
+    model, tiles, twin, dense = pair(device, functools.partial(make, kind, "grouped_mm"), mask=mask)
+    assert set(tiles.tiled_parameters) == {name for name in mask.names if mask[name].numel() and "bias" not in name}
+    for m in (model, twin):
+        loss_of(m, batch(device)).backward()
+    assert_same_gradients(tiles, dense, rtol=2000 * EPS32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_captured_step_has_the_bits_of_an_eager_one(kind, checkpointing):
+    """Each batch is routed differently."""
+
+    def train(capture):
+        model = make(kind, "grouped_mm", "cuda", torch.bfloat16).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = SparseAdamW(model, MaskSet.random(model, density=0.3, pattern="tile64", seed=1), lr=1e-2)
+
+        def step(ids):
+            loss = loss_of(model, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return {"loss": loss.detach()}
+
+        call = GraphedStep(step, optimizer, n_warmup=2) if capture else step
+        losses = [call(batch("cuda", seed))["loss"].clone() for seed in range(6)]
+        return losses, [p.detach() for p in model.parameters()]
+
+    (losses, weights), (expected_losses, expected) = train(True), train(False)
+    assert all(map(torch.equal, losses, expected_losses)) and len({loss.item() for loss in losses}) == 6
+    assert all(map(torch.equal, weights, expected))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_with_activation_checkpointing(reentrant, device):
-    model, tiles, twin, dense = pair(device, functools.partial(make, "qwen3", "grouped_mm"))
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_with_activation_checkpointing(kind, reentrant, device):
+    model, tiles, twin, dense = pair(device, functools.partial(make, kind, "grouped_mm"))
     for m in (model, twin):
         m.train()
         m.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ...masks.patterns import PATTERNS, aligned_runs
+from ...masks.patterns import PATTERNS, most_specific_pattern
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
 from ..segments import ActiveWeight, Segments, Tiles
@@ -139,24 +140,29 @@ def choose(
     """
     if tile_backward is False:
         return [None] * len(buckets)
-    in_tiles = PATTERNS[pattern][0] in TILE_SIZES
-    tile_size = PATTERNS[pattern][0] if in_tiles else TILE_SIZES[-1]
+    size_of_mask = PATTERNS[pattern][0]
+    in_tiles = size_of_mask in TILE_SIZES
     possible = grads == "compact" and model is not None
     layers, why = find(model, _unsharded(buckets)) if grads == "compact" and model is not None else ({}, {})
     refused: dict[str, str] = {}
-    chosen: list[list[int]] = []
+    sizes: list[dict[int, int]] = []  # of a bucket's parameters that can have tiles, by their numbers
     for bucket in buckets:
-        chosen.append([])
+        sizes.append({})
         for i, shard in enumerate(bucket.shards) if possible else ():
             param = shard.unsharded
             if isinstance(param, ActiveWeight):  # its layer's own forward has its tiles
                 continue
-            if not in_tiles and not _are_whole_matrices(bucket.unsharded, i):
+            if not (size := size_of_mask if in_tiles else _tile_size(bucket.unsharded, i)):
                 continue
-            if param not in layers:
+            if param in layers:
+                sizes[-1][i] = size
+            else:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
-            elif _tiled(layers[param], bucket, i, tile_size, everywhere=tile_backward is True):
-                chosen[-1].append(i)
+    tile_size = min((size for of_bucket in sizes for size in of_bucket.values()), default=TILE_SIZES[-1])
+    chosen = [
+        [i for i in found if _tiled(layers[bucket.shards[i].unsharded], bucket, i, tile_size, tile_backward is True)]
+        for bucket, found in zip(buckets, sizes, strict=True)
+    ]
     if tile_backward and not any(chosen) and not (possible and (in_tiles or refused)):
         raise ValueError(
             "tile_backward=True needs grads='compact', a model (params or model=) and a mask of pattern tile64 or "
@@ -172,23 +178,24 @@ def choose(
     ]
 
 
-def _are_whole_matrices(segments: Segments, i: int) -> bool:
-    """Whether parameter i is a stack of matrices, and the active elements are all of some of them.
+def _tile_size(segments: Segments, i: int) -> int:
+    """Return the largest size of tiles such that parameter i's active elements are whole tiles; 0 if there is none.
 
-    They are whole tiles then, whatever the mask's pattern, which may be that of the biases of the same experts.
+    The mask's pattern may be that of other parameters, as of the biases of the same experts.
     """
     shape, nnz = segments.params[i].shape, segments.ends[i] - segments.starts[i]
-    size = shape[-1] * shape[-2] if len(shape) == 3 else 0
-    if not size or not nnz or nnz % size:  # before the positions are expanded
-        return False
-    return aligned_runs(segments.positions(i), size) is not None
+    unit = math.prod(math.gcd(size, TILE_SIZES[0]) for size in shape[-2:])  # divides the size of tiles at edges, too
+    if len(shape) < 2 or not nnz or nnz % unit:  # before the positions are expanded
+        return 0
+    size = PATTERNS[most_specific_pattern([(segments.positions(i).cpu(), shape)])][0]
+    return size if size in TILE_SIZES else 0
 
 
 def _unsharded(buckets: Iterable[Bucket]) -> dict[Parameter, Parameter]:
     return {shard.param: shard.unsharded for bucket in buckets for shard in bucket.shards}
 
 
-def _tiled(layers: list[Layer], bucket: Bucket, i: int, tile_size: int, *, everywhere: bool) -> list[Layer]:
+def _tiled(layers: list[Layer], bucket: Bucket, i: int, tile_size: int, everywhere: bool) -> list[Layer]:
     """Return the layers of parameter i that are to compute tiles."""
     density = bucket.nnz_of_param(i) / bucket.shards[i].unsharded.numel()
     return [layer for layer in layers if everywhere or layer.is_worthwhile(density, tile_size)]
@@ -208,7 +215,7 @@ def install(model: nn.Module, bucket: Bucket, receiver: Receiver, *, everywhere:
     for i, shard in enumerate(bucket.shards):
         if not tiles.has(i):
             continue
-        for layer in _tiled(layers.get(shard.unsharded, []), bucket, i, tiles.tile_size, everywhere=everywhere):
+        for layer in _tiled(layers.get(shard.unsharded, []), bucket, i, tiles.tile_size, everywhere):
             route = layer.route(receiver, i)
             tile_backward.install(layer.module, route)
             changed.append((layer.module, route))
