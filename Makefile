@@ -123,7 +123,7 @@ RUN_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTEST) --quiet --numpro
 TRITON_OPS = TRITON_INTERPRET=1 $(RUN_TESTS) tests/ops tests/weight_sync
 # The optimizers' behaviour that depends on the backend of their ops.
 OF_BACKEND = $(addprefix tests/optim/test_,$(addsuffix .py,checked_steps equivalence gradients lion narrow \
-  repeated_steps replaced_params runs state weight_storage))
+  repeated_steps replaced_params runs state tile_experts weight_storage))
 
 # The library names every device and dtype: a tensor that it creates on meta by mistake has no values, and the test fails.
 OF_DEFAULTS = tests/optim/test_state.py tests/optim/test_gradients.py tests/masks/test_mask_set.py tests/masks/test_mask_patterns.py \

@@ -10,7 +10,7 @@ from torch import nn
 from sparse_opt import MaskSet
 from sparse_opt.errors import MaskError
 from sparse_opt.masks import MaskStats, union
-from sparse_opt.masks.parameters import router_names
+from sparse_opt.masks.parameters import router_names, select_names
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -73,6 +73,7 @@ def test_random_masks_leave_routers_out(model: nn.Module, pattern: str) -> None:
     mask = MaskSet.random(model, density=0.5, pattern=pattern, seed=1)
     assert set(mask.names) == set(names) - routers
     assert set(MaskSet.random(model, density=0.5, pattern=pattern, routers=True).names) == set(names)
+    assert select_names(names, mlp_only=True, routers=False) == [name for name in mask.names if ".mlp." in name]
     # No tile crosses from one expert to the next: each is whole tiles of its own.
     for name in (name for name in mask.names if mask.bool(name).dim() == 3):
         for expert in mask.bool(name):
