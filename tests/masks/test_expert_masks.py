@@ -73,12 +73,16 @@ def test_random_masks_leave_routers_out(model: nn.Module, pattern: str) -> None:
     mask = MaskSet.random(model, density=0.5, pattern=pattern, seed=1)
     assert set(mask.names) == set(names) - routers
     assert set(MaskSet.random(model, density=0.5, pattern=pattern, routers=True).names) == set(names)
-    assert select_names(names, mlp_only=True, routers=False) == [name for name in mask.names if ".mlp." in name]
     # No tile crosses from one expert to the next: each is whole tiles of its own.
     for name in (name for name in mask.names if mask.bool(name).dim() == 3):
         for expert in mask.bool(name):
             positions = expert.reshape(-1).nonzero().view(-1)
             MaskSet({"expert": positions}, {"expert": tuple(expert.shape)}, pattern=pattern)
+
+
+def test_experts_are_feed_forward_blocks(model: nn.Module) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    assert select_names(names, mlp_only=True) == [name for name in names if ".mlp." in name]
 
 
 def test_a_gate_without_experts_is_no_router() -> None:

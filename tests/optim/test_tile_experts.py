@@ -11,6 +11,7 @@ from tiled_models import EPS32, assert_same_gradients, pair
 
 from sparse_opt import GraphedStep, MaskSet, SparseAdamW, SparseSGD
 from sparse_opt.masks import union
+from sparse_opt.optim.gradients import tile_layers
 
 pytest.importorskip("transformers", reason="needs transformers")
 from moe_models import FAMILIES, VOCABULARY, moe_model
@@ -65,19 +66,35 @@ def test_gradients_are_the_masked_dense_ones(kind, implementation, device):
     assert_same_gradients(tiles, dense, rtol=4000 * EPS32)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
-def test_a_union_of_experts_and_tiles_computes_both_by_tiles(kind, device):
-    """In GPT-OSS the experts' biases make its pattern run32."""
-    made = make(kind, "grouped_mm", device)
+def test_a_union_of_experts_and_tiles_computes_both_by_tiles(device):
+    """The biases of GPT-OSS's experts are runs, and so is the mask; another weight has runs that are no tiles."""
+    made = make("gpt_oss", "grouped_mm", device)
     attention = {name: p for name, p in made.named_parameters() if name.endswith("_proj.weight")}
-    tiles_of = MaskSet.random(attention, density=0.3, pattern="tile64", seed=1)
-    mask = union([MaskSet.experts(made, {1: [0, 3]}), tiles_of])
-    assert mask.pattern == {"qwen3": "tile64", "gpt_oss": "run32"}[kind]
-    model, tiles, twin, dense = pair(device, functools.partial(make, kind, "grouped_mm"), mask=mask)
-    assert set(tiles.tiled_parameters) == {name for name in mask.names if mask[name].numel() and "bias" not in name}
+    tiled = [MaskSet.experts(made, {1: [0, 3]}), MaskSet.random(attention, density=0.3, pattern="tile64", seed=1)]
+    runs = MaskSet.random({"lm_head.weight": made.lm_head.weight}, density=0.3, pattern="run32", seed=1)
+    mask = union([*tiled, runs])
+    assert mask.pattern == "run32"
+    model, tiles, twin, dense = pair(device, functools.partial(make, "gpt_oss", "grouped_mm"), mask=mask)
+    found = {name for each in tiled for name in each.names if each[name].numel() and "bias" not in name}
+    assert set(tiles.tiled_parameters) == found
     for m in (model, twin):
         loss_of(m, batch(device)).backward()
     assert_same_gradients(tiles, dense, rtol=2000 * EPS32)
+
+
+def test_random_runs_are_not_expanded_to_look_for_tiles(monkeypatch):
+    monkeypatch.delattr(tile_layers, "most_specific_pattern")
+    layer = torch.nn.Linear(5120, 128)
+    assert not SparseSGD(layer, MaskSet.random(layer, density=0.025, pattern="run32")).tiled_parameters
+
+
+@pytest.mark.gpu
+def test_autocast_rounds_as_transformers():
+    module, _tiles, twin, _dense = module_pair("cuda", dtype=torch.bfloat16)
+    hidden, index, weights = tokens(twin, n=300)
+    with torch.autocast("cuda", torch.bfloat16):
+        found, expected = (m(hidden.float(), index, weights) for m in (module, twin))
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.gpu

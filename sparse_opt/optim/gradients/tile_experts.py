@@ -25,6 +25,7 @@ from .tile_backward import LOST_OPTIMIZER, Route, has_others_hooks, library, rou
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 # torch's grouped products on a GPU need rows of whole 16-byte chunks.
 _CHUNK = 16
+# A copy of the rows of all tokens would be the largest buffer of a step: 56 MiB less for 2048 tokens of Qwen3-30B-A3B.
 _TOKENS_AT_ONCE = 256
 
 
@@ -218,13 +219,8 @@ def _rows(input: Tensor, token: Tensor | None) -> Tensor:
 def _combined(rows: Tensor, place: Tensor, factors: Tensor, *, fused: bool) -> Tensor:
     if fused:
         return _fused_sum(rows, place, factors)
-    dtype = torch.promote_types(rows.dtype, factors.dtype)
-    total = rows.new_empty(len(place), rows.shape[1], dtype=dtype)
-    # A copy of the rows of all tokens would be the largest buffer of a layer's step.
-    parts = zip(*(x.split(_TOKENS_AT_ONCE) for x in (place, factors, total)), strict=True)
-    for places, of_places, sums in parts:
-        torch.sum(_times(rows[places], of_places[..., None]), 1, out=sums)
-    return total
+    parts = zip(place.split(_TOKENS_AT_ONCE), factors.split(_TOKENS_AT_ONCE), strict=True)
+    return torch.cat([_times(rows[places], of_places[..., None]).sum(1) for places, of_places in parts])
 
 
 def _product(

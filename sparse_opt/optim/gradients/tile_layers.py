@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ...masks.patterns import PATTERNS, most_specific_pattern
+from ...masks.patterns import PATTERNS, aligned_runs, most_specific_pattern
 from ...ops.tiles import TILE_SIZES
 from ..buckets import Bucket
 from ..segments import ActiveWeight, Segments, Tiles
@@ -142,50 +141,59 @@ def choose(
         return [None] * len(buckets)
     size_of_mask = PATTERNS[pattern][0]
     in_tiles = size_of_mask in TILE_SIZES
+    everywhere = tile_backward is True
     possible = grads == "compact" and model is not None
     layers, why = find(model, _unsharded(buckets)) if grads == "compact" and model is not None else ({}, {})
     refused: dict[str, str] = {}
-    sizes: list[dict[int, int]] = []  # of a bucket's parameters that can have tiles, by their numbers
+    chosen: list[list[int]] = []
+    sizes: list[int] = []
     for bucket in buckets:
-        sizes.append({})
+        found: dict[int, int] = {}  # size of the tiles of each parameter that may have some
         for i, shard in enumerate(bucket.shards) if possible else ():
             param = shard.unsharded
             if isinstance(param, ActiveWeight):  # its layer's own forward has its tiles
                 continue
-            if not (size := size_of_mask if in_tiles else _tile_size(bucket.unsharded, i)):
+            if not (size := size_of_mask if in_tiles else _size_of_whole_tiles(bucket.unsharded, i, pattern)):
                 continue
-            if param in layers:
-                sizes[-1][i] = size
-            else:
+            if param not in layers:
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
-    tile_size = min((size for of_bucket in sizes for size in of_bucket.values()), default=TILE_SIZES[-1])
-    chosen = [
-        [i for i in found if _tiled(layers[bucket.shards[i].unsharded], bucket, i, tile_size, tile_backward is True)]
-        for bucket, found in zip(buckets, sizes, strict=True)
-    ]
+            elif _tiled(layers[param], bucket, i, size, everywhere):
+                found[i] = size
+        sizes.append(min(found.values(), default=0))  # larger tiles consist of whole smaller ones
+        chosen.append(
+            [i for i in found if _tiled(layers[bucket.shards[i].unsharded], bucket, i, sizes[-1], everywhere)]
+        )
     if tile_backward and not any(chosen) and not (possible and (in_tiles or refused)):
         raise ValueError(
-            "tile_backward=True needs grads='compact', a model (params or model=) and a mask of pattern tile64 or "
-            f"tile128; grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
+            "tile_backward=True needs grads='compact', a model (params or model=) and a mask of whole tiles (tile64, "
+            f"tile128); grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
             f"pattern {pattern!r}"
         )
     if tile_backward and refused and not any(chosen):
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
         raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
     return [
-        Tiles.of(bucket.unsharded, which, tile_size) if which else None
-        for bucket, which in zip(buckets, chosen, strict=True)
+        Tiles.of(bucket.unsharded, which, size) if which else None
+        for bucket, which, size in zip(buckets, chosen, sizes, strict=True)
     ]
 
 
-def _tile_size(segments: Segments, i: int) -> int:
-    """Return the largest size of tiles such that parameter i's active elements are whole tiles; 0 if there is none.
+def _size_of_whole_tiles(segments: Segments, i: int, pattern: str) -> int:
+    """Return the size of tiles, all of them whole, that parameter i's active elements are; 0 if there is none.
 
-    The mask's pattern may be that of other parameters, as of the biases of the same experts.
+    Looked for in masks of other patterns than tiles: whole matrices of a stack, such as experts, in all of them, and
+    any tiles in masks of runs. Runs are what the biases of the same experts have.
     """
     shape, nnz = segments.params[i].shape, segments.ends[i] - segments.starts[i]
-    unit = math.prod(math.gcd(size, TILE_SIZES[0]) for size in shape[-2:])  # divides the size of tiles at edges, too
-    if len(shape) < 2 or not nnz or nnz % unit:  # before the positions are expanded
+    matrix = shape[-1] * shape[-2] if len(shape) == 3 else 0
+    if nnz and matrix and nnz % matrix == 0 and aligned_runs(segments.positions(i), matrix) is not None:
+        return TILE_SIZES[-1]
+    if pattern == "element" or len(shape) < 2 or not nnz:
+        return 0
+    row = segments.positions(i, TILE_SIZES[0])  # of the first tile, before all positions are expanded
+    first, column = int(row[0]), int(row[0]) % shape[-1]
+    width = min(TILE_SIZES[0], shape[-1] - column)
+    if column % TILE_SIZES[0] or row.numel() < width or int(row[width - 1]) != first + width - 1:
         return 0
     size = PATTERNS[most_specific_pattern([(segments.positions(i).cpu(), shape)])][0]
     return size if size in TILE_SIZES else 0
