@@ -6,6 +6,7 @@ import launch
 import pytest
 import quantised_models
 import torch
+import torch.distributed as dist
 from moe_models import moe_model
 from quantised_models import batch, dequantised, quantised, transformers
 from safetensors.torch import load_file
@@ -392,6 +393,24 @@ def test_a_sharded_base_is_refused(rank):
     fully_shard(layer)
     with pytest.raises(ValueError, match="'weight' is a DTensor: a quantised base can't be sharded by fully_shard"):
         SparseAdamW(layer, RandomMask(0.1), lr=1e-2)
+    layer = bitsandbytes.nn.Linear4bit(64, 64, quant_type="nf4").to("cpu")
+    with pytest.raises(NotImplementedError, match="a process group is not supported for a quantised base.*'weight'"):
+        SparseAdamW(layer, RandomMask(0.1), lr=1e-2, process_group=dist.group.WORLD)
+
+
+def test_a_merged_model_of_several_files(load, tmp_path, monkeypatch):
+    model = load("nf4")
+    save_merged(model, tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    monkeypatch.setattr("sparse_opt.optim.quantised._SHARD_BYTES", 10_000)
+    save_merged(model, tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("model*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    monkeypatch.undo()
+    save_merged(model, tmp_path)
+    assert [path.name for path in tmp_path.glob("model*.safetensors*")] == ["model.safetensors"]
 
 
 def test_a_transformers_without_fp8_experts(folder, monkeypatch):
