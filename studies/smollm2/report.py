@@ -185,6 +185,30 @@ def equal_time_table(study: Study) -> str:
     return markdown_table(headers, rows, n_words=2)
 
 
+def wall_time_table(study: Study) -> str:
+    """The mean reward in training of claim 10's runs, after quarters of the time that the shortest of them takes."""
+    rows, quarters = [], (0.25, 0.5, 0.75, 1.0)
+    for task in study.tasks:
+        timed = []
+        for part in study.of_claim(10, [task]):
+            seconds, runs = study.step_seconds.get(study.timed_as(part.subject)), study.rows_of(part)
+            if seconds is not None and runs:
+                timed.append((part.subject.trained, seconds, runs))
+        whole = min((seconds * max(map(int, runs[0]["rewards"])) for _, seconds, runs in timed), default=0.0)
+        for trained, seconds, runs in timed:
+            found = (reward_after(runs, q * whole / seconds) for q in quarters)
+            rows.append((task, trained, f"{seconds:.2f}", *found))
+        if timed:
+            rows.append((task, "after", "", *(f"{q * whole:.0f} s" for q in quarters)))
+    return markdown_table(("task", "trained", "s a step", "1/4", "1/2", "3/4", "all"), rows, n_words=2)
+
+
+def reward_after(runs: Rows, n_steps: float) -> str:
+    """The mean reward of the last step, at most this one, that the runs have one of."""
+    steps = [step for step in runs[0]["rewards"] if int(step) <= n_steps]
+    return f"{mean(run['rewards'][max(steps, key=int)] for run in runs):.3f}" if steps else ""
+
+
 def score_table(study: Study) -> str:
     """What GRPO learned and forgot by task, without masks of one seed, which `source_table` has; first the start."""
     rows = []
@@ -283,7 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     study = Study(args.output_dir, args.plan)
     if not args.write:
-        print("\n\n".join(f"## {name}\n\n{table(study)}" for name, table in TABLES.items()))
+        tables = TABLES | ({"study_wall_time": wall_time_table} if 10 in claims_of(study) else {})
+        print("\n\n".join(f"## {name}\n\n{table(study)}" for name, table in tables.items()))
         return 0
     from .figures import plot
 

@@ -12,7 +12,7 @@ from sparse_opt.errors import ConfigError
 from studies.learning import report as learning
 from studies.smollm2 import run as runner
 from studies.smollm2.plan import PLAN, Run, Study
-from studies.smollm2.report import RESULTS, TABLES
+from studies.smollm2.report import RESULTS, TABLES, wall_time_table
 from studies.smollm2.verdicts import verdict
 from studies.subnetwork import run as subnetwork
 from studies.training import ROOT, TUNING_SEED, fill_tables
@@ -102,6 +102,24 @@ def test_a_base_in_nf4_is_compared_with_bf16_and_qlora(study, lower, expected):
     plan = study({"trained": ["lean:2.5:tile64", "nf4:2.5:tile64", "qlora:16"], "claims": [9]})
     finish(plan, lambda run: 0.7 if run.trained.startswith(lower or "none") else 0.9)
     assert verdict(plan, 9, plan.tasks) == expected
+
+
+def test_rewards_are_compared_after_equal_times(study):
+    made = study({"trained": ["dense", "lean:2.5:tile64"], "claims": [10]})
+    finish(
+        made,
+        lambda run: 0.5,
+        rewards=lambda run: {str(step): step / 100 for step in range(5, 55, 5)},
+        step_time_s=lambda run: 2.0 if run.subject.trained == "dense" else 1.0,
+        jobs=lambda run: 1,
+    )
+    made = Study(made.folder, made.folder / "plan.yaml")
+    lines = wall_time_table(made).splitlines()
+    assert [line.split("|")[4:-1] for line in lines if "largest" in line] == [
+        [" 0.050 ", " 0.100 ", " 0.150 ", " 0.250 "],
+        [" 0.100 ", " 0.250 ", " 0.350 ", " 0.500 "],
+        [" 12 s ", " 25 s ", " 38 s ", " 50 s "],
+    ]
 
 
 def test_results_survive_a_kill_and_are_not_mixed(study, tmp_path):
