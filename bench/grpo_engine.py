@@ -32,7 +32,7 @@ import torch
 
 from sparse_opt import MaskSet
 from sparse_opt.cli.doctor import installed_version
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.options import CommandParser
 from sparse_opt.trainers.console import StepTimer
 
 from .harness import Benchmark, comma_separated, job_main, not_between, one_of_each, run_in_process

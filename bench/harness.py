@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 from sparse_opt.files import written_aside
+from sparse_opt.options import CommandParser
 
 from . import report, rows, timing
 from .rows import NOT_MEASURED, Case, Row, Run

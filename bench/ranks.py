@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sparse_opt import MaskSet
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.options import CommandParser
 
 from .harness import comma_separated, not_between, one_of_each
 from .models import masked_shapes, model_config

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.options import CommandParser
 
 from .harness import Benchmark
 from .training.baseline import main as baseline

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_opt import MaskSet, SparseAdamW
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.options import CommandParser
 from sparse_opt.weight_sync import Message, PendingMessage, WeightReceiver, WeightSender
 from sparse_opt.weight_sync.transports import ProcessGroupReceiver, ProcessGroupSender
 

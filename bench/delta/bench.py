@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from sparse_opt import DeltaSet, SparseDelta, backends
 from sparse_opt.cli.doctor import installed_version
-from sparse_opt.cli.parser import CommandParser
 from sparse_opt.delta.state import TensorSpec, read_state
+from sparse_opt.options import CommandParser
 from sparse_opt.tensors import as_bits
 
 from ..harness import Benchmark, Work, comma_separated, not_between, one_of_each, time_works

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.options import CommandParser
 
 from .. import ranks, rows
 from ..harness import Benchmark, comma_separated, one_of_each, run_in_process

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparse_opt import backends
-from sparse_opt.cli.parser import CommandParser
+from sparse_opt.options import CommandParser
 from sparse_opt.tensors import as_bits
 
 from ..harness import Benchmark, comma_separated, one_of_each

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from sparse_opt.cli.parser import CommandParser
 from sparse_opt.integrations.rates import rate_factor
 from sparse_opt.integrations.trl.train import run as train_with_trl
+from sparse_opt.options import CommandParser
 from sparse_opt.trainers.arithmetic import make_arithmetic
 from sparse_opt.trainers.recipes import rft
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from sparse_opt.cli.doctor import installed_version
-from sparse_opt.cli.parser import CommandParser
 from sparse_opt.errors import SparseOptError
 from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.options import CommandParser
 
 from .. import ranks
 from ..harness import Benchmark, WrongResult, not_between, run_in_process

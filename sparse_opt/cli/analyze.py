@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..options import CommandParser
 from ..tables import table
-from .output import json_text, print_json
-from .parser import CommandParser, add_json_flag, add_tensor_choice
+from .common import add_json_flag, add_tensor_choice, json_text, print_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

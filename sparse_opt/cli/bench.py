@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from .parser import CommandParser
+from ..options import CommandParser
 
 # Name -> (module of sparse_opt.bench, what its main(argv) measures).
 BENCHMARKS = {

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import BuildError
-from .parser import CommandParser
+from ..options import CommandParser
 
 # Of gcc, clang and ld.
 _COMPILER_ERROR = re.compile(r"\b(error|fatal)\s*:|cannot find -l|undefined reference")

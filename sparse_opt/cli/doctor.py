@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..options import CommandParser
 from ..tables import format_bytes, table
-from .output import print_json
-from .parser import CommandParser, add_json_flag
+from .common import add_json_flag, print_json
 
 # Environment variables that affect which code runs.
 ENVIRONMENT = ("SPARSE_OPT_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "SPARSE_OPT_DEBUG")

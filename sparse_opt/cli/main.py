@@ -18,7 +18,7 @@ from typing import Any
 from .. import __version__
 from ..errors import ConfigError, SparseOptError
 from ..options import nearest
-from .output import is_out_of_memory
+from .common import is_out_of_memory
 
 COMMANDS = {
     "quickstart": "dense and sparse DPO of a small model side by side, in minutes: score, memory, bytes that are sent",

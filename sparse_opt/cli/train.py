@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, SparseOptError
 from ..options import nearest
-from .output import is_out_of_memory
+from .common import is_out_of_memory
 
 TRL_ALGORITHMS = ("sft", "dpo", "grpo")
 RECIPES = ("ppo", "rlt", "rft", "minimal_dpo")

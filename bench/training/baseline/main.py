@@ -23,11 +23,12 @@ from typing import Any, get_args
 import torch
 
 from sparse_opt import MaskSet, backends
-from sparse_opt.cli.parser import CommandParser, add_tensor_choice
+from sparse_opt.cli.common import add_tensor_choice
 from sparse_opt.errors import ConfigError, MaskError
 from sparse_opt.masks import union
 from sparse_opt.masks.parameters import select_names
 from sparse_opt.masks.patterns import PATTERNS
+from sparse_opt.options import CommandParser
 
 from ...harness import ALLOCATOR, Benchmark, comma_separated, not_between, one_of_each, run_in_process
 from ...models import make_checkpoint, preference_pairs, without_weights, write_pairs

@@ -7,7 +7,8 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..parser import CommandParser, add_json_flag
+from ...options import CommandParser
+from ..common import add_json_flag
 
 # Names of state dict dtypes, which cannot be imported without torch.
 DTYPES = ("bfloat16", "float16", "float32")

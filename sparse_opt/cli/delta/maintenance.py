@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ConfigError, DeltaLogError
 from ...progress import progress_bar
 from ...tables import format_bytes
-from ..output import print_json
+from ..common import print_json
 
 
 def run_verify(args: Namespace) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError, DataError, DeltaError, listed
 from ...progress import progress_bar
 from ...tables import format_bytes, table
-from ..output import format_percent, print_json
+from ..common import format_percent, print_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...tables import format_bytes, table
-from ..output import format_percent, print_json
+from ..common import format_percent, print_json
 
 if TYPE_CHECKING:
     from ...delta.state import StateLayout

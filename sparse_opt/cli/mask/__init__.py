@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, listed
+from ...options import CommandParser
 from ...tables import table
-from ..output import print_json
-from ..parser import CommandParser, add_json_flag, add_tensor_choice
+from ..common import add_json_flag, add_tensor_choice, print_json
 from . import compare as mask_compare
 from . import find as mask_find
 from .output import (

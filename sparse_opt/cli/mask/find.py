@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, MaskError, listed
 from ...tables import table
-from ..output import format_percent, print_json
-from ..parser import add_json_flag, add_tensor_choice
+from ..common import add_json_flag, add_tensor_choice, format_percent, print_json
 from .output import PATTERNS, add_routers, headline, output_file, summary
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ...tables import table
-from ..output import format_percent, print_json
-from ..parser import add_json_flag
+from ..common import add_json_flag, format_percent, print_json
 
 if TYPE_CHECKING:
     from ...masks.mask_set import MaskSet, MaskStats

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..parser import CommandParser, add_json_flag
+from ...options import CommandParser
+from ..common import add_json_flag
 
 _EPILOG = """It writes to the folder, in this order:
   model/                  the model, as transformers loads it: with random weights, or SmolLM2-135M-Instruct
@@ -41,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
         os.environ.setdefault("TQDM_DISABLE", "1")
         # The Trainer takes all visible GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    from ..output import print_json
+    from ..common import print_json
     from . import experiment
 
     results = experiment.run(args)
