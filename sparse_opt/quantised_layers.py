@@ -289,19 +289,16 @@ class _Fp8(Format):
 
     library = "transformers.integrations.finegrained_fp8"
 
-    @property
-    def _experts(self) -> Any:
-        return getattr(sys.modules[self.library], "FP8Experts", ())  # older versions have linear layers only
-
     def weights(self, module: Any, path: str) -> dict[str, tuple[int, ...]]:
         if (kind := type(module).__name__) in ("FP8GroupedLinear", "FP8Embedding"):
             raise ValueError(
                 f"{_join(path, 'weight')!r} is of a {kind}, expected an FP8Linear: load the model with "
                 "FineGrainedFP8Config(dequantize=True)"
             )
-        if isinstance(module, sys.modules[self.library].FP8Linear):
+        fp8 = sys.modules[self.library]
+        if isinstance(module, fp8.FP8Linear):
             names = ["weight"]
-        elif isinstance(module, self._experts):
+        elif isinstance(module, fp8.FP8Experts):
             names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
         else:
             return {}
@@ -319,7 +316,8 @@ class _Fp8(Format):
         return found
 
     def scales(self, module: nn.Module) -> list[str]:
-        if not isinstance(module, (sys.modules[self.library].FP8Linear, self._experts)):
+        fp8 = sys.modules[self.library]
+        if not isinstance(module, (fp8.FP8Linear, fp8.FP8Experts)):
             return []
         return [name for name in module._parameters if name.endswith(("_scale_inv", "activation_scale"))]
 

@@ -411,12 +411,3 @@ def test_a_merged_model_of_several_files(load, tmp_path, monkeypatch):
     monkeypatch.undo()
     save_merged(model, tmp_path)
     assert [path.name for path in tmp_path.glob("model*.safetensors*")] == ["model.safetensors"]
-
-
-def test_a_transformers_without_fp8_experts(folder, monkeypatch):
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    monkeypatch.delattr(fp8, "FP8Experts")
-    model = quantised_models.load(folder, None, torch.device("cpu"))
-    optimizer = SparseSGD(model, RandomMask(0.1), lr=1e-2)
-    backward(model, torch.device("cpu"))
-    optimizer.step()

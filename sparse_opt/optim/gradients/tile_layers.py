@@ -145,8 +145,7 @@ def choose(
     possible = grads == "compact" and model is not None
     layers, why = find(model, _unsharded(buckets)) if grads == "compact" and model is not None else ({}, {})
     refused: dict[str, str] = {}
-    chosen: list[list[int]] = []
-    sizes: list[int] = []
+    tiles: list[Tiles | None] = []
     for bucket in buckets:
         found: dict[int, int] = {}  # size of the tiles of each parameter that may have some
         for i, shard in enumerate(bucket.shards) if possible else ():
@@ -159,23 +158,20 @@ def choose(
                 refused[bucket.names[i]] = why.get(param, "it is not in the model")
             elif _tiled(layers[param], bucket, i, size, everywhere):
                 found[i] = size
-        sizes.append(min(found.values(), default=0))  # larger tiles consist of whole smaller ones
-        chosen.append(
-            [i for i in found if _tiled(layers[bucket.shards[i].unsharded], bucket, i, sizes[-1], everywhere)]
-        )
-    if tile_backward and not any(chosen) and not (possible and (in_tiles or refused)):
+        size = min(found.values(), default=0)  # larger tiles consist of whole smaller ones
+        chosen = [i for i in found if _tiled(layers[bucket.shards[i].unsharded], bucket, i, size, everywhere)]
+        tiles.append(Tiles.of(bucket.unsharded, chosen, size) if chosen else None)
+    has_some = any(of_bucket is not None for of_bucket in tiles)
+    if tile_backward and not has_some and not (possible and (in_tiles or refused)):
         raise ValueError(
             "tile_backward=True needs grads='compact', a model (params or model=) and a mask of whole tiles (tile64, "
             f"tile128); grads is {grads!r}, the model {'given' if model is not None else 'missing'}, and the mask's "
             f"pattern {pattern!r}"
         )
-    if tile_backward and refused and not any(chosen):
+    if tile_backward and refused and not has_some:
         reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(refused.items())[:3])
         raise ValueError(f"tile_backward=True, but none of {len(refused)} active parameters supports it: {reasons}")
-    return [
-        Tiles.of(bucket.unsharded, which, size) if which else None
-        for bucket, which, size in zip(buckets, chosen, sizes, strict=True)
-    ]
+    return tiles
 
 
 def _size_of_whole_tiles(segments: Segments, i: int, pattern: str) -> int:
